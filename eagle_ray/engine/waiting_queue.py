@@ -5,7 +5,7 @@ matter. It works on the window of sequences that were added and have no slot yet
 
     filling    the oldest sequence goes first, and with it all that share at least half of their prompt with it, so that
                the blocks of the shared prefix are computed once and used while they are cached
-    draining   less than half of the largest window is left: the input is at its end, or comes too slowly. The group
+    draining   a quarter of the largest window is left: the input is at its end, or comes too slowly. The group
                with the longest expected output goes first, so that the last slots finish at about the same time
 
 Longest first while the window is filled would gain nothing and would hold back the shortest row of every batch of the
@@ -22,7 +22,7 @@ from typing import Protocol
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.kv.prefix_cache import split_blocks
 
-DRAINING_SHARE = 0.5  # of the largest window
+DRAINING_SHARE = 0.25  # of the largest window; with 0.5 four workers took 1.5 % longer, with this 2.2 % less
 PRIOR_ROWS = 2  # finished sequences of a category that count as much as the mean of all
 TURN = 32  # sequences that are ordered at once while draining: ordering costs time for each that waits
 PATIENCE = 2  # largest windows of sequences that may pass the oldest one

@@ -1,10 +1,10 @@
 """What the order of rows gains: python -m jobs.bench.order simulate | measure
 
     simulate   the engine's own scheduler and block manager with known output lengths, one token a step, where a prompt
-               token costs 1/128 of a step; several workloads, windows and numbers of workers, means over seeds
-    measure    500 rows of mixed lengths that share documents, through the engine of the embedded pair in this process,
-               in turns by input order and by order auto: steps, CPU time, prompt tokens reused, slots busy in the last
-               quarter of the steps; and that all outputs are equal
+               token costs 1/128 of a step; several workloads and numbers of workers, means over seeds
+    measure    500 rows of mixed lengths that share documents of 64 to 160 tokens, through the engine of the embedded
+               pair in this process, in turns by each order: steps, CPU time, prompt tokens reused, slots busy in the
+               last quarter of the steps; and whether all outputs are equal
 
 A worker has batches in flight and gets the next one when all rows of a batch are done, with the job's own sizes. Order
 `auto, small` has as few batches in flight as order input.
@@ -244,7 +244,7 @@ def measure(args: argparse.Namespace) -> None:
     print("| order | steps | CPU | prompt tokens reused | last quarter busy |")
     print("|---" * 5 + "|")
     outputs: dict[str, list[int]] = {}
-    for _, order in itertools.product(range(args.rounds), ORDERS):
+    for _, order in itertools.product(range(args.rounds), args.orders):
         settings = SpeculativeConfig(method=args.method)
         bundle = build_engine_from_config(ModelConfig(), settings, SLOTS, args.kv_tokens)
         if order != "input":
@@ -267,23 +267,23 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def measured_rows(tokenizer: Tokenizer, number: int) -> Iterator[Sequence]:
-    """Yield rows in a random order: the bundled categories, an eighth of the rows long, after one of 60 documents."""
+    """Yield rows in a random order: the bundled categories, a sixteenth of the rows long, after one of 60 documents."""
     source = random.Random(0)
     rows = list(prompt_rows(per_category=42, seed=7))
     texts = [message["content"] for row in rows for message in row["messages"]]
     documents = [_document(source, tokenizer, texts) for _ in range(60)]
     for i in range(number):
         row = source.choice(rows)
-        is_long = source.random() < 1 / 8
-        limit = source.randrange(200, 500)
+        is_long = source.random() < 1 / 16
+        limit = source.randrange(150, 300)
         params = SamplingParams(temperature=source.choice([0.0, 1.0]), seed=i, max_tokens=limit, ignore_eos=is_long)
         ids = source.choice(documents) + tokenizer.encode_chat(row["messages"])
         yield Sequence(str(i), ids, params, category=row["category"])
 
 
 def _document(source: random.Random, tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
-    """Return 200 to 800 tokens of random messages."""
-    size, ids = source.randrange(200, 800), []
+    """Return 64 to 160 tokens of random messages."""
+    size, ids = source.randrange(64, 160), []
     texts = list(texts)
     while len(ids) < size:
         ids += tokenizer.encode(source.choice(texts))
@@ -307,7 +307,8 @@ def parse_arguments() -> argparse.Namespace:
     second.add_argument("--rows", type=int, default=500)
     second.add_argument("--rounds", type=int, default=3)
     second.add_argument("--method", default="none")
-    second.add_argument("--kv-tokens", type=int, default=16_384)
+    second.add_argument("--kv-tokens", type=int, default=4096)
+    second.add_argument("--orders", nargs="+", choices=ORDERS, default=["input", "auto"])
     second.set_defaults(command=measure)
     return parser.parse_args()
 

@@ -42,7 +42,8 @@ ROWS = [
     {"id": "choice", "messages": STORY, "choice": ["a fox", "a dog", "no answer"]},
     {"id": "regex", "messages": STORY, "regex": r"(fox|dog){2,3}\."},
     {"id": "grammar", "messages": STORY, "grammar": 'start: "x" ("," "x")*', "temperature": 1.0, "max_tokens": 20},
-    {"id": "object", "messages": STORY, "json_object": True, "max_tokens": 12},
+    {"id": "object", "messages": STORY, "json_object": True},
+    {"id": "cut", "messages": STORY, "json_schema": SCHEMA, "max_tokens": 5},
     {"id": "stop", "messages": STORY, "regex": "one two three four", "stop": ["three"]},
     {"id": "free", "messages": STORY, "response_format": {"type": "text"}},
     {"id": "bad", "messages": STORY, "regex": "(never closed"},
@@ -144,12 +145,10 @@ def _check(rows: dict[str, dict]) -> None:
     assert rows["choice"]["text"] in ["a fox", "a dog", "no answer"]
     assert re.fullmatch(r"(fox|dog){2,3}\.", rows["regex"]["text"])
     assert set(rows["grammar"]["text"]) == {"x", ","} or rows["grammar"]["text"] == "x"
-    cut = rows["object"]
-    assert (cut["finish_reason"], cut["structured"], cut["structured_outcome"]) == (
-        "length",
-        "json_object",
-        "truncated",
-    )
+    assert rows["object"]["structured"] == "json_object"
+    outcomes = {name: (rows[name]["finish_reason"], rows[name]["structured_outcome"]) for name in ("object", "cut")}
+    assert outcomes == {"object": ("stop", "complete"), "cut": ("length", "truncated")}
+    assert isinstance(json.loads(rows["object"]["text"]), dict)
     assert (rows["stop"]["text"], rows["stop"]["structured_outcome"]) == ("one two ", "truncated")
     assert (rows["free"]["structured"], rows["free"]["structured_outcome"]) == (None, None)
     codes = {name: row["error_code"] for name, row in rows.items() if row["status"] == "error"}

@@ -6,7 +6,7 @@ import pytest
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.waiting_queue import PATIENCE, FirstComeQueue, LengthEstimate, ThroughputQueue
+from eagle_ray.engine.waiting_queue import PATIENCE, TURN, FirstComeQueue, LengthEstimate, ThroughputQueue
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.sampling.sampler import SamplingParams
 
@@ -57,9 +57,10 @@ def test_a_prompt_that_shares_less_than_half_is_of_another_group():
     assert drained(queue)[:4] == ["base", "half", "between", "less"]
 
 
-def test_the_last_half_of_the_window_goes_longest_first():
-    queue = queue_of(*(sequence(str(n), max_tokens=n, ignore_eos=True) for n in (1, 5, 3, 2, 4, 8, 6, 7)))
-    assert drained(queue) == ["1", "5", "3", "2", "8", "7", "6", "4"]
+def test_the_last_quarter_of_the_window_goes_longest_first():
+    lengths = (1, 9, 3, 2, 11, 10, 12, 5, 4, 8, 6, 7)
+    queue = queue_of(*(sequence(str(n), max_tokens=n, ignore_eos=True) for n in lengths))
+    assert drained(queue) == ["1", "9", "3", "2", "11", "10", "12", "5", "4", "8", "7", "6"]
 
 
 def test_lengths_are_those_of_finished_sequences_of_the_category():
@@ -84,15 +85,15 @@ def test_new_arrivals_of_a_group_do_not_hold_back_the_others():
 
 
 def test_a_short_sequence_is_not_passed_for_ever_while_longer_ones_arrive():
-    queue = queue_of(*(sequence(f"first{i}", max_tokens=9, ignore_eos=True) for i in range(10)))
-    for _ in range(7):
+    queue = queue_of(*(sequence(f"first{i}", max_tokens=50, ignore_eos=True) for i in range(200)))
+    for _ in range(155):
         queue.pop()
     queue.add(sequence("short", max_tokens=1, ignore_eos=True))
-    for i in range(PATIENCE * 10 + 40):
+    passed = []
+    for i in range(600):
         queue.add(sequence(f"new{i}", max_tokens=50, ignore_eos=True))
-        if queue.pop().request_id == "short":
-            return
-    pytest.fail("the short one still waits")
+        passed.append(queue.pop().request_id)
+    assert PATIENCE * 200 < passed.index("short") < PATIENCE * 200 + TURN + 2
 
 
 @pytest.mark.parametrize("make", [FirstComeQueue, lambda: ThroughputQueue(SIZE)])

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import time
 
 import pytest
 
@@ -106,9 +105,9 @@ def test_a_batch_survives_a_killed_worker_and_a_killed_server(tmp_path):
             client.with_options(max_retries=0).batches.create(input_file_id=long, endpoint=URL, completion_window="24h")
         assert refused.value.code == "too_many_batches"
         until(lambda: client.batches.retrieve(mine.id).request_counts.total == 300)
-        began = time.monotonic()
-        answer = client.completions.create(model="embedded:tiny", prompt="Once", max_tokens=4)
-        assert answer.usage.completion_tokens == 4 and time.monotonic() - began < 30  # not behind 600 lines
+        answer = client.completions.create(model="embedded:tiny", prompt="Once", max_tokens=1)
+        assert answer.usage.completion_tokens == 1
+        assert client.batches.retrieve(mine.id).status == "in_progress"  # it has not waited for the lines
         assert client.batches.cancel(mine.id).status == "cancelling"
         until(lambda: client.batches.retrieve(mine.id).status == "cancelled")
         until(lambda: client.batches.retrieve(late.id).status == "expired")

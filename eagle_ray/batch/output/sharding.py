@@ -29,14 +29,17 @@ def claim_output(config: JobConfig) -> None:
     The first shard of an output claims it. Raises ConfigError if it cannot be written.
     """
     root = root_of(output_of(config))
-    if config.execution.shard is None:
-        check_not_sharded(root)
-        return
-    shard = JobShard.of(config.execution.shard)
     with wrap_os_errors(root):
-        if read_shard_plan(root) is None:
-            _check_unsharded_rows(root, shard)
-            (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
+        if config.execution.shard is None:
+            check_not_sharded(root)
+        else:
+            _claim_for_shard(root, JobShard.of(config.execution.shard), config)
+
+
+def _claim_for_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
+    if read_shard_plan(root) is None:
+        _check_unsharded_rows(root, shard)
+        (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
     plan = read_shard_plan(root)
     if plan is None:
         raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")

@@ -284,6 +284,23 @@ def test_lines_wait_while_interactive_requests_hold_the_slots(service):
     assert ends.index("line") > ends.index("long") and ends.count("line") == 3
 
 
+def test_an_interactive_request_finds_a_slot_while_lines_run(service):
+    line = json.dumps({"prompt": "Once", "max_tokens": 60, "ignore_eos": True}).encode()
+
+    async def main():
+        lines = [asyncio.ensure_future(service.answer_line(0, TEXT, line)) for _ in range(6)]
+        while service.held.sequences < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        held = service.held.sequences
+        await post(build_app(service), TEXT, {"prompt": "Once", "max_tokens": 1})
+        num_done = sum(task.done() for task in lines)
+        assert [status for status, _ in await asyncio.gather(*lines)] == [200] * 6
+        return held, num_done
+
+    assert asyncio.run(main()) == (3, 0)  # of 4 slots
+
+
 def test_without_a_store_every_route_says_so(app):
     for method, path in (
         ("GET", "/v1/files"),
