@@ -9,10 +9,11 @@ process: Ray would otherwise send the retry to the broken engine. Ray restarts t
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ from eagle_ray.slot_limits import usual_slots
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
 RESTART_DELAY_S = 5
+FLUSH_S = 1.0
 
 
 class EngineActor:
@@ -56,16 +58,21 @@ class EngineActor:
         self._isolation = Isolation(self._worker.answer, self._progress, slots)
         self._metrics = JobMetrics(config.name, run.run_id, self._worker.worker_id)
         self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
+        self._num_batches = 0  # in flight
         self._publish(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Yield one table of nested output rows for the batch; Ray passes it on after the call returns."""
+        self._num_batches += 1
         try:
             answers = await self._isolation.run_batch(batch)
         except EngineError as error:
             self._exit(error)
+        self._num_batches -= 1
         self._report = self._report.with_batch(answers, self._worker.counters())
         self._publish(answers)
+        if self._num_batches == 0:  # perhaps the last one
+            self._progress.flush()
         yield nest(answers)
 
     def _publish(self, answers: pa.Table | None) -> None:
@@ -88,12 +95,19 @@ class EngineActor:
             os._exit(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProgressClient:
-    """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor."""
+    """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor.
+
+    Finished rows and totals wait for the call that begins the next rows, at most FLUSH_S. So a batch is one call, and
+    one ProgressActor keeps up with a thousand workers.
+    """
 
     progress: ActorHandle
     actor_id: str
+    _finished: list[str] = field(default_factory=list)
+    _report: WorkerReport | None = None
+    _flush_timer: asyncio.TimerHandle | None = None
 
     def report_start(self) -> None:
         self._acknowledged(self.progress.start.remote, self.actor_id)
@@ -103,22 +117,45 @@ class ProgressClient:
         return self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local)
 
     def report_exit(self, worker_id: str, reason: str) -> None:
+        self.flush()
         self._acknowledged(self.progress.report_exit.remote, self.actor_id, worker_id, reason)
 
     def log(self, line: LogLine) -> None:
         self.progress.log.remote(line.level, line.text)
 
     def report(self, report: WorkerReport) -> None:
-        self.progress.report.remote(report)
+        """Report the totals: at once before the first row, else with the next call or after FLUSH_S."""
+        self._report = report
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+            return
+        if self._flush_timer is None:
+            self._flush_timer = loop.call_later(FLUSH_S, self.flush)
 
     async def begin(self, ids: list[str]) -> dict[str, CrashRecord]:
-        return await self.progress.begin.remote(self.actor_id, ids)
+        return await self.progress.begin.remote(self.actor_id, ids, *self._take_pending())
 
     async def begin_suspects(self, ids: list[str]) -> None:
-        await self.progress.begin_suspects.remote(self.actor_id, ids)
+        await self.progress.begin_suspects.remote(self.actor_id, ids, *self._take_pending())
 
     def finish(self, ids: list[str]) -> None:
-        self.progress.finish.remote(self.actor_id, ids)
+        self._finished += ids
+
+    def flush(self) -> None:
+        """Send what waits."""
+        finished, report = self._take_pending()
+        if finished or report is not None:
+            self.progress.update.remote(self.actor_id, finished, report)
+
+    def _take_pending(self) -> tuple[list[str], WorkerReport | None]:
+        pending = self._finished, self._report
+        self._finished, self._report = [], None
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        return pending
 
     def _acknowledged(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
         return ray.get(call(*args), timeout=ACK_TIMEOUT_S)

@@ -1,17 +1,20 @@
 """Fingerprints of input files in ``_run.json``, so that a resume detects changed input.
 
 S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it
-alone. So each local file is read once when a run first meets it, for a digest, and again only if its time has
-changed but not its size. Files of more than MOST_BYTES are compared by size and time only, since hashing terabytes
-at every start would take too long.
+alone, and a program can set it back. So each local file is read once when a run first meets it, for a digest, and again
+if its state has changed. The state is its inode and ctime, which no program can set. A file that changed less than
+SETTLED_NS before it was read has no state, because a second change could fall into the same tick of the file system's
+clock: it is read again at the next start. Files of more than MOST_BYTES are compared by size and time only, since
+hashing terabytes at every start would take too long.
 
     >>> fingerprints(plan.files, known={})
-    {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'digest': '0a2f...'}}
+    {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,18 +23,23 @@ from eagle_ray.storage.path import StoragePath
 
 MOST_BYTES = 16 << 30  # about half a minute
 PIECE = 1 << 20
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
+NOT_CONTENT = ("digest", "state")
 
 Fingerprint = dict[str, Any]
 
 
 def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
-    """Return fingerprints by path. known: recorded ones; a file with a recorded version is not read again."""
+    """Return fingerprints by path. known: recorded ones; a file with a recorded version and state is not read again."""
     files = list(files)
     found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
     unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
     if sum(file.version.size for file in unread) <= MOST_BYTES:
         for file in unread:
+            began_ns, state = time.time_ns(), file.storage_path.state()
             found[file.path]["digest"] = _digest(file.storage_path)
+            if state is not None and state.changed_ns < began_ns - SETTLED_NS:
+                found[file.path]["state"] = state.text
     return found
 
 
@@ -41,8 +49,28 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
         return f"{was['size']:,} bytes then, {now['size']:,} now"
     if "digest" in was and "digest" in now:
         return None if was["digest"] == now["digest"] else "its content"
-    stamps = [{key: value for key, value in each.items() if key != "digest"} for each in (was, now)]
+    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
     return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
+
+
+def content_of(fingerprint: Fingerprint) -> str:
+    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
+    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"
+
+
+def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether a local file of lines has the recorded content, and more lines behind it."""
+    if not file.is_local or "digest" not in was or now["size"] <= was["size"] or was["size"] == 0:
+        return False
+    with file.open() as stream:
+        content = hashlib.blake2b(digest_size=16)
+        left, last = was["size"], b""
+        while left > 0 and (piece := stream.read(min(PIECE, left))):
+            content.update(piece)
+            left -= len(piece)
+            last = piece[-1:]
+        next_byte = stream.read(1)
+    return content.hexdigest() == was["digest"] and (last == b"\n" or next_byte in (b"\n", b"\r"))
 
 
 def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
@@ -75,7 +103,12 @@ def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
 
 def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
     noted = known.get(file.path, {})
-    return dict(noted) if noted.items() >= file.version.as_json().items() else None
+    if not noted.items() >= file.version.as_json().items():
+        return None
+    if file.storage_path.is_local and "digest" in noted:
+        state = file.storage_path.state()
+        return dict(noted) if state is not None and noted.get("state") == state.text else None
+    return dict(noted)
 
 
 def _digest(location: StoragePath) -> str:

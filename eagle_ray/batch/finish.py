@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.batch.expected_rows import ExpectedRows, expected_rows_of, sample_ids
-from eagle_ray.batch.fingerprints import fingerprints
-from eagle_ray.batch.id_digests import isin
-from eagle_ray.batch.input.plan import InputPlan, plan_input
+from eagle_ray.batch.completeness import count_done
+from eagle_ray.batch.fingerprints import Fingerprint, check_unchanged, what_changed
+from eagle_ray.batch.input.plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.job_errors import Incomplete, JobError, OutputLocked, OutputMismatch
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.layout import data_of
@@ -32,7 +31,6 @@ from eagle_ray.batch.output.manifest import (
     SUMMARY,
     RunHandle,
     begin_attempt,
-    check_same_files,
     new_manifest,
     read_manifest,
     record_outcome,
@@ -41,6 +39,7 @@ from eagle_ray.batch.output.manifest import (
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import part_files
 from eagle_ray.batch.output.sharding import SHARD_PLAN, read_shard_plan, shard_outputs
+from eagle_ray.batch.row_index import num_ranges
 from eagle_ray.batch.run import check_error_rate, store_report, summarize_run
 from eagle_ray.batch.status import status_of
 from eagle_ray.batch.usage_meter import USAGE
@@ -180,17 +179,17 @@ def _finish(
     check_lock: CheckLock,
 ) -> dict[str, Any]:
     log.info("reading the input")
-    plan = plan_input(config)
-    files = fingerprints(plan.files, {})
-    for shard, output in outputs.items():
-        check_same_files(output, manifests[shard]["inputs"], files)
-    expected = expected_rows_of(plan, config)
+    plan = plan_input(config)  # without an index: every row is read
+    check_unchanged(plan.files, {})  # a change since the scan
+    files = plan.fingerprints
+    for shard in outputs:
+        _check_same_input(shard, manifests[shard]["inputs"], files)
     old_version = version_of(root / RUN)
     manifest = read_manifest(root) or new_manifest(config, attempt=0)
     run = replace(begin_attempt(manifest, old_version, config, files), check_lock=check_lock)
     with record_outcome(run), extended_retries():
         _check_only_shards(run, outputs)
-        shards = [_verify(shard, output, manifests[shard], plan, expected) for shard, output in outputs.items()]
+        shards = [_verify(shard, output, manifests[shard], plan) for shard, output in outputs.items()]
         summary = summarize_run(run)
         summary |= {"shards": [shard.as_json() for shard in shards], "cost": _cost(config, outputs, summary["total"])}
         run.check_current()
@@ -202,6 +201,16 @@ def _finish(
     return summary
 
 
+def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]) -> None:
+    """Raise OutputMismatch if a file is not the one that the shard has read; new files are added."""
+    changes = {path: what_changed(read.get(path, found), found) for path, found in files.items()}
+    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+        raise OutputMismatch(
+            f"input changed since shard {shard} read it: {changed}. Run --shard {shard} again, which compares its "
+            "answers with the new rows, or put the file back."
+        )
+
+
 def _check_only_shards(run: RunHandle, outputs: Outputs) -> None:
     """Raise OutputMismatch for files in data/ that are not below a shard's directory."""
     own = [data_of(output) for output in outputs.values()]
@@ -210,36 +219,42 @@ def _check_only_shards(run: RunHandle, outputs: Outputs) -> None:
             raise OutputMismatch(f"{file} was not made by a shard of this output: move it out of {run.data}")
 
 
-def _verify(
-    shard: JobShard, output: StoragePath, manifest: dict[str, Any], plan: InputPlan, expected: ExpectedRows
-) -> FinishedShard:
-    """Count the ids of one shard. Raises Incomplete unless each of its ids is there once, with all rows."""
+def _verify(shard: JobShard, output: StoragePath, manifest: dict[str, Any], plan: InputPlan) -> FinishedShard:
+    """Count the ids of one shard in its files, without their index. Raises Incomplete unless each of its ids is there
+    once, with all rows.
+    """
     index = OutputIndex.read(data_of(output))
-    if not (own := shard.holds(index.ids)).all():
-        file = index.files[index.file[int(np.argmin(own))]]
-        raise OutputMismatch(f"{file} has rows of another shard than {shard}: move it out of the output")
-    wanted = expected.of_shard(shard)
-    if len(missing := wanted.without(index.done(expected.samples_of)).ids):
-        names = sample_ids(missing, plan)
+    _check_own_rows(shard, index)
+    wanted = plan.all_rows.of_shard(shard)
+    num_ids, found = len(wanted), count_done(wanted, index)
+    if found.num_missing:
+        names = sample_ids(found.missing, plan)
         raise Incomplete(
-            f"shard {shard}: {len(missing)} of {len(wanted)} ids are missing: {names}. Run --shard {shard} again."
+            f"shard {shard}: {found.num_missing} of {num_ids} ids are missing: {names}. Run --shard {shard} again."
         )
-    if extra := index.excess(expected.samples_of):
+    if extra := found.excess:
         raise Incomplete(
             f"shard {shard}: {sum(map(len, extra.values()))} ids are there twice, such as in {next(iter(extra))}. Run "
             f"--shard {shard} again, which removes the second rows."
         )
     summary = read_json_object(output / SUMMARY) or {"total": {"errors": 0}}
-    others = int((~isin(index.ids, wanted.ids)).sum())
     return FinishedShard(
         shard=str(shard),
-        ids=len(wanted),
-        rows=int(index.rows.sum()),
+        ids=num_ids,
+        rows=index.num_rows,
         errors=summary["total"]["errors"],
-        others=others,
+        others=found.num_others,
         attempts=len(manifest["attempts"]),
         finished_at=manifest["attempts"][-1].get("finished_at"),
     )
+
+
+def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
+    """Raise OutputMismatch for a file with an id of another shard."""
+    for entries in index.by_range(num_ranges(index.num_entries)):
+        if not (own := shard.holds(entries["id"])).all():
+            file = index.files[entries["file"][int(np.argmin(own))]]
+            raise OutputMismatch(f"{file} has rows of another shard than {shard}: move it out of the output")
 
 
 def _cost(config: JobConfig, outputs: Outputs, total: dict[str, Any]) -> dict[str, Any] | None:

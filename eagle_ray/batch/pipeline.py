@@ -1,6 +1,6 @@
 """The pipeline: one Ray Data stream of requests through a pool of engine actors into Parquet files.
 
->>> generate(config, plan, run, skip=done, num_rows=80)
+>>> generate(config, plan, run, found.done, num_rows=80)
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import logging
 import os
 import re
 
+import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from eagle_ray.batch.actor import EngineActor
 from eagle_ray.batch.cluster import WorkerPlan, nodes, plan_workers, threads_wanted
-from eagle_ray.batch.id_digests import Digests
 from eagle_ray.batch.input.plan import InputPlan
 from eagle_ray.batch.input.source import read_requests
 from eagle_ray.batch.job_errors import ClusterError, JobError, WorkerDefect, outcome_of
@@ -41,11 +41,11 @@ EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
-def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, num_rows: int) -> None:
-    """Answer every request except those to skip. Ray must be connected.
+def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarray, num_rows: int) -> None:
+    """Answer every request except those that are done. Ray must be connected.
 
     Args:
-        skip: sorted digests of finished ids.
+        done: for each row of the input, in its order, whether it is done.
         num_rows: output rows that will be made.
 
     Raises:
@@ -59,13 +59,13 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, skip: Digests, 
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
     batch_size = plan_batch_size(slots, workers.most, num_rows)
     calls = plan_calls(config.execution.order, slots, batch_size, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
-    requests = read_requests(plan, skip, rows_per_block=batch_size)
+    requests = read_requests(plan, done, rows_per_block=batch_size)
     actor_args = (config, run, plan.passthrough, workers.threads, progress)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):

@@ -1,7 +1,7 @@
 """Progress: the sum of what the workers have done, and the rows in flight when a worker crashed.
 
-After every batch each worker sends a report of its totals to one small Ray actor; the driver reads the sum. A lost
-report is made up for by the next.
+Each worker sends its totals to one small Ray actor, with the call that begins its next rows; the driver reads the sum.
+A lost report is made up for by the next.
 
     >>> progress = start_progress(num_workers=2)
     >>> ray.get(progress.snapshot.remote()).rows
@@ -87,6 +87,7 @@ class Progress:
         notes: lines to show to the user.
         start_lines: log lines of starting workers with their level, each distinct line once.
         fatal: the reason why no worker can start.
+        rows_in_files: rows of the files that write tasks reported.
     """
 
     starts: int = 0
@@ -96,6 +97,7 @@ class Progress:
     notes: list[str] = field(default_factory=list)
     start_lines: list[tuple[int, str]] = field(default_factory=list)
     fatal: Exception | None = None
+    rows_in_files: int = 0
 
     def add(self, report: WorkerReport) -> None:
         if self.ready_at is None:
@@ -163,6 +165,7 @@ class ProgressActor:
         self._num_workers = num_workers
         self._exit_reasons: dict[str, str] = {}
         self._failed: set[str] = set()
+        self._files: dict[str, int] = {}
 
     def start(self, actor_id: str) -> None:
         """Record that an actor starts. If it restarts, the rows in flight on it get a crash record."""
@@ -182,17 +185,37 @@ class ProgressActor:
         self._progress.fatal = error
         return True
 
-    def begin(self, actor_id: str, ids: Iterable[str]) -> dict[str, CrashRecord]:
+    def begin(
+        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
+    ) -> dict[str, CrashRecord]:
+        """Record that rows begin, and what `update` takes. Return the crash records of those that have one."""
+        self.update(actor_id, finished, report)
         return self._crash_tracker.begin(actor_id, ids)
 
-    def begin_suspects(self, actor_id: str, ids: Iterable[str]) -> None:
+    def begin_suspects(
+        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
+    ) -> None:
+        self.update(actor_id, finished, report)
         self._crash_tracker.begin_suspects(actor_id, ids)
 
-    def finish(self, actor_id: str, ids: Iterable[str]) -> None:
-        self._crash_tracker.finish(actor_id, ids)
+    def update(self, actor_id: str, finished: Iterable[str], report: WorkerReport | None) -> None:
+        """Record rows that finished, and an actor's totals."""
+        self._crash_tracker.finish(actor_id, finished)
+        if report is not None:
+            self.report(report)
 
     def report(self, report: WorkerReport) -> None:
         self._progress.add(report)
+
+    def add_file(self, name: str, num_rows: int) -> None:
+        """Record a part file that was published. A repeated task publishes none, but reports its file again."""
+        if name not in self._files:
+            self._files[name] = num_rows
+            self._progress.rows_in_files += num_rows
+
+    def files(self) -> dict[str, int]:
+        """Return the rows of each file that was reported."""
+        return self._files
 
     def report_exit(self, actor_id: str, worker_id: str, reason: str) -> None:
         self._exit_reasons[actor_id] = reason

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 
 import ray
@@ -74,7 +75,6 @@ class ProgressMonitor:
     ):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
-        self._row_counter = RowCounter(run.data, f"**/part-{run.attempt:03d}-*.parquet")
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
         self._started, self._ready_at = time.monotonic(), None
@@ -105,8 +105,8 @@ class ProgressMonitor:
                     interrupt()
                 if (progress := self._poll()) is None:
                     continue
+                self._rows_in_files = progress.rows_in_files
                 if is_due := time.monotonic() >= next_file:
-                    self._count_files()
                     next_file += self._every_s
                 facts = self._facts(progress)
                 progress_display.show(facts)
@@ -145,9 +145,11 @@ class ProgressMonitor:
         return progress
 
     def _count_files(self) -> None:
+        """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
         try:
-            self._rows_in_files = self._row_counter.count()
-        except OSError as error:  # the rows matter, not this
+            reported = ray.get(self._actor.files.remote(), timeout=30)
+            self._rows_in_files = count_rows(self._run.data, self._run.attempt, reported)
+        except (OSError, ray.exceptions.RayError) as error:  # the rows matter, not this
             log.debug("the files cannot be counted now: %s", error)
 
     def _write(self, facts: Facts) -> None:
@@ -216,17 +218,17 @@ def _progress_before(run: RunHandle) -> Facts | None:
     return None
 
 
-@dataclass(slots=True)
-class RowCounter:
-    """Counts the rows of files as they appear. Each footer is read once."""
+def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> int:
+    """Return the rows in the files of an attempt.
 
-    directory: StoragePath
-    pattern: str
-    rows: dict[StoragePath, int] = field(default_factory=dict)
-
-    def count(self) -> int:
-        for file in self.directory.glob(self.pattern):
-            if file not in self.rows:
-                with open_parquet(file) as parquet:
-                    self.rows[file] = parquet.metadata.num_rows
-        return sum(self.rows.values())
+    reported: rows of files by their path below data/. Their footers are not read.
+    """
+    total = 0
+    for file in data.glob(f"**/part-{attempt:03d}-*.parquet"):
+        name = file.relative_to(data)
+        if name in reported:
+            total += reported[name]
+        else:
+            with open_parquet(file) as parquet:
+                total += parquet.metadata.num_rows
+    return total

@@ -18,9 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.expected_rows import expected_rows_of
-from eagle_ray.batch.fingerprints import fingerprints
-from eagle_ray.batch.id_digests import digests, isin
+from eagle_ray.batch.completeness import count_done
+from eagle_ray.batch.fingerprints import check_unchanged
+from eagle_ray.batch.finished import forget_finished
+from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input.plan import InputPlan, plan_input
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.output.layout import DATA, RUN, SHARD_DATA_PREFIX, SUCCESS, data_of, root_of
@@ -105,6 +106,7 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
         _check_one_run(output, found)
         _check_config(output, found, config, trust_config)
         plan = plan_input(config)
+        check_unchanged(plan.files, {})  # a change since the scan
         _check_sources(output, found, plan)
         claim_output(config)
         return _adopt(output, found, config, plan, damage)
@@ -171,7 +173,7 @@ def _check_sources(output: StoragePath, found: FoundRows, plan: InputPlan) -> No
     for table in read_tables(data_of(output), ["request_id", "source_file"]) if absent else ():
         rows = table.filter(pc.is_in(table["source_file"], pa.array(absent)))
         ids = rows["request_id"].to_pylist()
-        if (requested := isin(digests(ids), plan.ids)).any():
+        if (requested := plan.all_rows.contains(digests(ids))).any():
             place = int(requested.argmax())
             raise OutputMismatch(
                 f"{output} has an answer to the id {ids[place]!r} from {rows['source_file'][place]}, which is not in "
@@ -189,20 +191,20 @@ def _adopt(output: StoragePath, found: FoundRows, config: JobConfig, plan: Input
     attempts = [_attempt(number, *times) for number, times in sorted(found.attempts.items())]
     manifest |= {"run_id": run_id, "created_at": attempts[0]["started_at"], "attempts": attempts}
     is_complete = (output / SUCCESS).exists()
-    run = begin_attempt(manifest, old_version, config, fingerprints(plan.files, {}))
+    forget_finished(output)
+    run = begin_attempt(manifest, old_version, config, plan.fingerprints)
     record_facts(run, {"finished_at": _text(datetime.now(timezone.utc)), "outcome": OUTCOME})
 
-    expected = expected_rows_of(plan, config)
-    index = OutputIndex.read(run.data)
-    num_left = len(expected.without(index.done(expected.samples_of)))
-    others = int((~isin(index.ids, expected.ids)).sum())
+    expected, index = plan.rows, OutputIndex.read(run.data)
+    num_ids, counted = len(expected), count_done(expected, index)
+    num_left, others = counted.num_missing, counted.num_others
     numbers = ", ".join(map(str, sorted(found.attempts)))
     return "\n".join(
         [
             f"{output.display_path}: {damage}",
             f"adopted run {run_id}: {found.num_rows:,} rows ({found.num_errors:,} errors) in {len(index.files):,} "
             f"files, of attempts {numbers}; this repair is attempt {run.attempt}",
-            f"the input has {len(expected):,} ids: {len(expected) - num_left:,} done, {num_left:,} to be made, and "
+            f"the input has {num_ids:,} ids: {num_ids - num_left:,} done, {num_left:,} to be made, and "
             f"{others:,} in the files that it does not have",
             "not known, and not recorded: how those attempts ended, their machines, and whether the input has changed "
             "since; its files are recorded as they are now",

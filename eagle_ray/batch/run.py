@@ -19,14 +19,17 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.expected_rows import ExpectedRows, expected_rows_of, sample_ids
+from eagle_ray.batch.completeness import count_done
+from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import check_unchanged
-from eagle_ray.batch.id_digests import EMPTY, isin
-from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
-from eagle_ray.batch.input.source_check import check_sources
+from eagle_ray.batch.finished import files_key, finished_key, previous_run, record_finished
+from eagle_ray.batch.input.parallel_scan import ParallelScan
+from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, sample_ids
+from eagle_ray.batch.input.source_check import check_changes, check_sources
 from eagle_ray.batch.job_errors import (
     DONE,
     EXPECTED_ERRORS,
@@ -58,13 +61,14 @@ from eagle_ray.batch.output.manifest import (
     record_outcome,
 )
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
-from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, read_tables, stored_schema
+from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
+from eagle_ray.batch.row_index import INDEX, IndexDamaged, remove_index
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
@@ -190,39 +194,74 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
         ConfigError: before anything has started.
         JobError: the job cannot be completed.
     """
+    try:
+        return _run_attempt(config, retry_errors)
+    except IndexDamaged as error:
+        log.warning("the index of %s is built again: %s", config.output.path, error)
+    remove_index(output_of(config))
+    resumed = config.output.model_copy(update={"if_exists": "resume"})  # what the attempt has made stays
+    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors)
+
+
+def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
+    """Do what run_to_completion does. Raises IndexDamaged, too."""
     log.info("reading the input")
     output = output_of(config)
     root = root_of(output)
     check_disjoint(config.input.path, root)
-    plan = plan_input(config)
+    previous = previous_run(output, config)
+    plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
     check_not_empty(plan, config)
-    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
+    if plan.key != previous.finished_key:
+        Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
     check_not_run_output(plan.files, root)
-    asked = expected_rows_of(plan, config)
-    plan = replace(plan, ids=EMPTY)  # 16 bytes a row that `asked` has too
-    if config.output.if_exists == "overwrite" or retry_errors or (len(asked) and not (output / RUN).exists()):
+    is_overwritten = config.output.if_exists == "overwrite"
+    if is_overwritten or retry_errors or (not (output / RUN).exists() and len(plan.rows)):
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     claim_output(config)
     with lock_output(output) as check_lock:
-        run = replace(open_run(config, plan.files), check_lock=check_lock)
+        if not is_overwritten:
+            check_changes(plan, output, retry_errors)
+        accepted = (*plan.changes.grown, *plan.changes.rewritten)
+        run = replace(open_run(config, plan.files, plan.fingerprints, accepted), check_lock=check_lock)
         with record_outcome(run), extended_retries():
-            check_unchanged(plan.files, {})  # a change since the scan
-            remove_stale_files(run)
-            if retry_errors:
-                _drop_error_rows(config, run, asked)
-            with _checking_input(plan, run):
-                _generate_missing(config, plan, run, asked)
-                wait_for_stale_writers(run)
-                _deduplicate_and_check(config, plan, run, asked)
-            there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
-            summary = there | summarize_run(run) | _checks(config, plan, run, asked, there)
-            run.check_current()  # checks take minutes: do not recreate a deleted output
-            write_json(run.output / SUMMARY, summary, run.check_current)
-            if config.execution.shard is None:  # a share of few rows says little: `finish` judges all shards together
-                check_error_rate(summary["total"], config.execution.max_error_rate)
-            (run.output / SUCCESS).write_atomic(b"", run.check_current)
+            summary = _complete(config, plan, run, retry_errors)
         if config.report.html:
             store_report(run, summary)
+    return summary
+
+
+def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: bool) -> dict[str, Any]:
+    """Generate the missing rows of an open run, write ``_summary.json`` and ``_SUCCESS``, and return the summary."""
+    check_unchanged(plan.files, {})  # a change since the scan
+    remove_stale_files(run)
+    if plan.index is not None:
+        plan.index.save(run.output / INDEX)
+    if retry_errors:
+        _drop_error_rows(config, run, plan.rows)
+    if len(plan.changes.changed):
+        _drop_late_answers(config, plan, run)
+    there = read_json_object(run.output / SUMMARY)
+    counted = files_key(run.output)
+    if there and finished_key(run.output) == plan.key:
+        log.info("all ids that are asked for are answered, in %d rows", there["total"]["rows"])
+        wait_for_stale_writers(run)
+        summary = there | _facts_of_attempt(run, there["total"])
+    else:
+        with _checking_input(plan, run):
+            _generate_missing(config, plan, run)
+            run.check_current()  # an output that was deleted has no manifest to read
+            wait_for_stale_writers(run)
+            counted = _deduplicate_and_check(config, plan, run)
+        there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
+        summary = there | summarize_run(run)
+    summary |= _checks(config, plan, run, there)
+    run.check_current()  # checks take minutes: do not recreate a deleted output
+    write_json(run.output / SUMMARY, summary, run.check_current)
+    if config.execution.shard is None:  # a share of few rows says little: `finish` judges all shards together
+        check_error_rate(summary["total"], config.execution.max_error_rate)
+    (run.output / SUCCESS).write_atomic(b"", run.check_current)
+    record_finished(run.output, plan.key, counted)
     return summary
 
 
@@ -259,19 +298,39 @@ def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
 
 def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:
     """Rewrite each file without its error rows of these ids. Error rows of other inputs stay."""
-    for file in OutputIndex.read(run.data).files:
+    for file in part_files(run.data):
         before, wrong = file.stat().version, error_ids(file)
-        if len(wrong := wrong[isin(wrong, asked.ids)]):
+        if len(wrong := wrong[asked.contains(wrong)]):
             log.info("%d ids with errors will be tried again; taken out of %s", len(wrong), file)
             _rewrite(file, before, without_ids(file, wrong), config, run)
 
 
-def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
+def _output_index(run: RunHandle) -> OutputIndex:
+    """Return the index of the files as they are now, which is kept. An output that was deleted stays deleted."""
+    run.check_current()
+    return OutputIndex.read(run.data, run.output / INDEX)
+
+
+def _drop_late_answers(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
+    """Remove answers to the old form of changed rows. None was there before this attempt: a killed one's workers wrote
+    them since.
+    """
+    wait_for_stale_writers(run)
+    index = _output_index(run)
+    late = index.find(plan.changes.changed)
+    for rank in np.unique(late["file"]):
+        file = index.files[rank]
+        before, ids = file.stat().version, late["id"][late["file"] == rank]
+        log.warning("%d late answers to rows that changed are taken out of %s", len(ids), file)
+        _rewrite(file, before, without_ids(file, ids), config, run)
+
+
+def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Generate the rows of ids that no file holds yet."""
-    done = OutputIndex.read(run.data).done(asked.samples_of)
-    check_sources(run, plan.files, asked.ids)
-    num_rows = asked.without(done).num_rows
-    log.info("%d rows asked for, %d already there", asked.num_rows, asked.num_rows - num_rows)
+    check_sources(run, plan.files, plan.rows)
+    found = count_done(plan.rows, _output_index(run))
+    num_rows = found.num_rows - found.num_done_rows
+    log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
     if num_rows == 0:
         return
     _check_columns(plan, run)
@@ -280,7 +339,7 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, asked:
     join_cluster(config)
     from eagle_ray.batch.pipeline import generate
 
-    generate(config, plan, run, done, num_rows)
+    generate(config, plan, run, found.done, num_rows)
 
 
 def _check_columns(plan: InputPlan, run: RunHandle) -> None:
@@ -313,21 +372,21 @@ def _check_models(config: JobConfig) -> None:
     check_models(config.model, config.speculative)
 
 
-def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows) -> None:
-    """Recount the ids in the files. Remove duplicates; raise Incomplete if ids are missing."""
-    ledger = OutputIndex.read(run.data)
-    for file, ids in ledger.excess(asked.samples_of).items():
+def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> str:
+    """Recount the ids in the files and return their key. Remove duplicates; raise Incomplete if ids are missing."""
+    counted = files_key(run.output)
+    found = count_done(plan.rows, _output_index(run))
+    for file, ids in found.excess.items():
         log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
         before = file.stat().version
         _rewrite(file, before, without_ids(file, ids), config, run)
-    if len(missing := asked.without(ledger.done(asked.samples_of)).ids):
-        names = sample_ids(missing, plan)
-        raise Incomplete(f"{len(missing)} of {len(asked)} ids are missing: {names}; run the job again")
+    if found.num_missing:
+        names = sample_ids(found.missing, plan)
+        raise Incomplete(f"{found.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
+    return _deduplicate_and_check(config, plan, run) if found.excess else counted
 
 
-def _checks(
-    config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, there: dict[str, Any]
-) -> dict[str, Any]:
+def _checks(config: JobConfig, plan: InputPlan, run: RunHandle, there: dict[str, Any]) -> dict[str, Any]:
     """Return the results of CHECKS that are asked for and not in this summary already."""
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
@@ -335,7 +394,7 @@ def _checks(
     join_cluster(config)
     from eagle_ray.batch.output.verification import run_checks
 
-    found = run_checks(config, plan, run, asked.ids, wanted)
+    found = run_checks(config, plan, run, plan.rows, wanted)
     if turns := found.get("baseline_rows", {}).pop("turns", None):
         found["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in found.get("verify_rows", {}).get("differing", []):
@@ -346,14 +405,17 @@ def _checks(
 def summarize_run(run: RunHandle) -> dict[str, Any]:
     """Return the content of ``_summary.json`` for what the files hold now."""
     by = GROUP_BY if has_column(run.data, GROUP_BY) else None
-    facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
     read = partial(read_tables, run.data)
     over_time = {"timeline": timeline(read), "budget": budgets(read)}
-    last_work = {"last_work": read_json_object(run.output / PROGRESS)}
     counts = summary_json(summarise(read, by), by)
-    return (
-        facts | counts | _turns(run, read) | over_time | last_work | _cost(run, counts["total"], last_work["last_work"])
-    )
+    return counts | _turns(run, read) | over_time | _facts_of_attempt(run, counts["total"])
+
+
+def _facts_of_attempt(run: RunHandle, total: dict[str, Any]) -> dict[str, Any]:
+    """Return what the summary says of the attempt, which may differ although the files are the same."""
+    facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
+    last_work = read_json_object(run.output / PROGRESS)
+    return facts | {"last_work": last_work} | _cost(run, total, last_work)
 
 
 def _cost(run: RunHandle, total: dict[str, Any], work: dict[str, Any] | None) -> dict[str, Any]:

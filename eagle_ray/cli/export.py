@@ -57,7 +57,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
 def _check_whole(run: StoragePath, num_rows: int) -> None:
     """Raise ConfigError if a file cannot be read, or if there are fewer rows than the run recorded."""
     try:
-        there = int(OutputIndex.read(data_of(run)).rows.sum())
+        there = OutputIndex.read(data_of(run)).num_rows
     except JobError as error:
         raise ConfigError(str(error)) from None
     if there < num_rows:

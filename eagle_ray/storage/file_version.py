@@ -18,3 +18,14 @@ class FileVersion:
 
     def as_json(self) -> dict[str, int | str]:
         return {"size": self.size, "etag" if isinstance(self.version, str) else "mtime_ns": self.version}
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A local file's inode, size and times as one text, which any change of the file changes.
+
+    changed_ns: its ctime, which the system sets at each change of the content or the inode.
+    """
+
+    text: str
+    changed_ns: int

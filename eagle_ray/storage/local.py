@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import BinaryIO
 from uuid import uuid4
 
-from eagle_ray.storage.file_version import FileVersion
+from eagle_ray.storage.file_version import FileState, FileVersion
 from eagle_ray.storage.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
@@ -37,6 +37,12 @@ def is_directory(path: str) -> bool:
 def stat(path: str) -> FileVersion:
     found = os.stat(path)
     return FileVersion(found.st_size, found.st_mtime_ns)
+
+
+def state(path: str) -> FileState:
+    found = os.stat(path)
+    text = f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
+    return FileState(text, found.st_ctime_ns)
 
 
 def read_with_version(path: str) -> tuple[bytes, FileVersion]:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from eagle_ray.batch import fingerprints as module
-from eagle_ray.batch.fingerprints import fingerprints, may_be_same, what_changed
+from eagle_ray.batch.fingerprints import begins_with, fingerprints, may_be_same, what_changed
 from eagle_ray.batch.input.files import find_files
 from eagle_ray.storage.path import StoragePath
 
@@ -21,10 +21,46 @@ def found(path, known):
     return fingerprints(find_files(str(path), "auto"), known)[str(path)]
 
 
-def test_a_file_with_the_noted_stamp_is_not_read(path, monkeypatch):
+def test_a_file_with_the_noted_state_is_not_read(path, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", -module.SETTLED_NS)  # as if it had been written long ago
     noted = found(path, {})
     monkeypatch.setattr(StoragePath, "open", None)
     assert found(path, {str(path): noted}) == noted
+
+
+def test_a_file_that_may_change_within_one_tick_of_the_clock_is_read_again(path):
+    noted = found(path, {})
+    before = path.stat()
+    path.write_text('{"prompt": "Ho"}\n')
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "state" not in noted and what_changed(noted, found(path, {str(path): noted})) == "its content"
+
+
+def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", -module.SETTLED_NS)
+    noted, before = found(path, {}), path.stat()
+    path.write_text('{"prompt": "Ho"}\n')
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "state" in noted and what_changed(noted, found(path, {str(path): noted})) == "its content"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("a\n", "a\nb\n", True),
+        ("a", "a\nb", True),
+        ("a", "a\r\nb", True),
+        ("a", "ab\n", False),  # the last line is another one now
+        ("a\n", "b\nb\n", False),
+        ("a\nb\n", "a\n", False),
+        ("", "a\n", False),
+    ],
+)
+def test_a_file_has_grown_if_its_lines_are_still_there(path, old, new, wanted):
+    path.write_bytes(old.encode())
+    was = found(path, {})
+    path.write_bytes(new.encode())
+    assert begins_with(StoragePath.of(path), was, found(path, {})) == wanted
 
 
 def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):

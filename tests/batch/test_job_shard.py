@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 
-from eagle_ray.batch.expected_rows import expected_rows_of
+from eagle_ray.batch.completeness import count_done
+from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.id_digests import digests
-from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.input.plan import InputChanges, plan_input
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import output_of
+from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.config import ConfigError, load_config
 from eagle_ray.storage.path import StoragePath
@@ -40,23 +42,46 @@ def test_no_ids_are_in_no_shard():
     assert JobShard.of("1/2").holds(digests([])).tolist() == []
 
 
+def rows_by_id(expected: ExpectedRows) -> dict[bytes, int]:
+    [table] = expected.by_range(1)
+    assert len(table["id"]) == len(expected)
+    return dict(zip(table["id"].tolist(), table["rows"].tolist(), strict=True))
+
+
 def test_the_input_of_a_shard_grows_without_a_change_of_assignment(make_job):
     before = make_job(token_rows(40), **{"execution.shard": "2/3"})
-    first = set(expected_rows_of(plan_input(before), before).ids.tolist())
+    first = rows_by_id(plan_input(before).rows).keys()
     after = make_job(token_rows(90), **{"execution.shard": "2/3"})
-    assert first < set(expected_rows_of(plan_input(after), after).ids.tolist())
+    assert first < rows_by_id(plan_input(after).rows).keys()
 
 
 def test_rows_of_a_shard_keep_their_own_number_of_samples(make_job):
     rows = [row | {"n": 1 + i % 3} for i, row in enumerate(token_rows(30))]
-    expected = [
-        expected_rows_of(plan_input(config), config)
-        for config in (make_job(rows, **{"execution.shard": f"{i}/4"}) for i in range(1, 5))
-    ]
-    assert sum(one.num_rows for one in expected) == sum(row["n"] for row in rows)
-    for one in expected:
-        names = {digests([row["id"]])[0]: row["n"] for row in rows}
-        assert one.rows.tolist() == [names[id] for id in one.ids]
+    plans = [plan_input(make_job(rows, **{"execution.shard": f"{i}/4"})) for i in range(1, 5)]
+    expected = [rows_by_id(plan.rows) for plan in plans]
+    wanted = {digests([row["id"]])[0]: row["n"] for row in rows}
+    assert sum(map(len, expected)) == 30 and {k: v for one in expected for k, v in one.items()} == wanted
+    for plan, own in zip(plans, expected, strict=True):
+        ids = digests([row["id"] for row in rows])
+        assert plan.rows.contains(ids).tolist() == [id in own for id in ids.tolist()]
+        assert plan.all_rows.contains(ids).all() and len(plan.all_rows) == 30
+
+
+def test_rows_of_other_shards_are_left_out_and_counted_as_done(make_job, tmp_path):
+    names = [row["id"] for row in token_rows(40)]
+    plans = [plan_input(make_job(token_rows(40), **{"execution.shard": f"{i}/3"})) for i in (1, 2, 3)]
+    left = [~count_done(plan.rows, OutputIndex.read(StoragePath.of(tmp_path / "none"))).done for plan in plans]
+    assert np.sum(left, axis=0).tolist() == [1] * 40
+    for i, mask in enumerate(left):
+        assert mask.tolist() == [shard_of(name, 3) == i + 1 for name in names]
+
+
+def test_changes_of_a_shard_are_those_of_its_ids():
+    ids = np.sort(digests([f"id-{i}" for i in range(50)]))
+    parts = [InputChanges(("a",), ("b",), ids, ids[:20]).of_shard(shard) for shard in JobShard.all_of(4)]
+    assert sorted(id for part in parts for id in part.changed.tolist()) == ids.tolist()
+    assert sorted(id for part in parts for id in part.vanished.tolist()) == ids[:20].tolist()
+    assert {(part.grown, part.rewritten) for part in parts} == {(("a",), ("b",))}
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3", "1/3/5", "01/3", "1/10000"])

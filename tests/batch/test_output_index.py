@@ -9,7 +9,7 @@ import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
 from eagle_ray.batch.job_errors import OutputMismatch
-from eagle_ray.batch.output.output_index import OutputIndex, without_ids
+from eagle_ray.batch.output.output_index import OutputIndex, excess_in, without_ids
 from eagle_ray.batch.output.schema import VERSION_KEY, output_schema
 from eagle_ray.storage.path import StoragePath
 
@@ -27,8 +27,17 @@ def write(path: Path, ids: list[str]) -> Path:
     return path
 
 
-def two(ids: Digests) -> np.ndarray:
-    return np.full(len(ids), 2)
+def done(index: OutputIndex) -> list[bytes]:
+    """Ids with two samples in one file."""
+    [entries] = index.by_range(1)
+    return entries["id"][entries["rows"] == 2].tolist()
+
+
+def excess(index: OutputIndex) -> dict[StoragePath, Digests]:
+    """Entries to remove where every id is to have two samples."""
+    [entries] = index.by_range(1)
+    extra = excess_in(entries, entries["rows"] == 2)
+    return {index.files[rank]: extra["id"][extra["file"] == rank] for rank in np.unique(extra["file"])}
 
 
 def of(*names: str) -> list[bytes]:
@@ -38,19 +47,19 @@ def of(*names: str) -> list[bytes]:
 def test_done_is_an_id_whose_samples_all_stand_in_one_file(tmp_path):
     write(tmp_path / "part-001-000000.parquet", ["a", "a", "b", "c"])
     write(tmp_path / "part-001-000001.parquet", ["b", "d", "d", "d"])
-    assert OutputIndex.read(StoragePath.of(tmp_path)).done(two).tolist() == of("a")
+    assert done(OutputIndex.read(StoragePath.of(tmp_path))) == of("a")
 
 
 def test_an_id_found_twice_stays_where_it_is_complete_and_newest(tmp_path):
     old = write(tmp_path / "part-001-000000.parquet", ["a", "a", "b", "c", "c"])
     new = write(tmp_path / "part-002-000000.parquet", ["a", "a", "b", "b", "c"])
-    excess = OutputIndex.read(StoragePath.of(tmp_path)).excess(two)
-    found = {file: ids.tolist() for file, ids in excess.items()}
+    extra = excess(OutputIndex.read(StoragePath.of(tmp_path)))
+    found = {file: ids.tolist() for file, ids in extra.items()}
     assert found == {StoragePath.of(old): of("a", "b"), StoragePath.of(new): of("c")}
-    for file, ids in excess.items():
+    for file, ids in extra.items():
         pq.write_table(without_ids(file, ids), file.text)
     ledger = OutputIndex.read(StoragePath.of(tmp_path))
-    assert ledger.done(two).tolist() == of("a", "b", "c") and ledger.excess(two) == {}
+    assert done(ledger) == of("a", "b", "c") and excess(ledger) == {}
 
 
 def test_rewriting_keeps_the_schema_and_its_version(tmp_path):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
-from eagle_ray.batch.output.output_index import OutputIndex, without_ids
+from eagle_ray.batch.output.output_index import OutputIndex, excess_in, without_ids
 from eagle_ray.batch.output.part_files import has_column, part_files, read_tables
 from eagle_ray.batch.output.partitions import HIVE_NULL, Partitions
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
@@ -78,13 +78,16 @@ def test_pandas_reads_the_partitions_back(data):
 
 
 def test_the_ledger_and_rewriting_see_partitioned_files(data):
-    assert set(OutputIndex.read(data).done(one)) == set(digests(row["request_id"] for row in ROWS))
+    [entries] = OutputIndex.read(data).by_range(1)
+    assert set(entries["id"]) == set(digests(row["request_id"] for row in ROWS)) and set(entries["rows"]) == {1}
     [file] = (file for file in part_files(data) if "lang=de" in str(file))
     again = file.parent / "part-002-000000.parquet"
     again.write_atomic(file.read_bytes())
-    excess = OutputIndex.read(data).excess(one)
-    assert list(excess) == [file] and excess[file].tolist() == digests(["q0"]).tolist()  # the newest stays
-    assert without_ids(file, excess[file]).num_rows == 0
+    index = OutputIndex.read(data)
+    [entries] = index.by_range(1)
+    extra = excess_in(entries, entries["rows"] == 1)
+    assert [index.files[rank] for rank in extra["file"]] == [file]  # the newest stays
+    assert extra["id"].tolist() == digests(["q0"]).tolist() and without_ids(file, extra["id"]).num_rows == 0
 
 
 def test_files_are_in_the_order_of_their_attempts(tmp_path):

@@ -2,11 +2,14 @@
 
 import logging
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.job_errors import ClusterError, TooManyErrors
 from eagle_ray.batch.progress import Progress, ProgressActor, WorkerReport
-from eagle_ray.batch.progress_monitor import Limits
+from eagle_ray.batch.progress_monitor import Limits, count_rows
+from eagle_ray.storage.path import StoragePath
 
 
 def test_a_report_replaces_the_one_before():
@@ -27,6 +30,31 @@ def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
     assert progress.consecutive_starts == 3
     progress.add(WorkerReport("a", 0, 0, rows=3, errors=2))
     assert (progress.consecutive_starts, progress.starts) == (0, 3)
+
+
+def test_a_call_that_begins_rows_brings_what_finished_before():
+    book = ProgressActor(num_workers=1)
+    book.begin("actor", ["a"])
+    assert book.begin("actor", ["b"], ["a"], WorkerReport("w", 0, 0, rows=1)) == {}
+    assert book.snapshot().rows == 1
+    book.start("actor")  # it died with b
+    assert book.begin("actor", ["a", "b"]).keys() == {"b"}
+    book.begin_suspects("actor", ["b"], ["a"], WorkerReport("w", 0, 0, rows=2))
+    book.update("actor", ["b"], None)
+    book.start("actor")
+    assert book.begin("actor", ["a", "b"]) == {} and book.snapshot().rows == 2
+
+
+def test_files_are_counted_once_and_opened_only_if_nothing_reported_them(tmp_path):
+    book = ProgressActor(num_workers=1)
+    for _ in range(2):
+        book.add_file("part-002-000000.parquet", 5)
+    assert book.snapshot().rows_in_files == 5
+    (tmp_path / "part-002-000000.parquet").write_bytes(b"not opened")
+    (tmp_path / "a=1").mkdir()
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a=1" / "part-002-000001.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "part-001-000000.parquet")  # of another attempt
+    assert count_rows(StoragePath.of(tmp_path), 2, book.files()) == 7
 
 
 def test_a_hopeless_job_is_given_up():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext
 
-from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, requests_of
+from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST
 from eagle_ray.config import load_config
 
@@ -49,8 +50,9 @@ def test_ray_reads_what_the_plan_reads_in_the_same_order(mixed_plan):
 
 def test_rows_already_done_are_left_out(mixed_plan):
     every_id = [row["request_id"] for row in requests_of(mixed_plan)]
-    skipped = {*every_id[:300:2], "q7", "a.jsonl:5", "of another input"}
-    left = [row["request_id"] for row in read_requests(mixed_plan, np.sort(digests(skipped))).take_all()]
+    skipped = {*every_id[:300:2], "q7", "a.jsonl:5"}
+    flags = np.array([request_id in skipped for request_id in every_id])
+    left = [row["request_id"] for row in read_requests(mixed_plan, flags).take_all()]
     assert left == [request_id for request_id in every_id if request_id not in skipped]
 
 
@@ -64,5 +66,15 @@ def test_nothing_to_read_is_an_empty_dataset_with_the_schema(mixed_plan, tmp_pat
     empty = read_requests(plan(tmp_path / "empty.jsonl"))
     assert empty.count() == 0
     assert empty.schema().names == REQUEST.names
-    everything = {row["request_id"] for row in requests_of(mixed_plan)}
-    assert read_requests(mixed_plan, np.sort(digests(everything))).take_all() == []
+    assert read_requests(mixed_plan, np.ones(mixed_plan.num_rows, bool)).take_all() == []
+
+
+def test_a_shard_of_the_job_reads_its_own_rows_whatever_is_marked(tmp_path):
+    names = [f"q{i}" for i in range(50)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"id": name, "prompt": "x"}) + "\n" for name in names))
+    whole = plan(tmp_path / "in.jsonl")
+    parts = [
+        [row["request_id"] for row in read_requests(replace(whole, job_shard=shard), np.zeros(50, bool)).take_all()]
+        for shard in JobShard.all_of(3)
+    ]
+    assert sorted(name for part in parts for name in part) == sorted(names) and all(parts)

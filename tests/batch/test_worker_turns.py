@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from eagle_ray.batch.expected_rows import expected_rows_of
-from eagle_ray.batch.id_digests import digests
+from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output import verification
 from eagle_ray.batch.output.manifest import RunHandle
@@ -70,7 +69,8 @@ def test_a_failed_turn_ends_its_conversation(make_job):
     ]
     assert "line 1: turn 1 of this conversation is an error (prompt_too_long)" in found[2]["error_message"]
     assert "column 'turns[1]' must be a text, got 5 (int)" in found[7]["error_message"]
-    assert expected_rows_of(plan_input(config), config).num_rows == len(found)
+    [rows] = plan_input(config).rows.by_range(1)
+    assert rows["rows"].sum() == len(found)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,14 @@ def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job,
     plan = plan_input(config)
     run = RunHandle(StoragePath.of(config.output.path), "run", 1, "hash")
     rows = [row | {"worker_id": "w"} for row in answers(config)]
-    expected = expected_rows_of(plan, config)
 
     write(run, rows[1:])  # without the first turn of a
-    assert list(OutputIndex.read(run.data).done(expected.samples_of)) == list(digests(["b"]))
+    assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [False, True]
     write(run, rows)
-    assert len(OutputIndex.read(run.data).done(expected.samples_of)) == 2
+    assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
 
     monkeypatch.setattr(verification, "_in_a_worker", lambda job, chosen: verification._check(job, chosen, 1))
-    found = verification.run_checks(config, plan, run, plan.ids, {"verify_rows": 9})["verify_rows"]
+    found = verification.run_checks(config, plan, run, plan.rows, {"verify_rows": 9})["verify_rows"]
     assert found["identical"] == found["rows"] == 4 and found["differing"] == []
 
 

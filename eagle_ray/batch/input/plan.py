@@ -1,7 +1,7 @@
-"""InputPlan: the whole input, scanned once before anything starts.
+"""InputPlan: the whole input, scanned before anything starts.
 
 It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
-ids.
+ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     >>> plan = plan_input(config)                            # doctest: +SKIP
     >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
@@ -11,15 +11,22 @@ ids.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.id_digests import EMPTY, DigestBuffer, Digests, digests, duplicates, isin
+from eagle_ray import __version__
+from eagle_ray.batch.expected_rows import ExpectedRows, num_rows
+from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
+from eagle_ray.batch.id_digests import DIGEST, EMPTY, Digests, digest, digests, isin
 from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.files import InputFile, find_files
+from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
@@ -27,12 +34,14 @@ from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
-from eagle_ray.batch.input.shards import OnRow, Shard, chunks_in, scan
+from eagle_ray.batch.input.shards import FilePart, FileScan, Shard, chunks_in, scan
 from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
+from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+from eagle_ray.storage.path import StoragePath
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
@@ -46,7 +55,11 @@ class InputPlan:
     Attributes:
         passthrough_columns: the columns to pass through, in order.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
-        ids: of all rows, sorted.
+        index: its files and rows. Readers of a shard have none.
+        fingerprints: of the files, by path.
+        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
+        key: of the settings and the content of the files; equal keys have equal rows.
+        default_rows: output rows of an id that the input does not have, whose rows another input left.
         job_shard: the part of the rows that this process runs; None for all.
     """
 
@@ -55,7 +68,11 @@ class InputPlan:
     columns: RequestColumns
     passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
-    ids: Digests = field(compare=False)
+    index: InputIndex | None = field(compare=False)
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict, compare=False)
+    changes: InputChanges = field(default_factory=lambda: InputChanges(), compare=False)
+    key: str = field(default="", compare=False)
+    default_rows: int = 1
     job_shard: JobShard | None = None
 
     @property
@@ -63,14 +80,9 @@ class InputPlan:
         return sum(shard.num_rows for shard in self.shards)
 
     @property
-    def has_own_counts(self) -> bool:
-        """Return whether input rows may differ in how many output rows they have: by their samples or their turns."""
-        return "n" in self.row_settings or "turns" in self.columns.prompts
-
-    @property
     def for_readers(self) -> InputPlan:
         """Return the part that readers of a shard need."""
-        return replace(self, shards=(), ids=EMPTY)
+        return replace(self, shards=(), index=None, fingerprints={}, changes=InputChanges())
 
     @property
     def without_passthrough(self) -> InputPlan:
@@ -80,8 +92,28 @@ class InputPlan:
     @property
     def needed(self) -> list[str]:
         """Return the input columns that requests are made of."""
-        read = [name for path in (self.columns.id, *self.columns.prompt_paths) for name in path.names]
-        return read + [field.name for field in ROW_FIELDS]
+        return needed_columns(self.columns)
+
+    @property
+    def rows(self) -> ExpectedRows:
+        """Return the rows by id, of the job's shard if it has one. Raises ValueError as all_rows does."""
+        return self.all_rows if self.job_shard is None else self.all_rows.of_shard(self.job_shard)
+
+    @property
+    def all_rows(self) -> ExpectedRows:
+        """Return the rows of all shards by id. Raises ValueError for a reader's plan, which has no index."""
+        index = self.index
+        if index is None:
+            raise ValueError("the plan of a reader has no index of rows")
+        numbers = {file.path: index.files[file.path].number for file in self.files}
+        allowed = np.zeros(index.next_number, np.int64)
+        for shard in self.shards:
+            allowed[numbers[shard.file.path]] += shard.num_rows
+        starts, total = np.zeros_like(allowed), 0
+        for file in self.files:
+            starts[numbers[file.path]] = total
+            total += int(allowed[numbers[file.path]])
+        return ExpectedRows(index, allowed, starts, self.default_rows)
 
     @property
     def passthrough(self) -> list[pa.Field]:
@@ -99,37 +131,189 @@ class InputPlan:
         return {column.source: column.type for column in self.passthrough_columns}
 
 
-def plan_input(config: JobConfig) -> InputPlan:
+@dataclass(frozen=True, slots=True)
+class InputChanges:
+    """How input files differ from those of the run's earlier attempts.
+
+    Attributes:
+        grown: paths of files with more rows at their end.
+        rewritten: paths of other changed files whose old rows the index knows.
+        changed: ids whose request is another one now.
+        vanished: ids of the rewritten files that are in no file now.
+    """
+
+    grown: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()
+    changed: Digests = field(default_factory=lambda: EMPTY)
+    vanished: Digests = field(default_factory=lambda: EMPTY)
+
+    def of_shard(self, shard: JobShard) -> InputChanges:
+        """Return the changes with the ids of one shard only."""
+        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
+        return replace(self, changed=changed, vanished=vanished)
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousRun:
+    """What earlier attempts at an output left for the scan of its input.
+
+    Attributes:
+        index: directory of the run's index.
+        inputs: the fingerprints in its manifest, by path.
+        finished_key: key of the plan whose rows the output holds, all of them, or None.
+    """
+
+    index: StoragePath
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    finished_key: str | None = None
+
+
+def plan_input(
+    config: JobConfig, previous: PreviousRun | None = None, scan_with: Callable[[RowScanner], Scan] | None = None
+) -> InputPlan:
     """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
 
     With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
-    parameters which rows cannot set raise.
+    parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
+    again. scan_with: makes the scan of new files from one that scans them here.
     """
     files = _files_of(config.input)
     of_run = any(file.format == RUN_FORMAT for file in files)
     columns = request_columns(config.input.columns, template_of(config.input), of_run)
-    id_buffer = DigestBuffer()
+    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
+    noted = previous.inputs if previous is not None else {}
+    prints = fingerprints(files, noted)
+    key = _plan_key(config, files, prints)
+    finished = previous is not None and key == previous.finished_key
+    index = InputIndex(index_key({"columns": columns, "n": config.sampling.n, "version": __version__}))
+    if previous is not None:
+        index = InputIndex.load(previous.index, index.key, with_rows=not finished)
+    scanner = RowScanner(config, columns)
+    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
+    if job_shard is not None:
+        changes = changes.of_shard(job_shard)
+
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
     for file in files:
-        found = scan(file, columns.id.names, _id_recorder(id_buffer, columns, file))
-        join_into(types, found.types)
-        shards += found.shards
+        entry = index.files[file.path]
+        join_into(types, entry.types)
+        shards += entry.shards_of(file)
     if types:
         _check_columns(config.input.columns, columns, types)
     limited = _apply_limit(shards, config.input.limit)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    mapped = (columns.id, *columns.prompt_paths)
-    check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
-    ids = id_buffer.sorted(sum(shard.num_rows for shard in limited))
     row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
-    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
-    plan = InputPlan(files, limited, columns, passthrough, row_settings, ids, job_shard)
-    _check_ids(plan, duplicates(ids))
-    _check_rows(plan, config.input.on_bad_row)
+    plan = InputPlan(
+        files=files,
+        shards=limited,
+        columns=columns,
+        passthrough_columns=passthrough,
+        row_settings=row_settings,
+        index=index,
+        fingerprints=prints,
+        changes=changes,
+        key=key,
+        default_rows=config.sampling.n,
+        job_shard=job_shard,
+    )
+    if not finished:  # the run has passed these checks with this key
+        mapped = (columns.id, *columns.prompt_paths)
+        check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
+        _check_ids(plan, plan.all_rows.duplicates())
+        _check_rows(plan, config.input.on_bad_row)
     return plan
+
+
+def _update(
+    index: InputIndex,
+    files: Iterable[InputFile],
+    noted: Mapping[str, Fingerprint],
+    prints: Mapping[str, Fingerprint],
+    scan_parts: Scan,
+) -> InputChanges:
+    """Scan the files that the index lacks, and return what changed since the run's manifest was written."""
+    files = list(files)
+    before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
+    differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
+    growth = Growth(prints)
+    grown = {file.path for file in differing if growth(file, noted[file.path])}
+    if not index.add(files, prints, scan_parts, growth):
+        return InputChanges(tuple(sorted(grown)))
+
+    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
+    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
+    current = {index.files[file.path].number for file in files}
+    changed, gone = index.compare(replaced.values(), current)
+    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
+
+
+class Growth:
+    """Tells whether a file's lines are the recorded ones, and more behind them. A file is read once for one record."""
+
+    def __init__(self, prints: Mapping[str, Fingerprint]) -> None:
+        self._prints = prints
+        self._found: dict[tuple[str, str], bool] = {}
+
+    def __call__(self, file: InputFile, was: Fingerprint) -> bool:
+        if file.format not in ("jsonl", "openai_batch") or not file.can_split:
+            return False
+        key = (file.path, content_of(was))
+        if key not in self._found:
+            self._found[key] = begins_with(file.storage_path, was, self._prints[file.path])
+        return self._found[key]
+
+
+def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
+    content = [(file.path, file.name, file.format, content_of(prints[file.path])) for file in files]
+    settings = config.input.model_dump(mode="json", exclude={"path"})
+    checked = {"input": settings, "n": config.sampling.n, "partition_by": config.output.partition_by}
+    checked["shard"] = config.execution.shard
+    return index_key(checked | {"files": content, "version": __version__})
+
+
+@dataclass(frozen=True, slots=True)
+class RowScanner:
+    """Scans parts of files: yields the types and shards of each, and a row of the index for each of its rows."""
+
+    config: JobConfig
+    columns: RequestColumns
+
+    def __call__(self, parts: Iterable[tuple[InputFile, FilePart]]) -> Iterator[list[tuple[FileScan, Table]]]:
+        for file, part in parts:
+            yield [self._scan(file, part)]
+
+    def _scan(self, file: InputFile, part: FilePart) -> tuple[FileScan, Table]:
+        needed = needed_columns(self.columns)
+        has_turns = "turns" in self.columns.prompts
+        ids, requests, rows = bytearray(), array("Q"), array("I")
+        n = self.config.sampling.n
+
+        def on_row(position: RowPosition, row: InputRow) -> None:
+            nonlocal ids
+            ids += digest(id_of(row, self.columns, _row_location(file, position)))
+            requests.append(request_digest(row, needed))
+            own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
+            rows.append(self._num_rows(row, _row_location(file, position)) if own else n)
+
+        found = scan(file, needed, on_row, part)
+        table = {
+            "id": np.frombuffer(bytes(ids), DIGEST),
+            "request": np.frombuffer(requests, np.uint64),
+            "rows": np.frombuffer(rows, np.uint32),
+        }
+        return found, table
+
+    def _num_rows(self, row: InputRow, location: RowLocation) -> int:
+        return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
+
+
+def request_digest(row: InputRow, needed: Iterable[str]) -> int:
+    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it."""
+    values = [row.get(name) for name in needed] if isinstance(row, dict) else repr(row)
+    return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
@@ -177,8 +361,9 @@ def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
         yield table
 
 
-def _id_recorder(id_buffer: DigestBuffer, columns: RequestColumns, file: InputFile) -> OnRow:
-    return lambda position, row: id_buffer.add(id_of(row, columns, _row_location(file, position)))
+def needed_columns(columns: RequestColumns) -> list[str]:
+    read = [name for path in (columns.id, *columns.prompt_paths) for name in path.names]
+    return read + [field.name for field in ROW_FIELDS]
 
 
 def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
@@ -283,6 +468,16 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
         request_id = id_of(row, plan.columns, location)
         if isin(digests([request_id]), wanted):
             yield request_id, location
+
+
+def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+    """Return the first of these ids as text, for a message."""
+    names: list[str] = []
+    for name, _ in ids_in(plan, np.sort(ids)):
+        if len(names) == most:
+            return ", ".join([*names, "..."])
+        names.append(name)
+    return ", ".join(names)
 
 
 def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:

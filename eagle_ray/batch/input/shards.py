@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,6 +69,20 @@ class FileScan:
 
 
 @dataclass(frozen=True, slots=True)
+class FilePart:
+    """Consecutive rows of a file: from a byte offset or row group on, whose first row has this position, up to `stop`,
+    which is the file's end if it is None.
+    """
+
+    start: int
+    first: RowPosition
+    stop: int | None = None
+
+
+WHOLE = FilePart(0, FIRST)
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Some rows of a shard: their positions, the values that requests are made of, and the passthrough columns."""
 
@@ -79,14 +93,14 @@ class Chunk:
         return Chunk(self.rows[:num_rows], {name: column[:num_rows] for name, column in self.carried.items()})
 
 
-def scan(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
-    """Scan one file once and call on_row for every row (of Parquet, its needed columns only).
+def scan(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart = WHOLE) -> FileScan:
+    """Scan one file, or a part of it, once and call on_row for every row (of Parquet, its needed columns only).
 
     Raises ConfigError if the file cannot be read at all.
     """
     read = _scan_parquet if file.format in COLUMNAR else _scan_records
     try:
-        return read(file, needed, on_row)
+        return read(file, needed, on_row, part)
     except StorageError:  # the storage is at fault, not the file
         raise
     except READ_ERRORS as error:
@@ -135,18 +149,48 @@ def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
     return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
 
 
-def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
-    types: dict[str, pa.DataType] = {}
-    shards: list[Shard] = []
-    type_of_value, mixed_type = (type_of_csv_value, CSV_TEXT) if file.format == "csv" else (type_of, JSON)
-    for offset, position, row in _records(file, 0, FIRST):
-        if not shards or (file.can_split and shards[-1].num_rows == SHARD_ROWS):
-            shards.append(Shard(file, offset, position, 0))
-        shards[-1] = shards[-1].truncate(shards[-1].num_rows + 1)
+def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
+    starts: list[tuple[int, RowPosition]] = []
+    counts: list[int] = []
+    types = RecordTypes(file.format)
+    can_split, stop = file.can_split, part.stop
+    for offset, position, row in _records(file, part.start, part.first):
+        if stop is not None and offset >= stop:
+            break
+        if not starts or (can_split and counts[-1] == SHARD_ROWS):
+            starts.append((offset, position))
+            counts.append(0)
+        counts[-1] += 1
         if isinstance(row, dict):
-            join_into(types, {name: type_of_value(value) for name, value in row.items()})
+            types.add(row)
         on_row(position, row)
-    return FileScan({name: mixed_type if type_ == JSON else type_ for name, type_ in types.items()}, tuple(shards))
+    shards = (Shard(file, *start, count) for start, count in zip(starts, counts, strict=True))
+    return FileScan(types.joined(), tuple(shards))
+
+
+class RecordTypes:
+    """The joined types of the columns of records, in order.
+
+    Only a value of a Python type that its column has not had before is looked at, except where its type depends on the
+    value: integers, and the texts of CSV files.
+    """
+
+    def __init__(self, format_: str) -> None:
+        self._type_of, self._mixed = (type_of_csv_value, CSV_TEXT) if format_ == "csv" else (type_of, JSON)
+        self._always = str if format_ == "csv" else int
+        self._types: dict[str, pa.DataType] = {}
+        self._seen: set[tuple[str, type]] = set()
+
+    def add(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            kind = value.__class__
+            if (name, kind) not in self._seen:
+                if kind is not self._always:
+                    self._seen.add((name, kind))
+                join_into(self._types, {name: self._type_of(value)})
+
+    def joined(self) -> dict[str, pa.DataType]:
+        return {name: self._mixed if type_ == JSON else type_ for name, type_ in self._types.items()}
 
 
 def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
@@ -185,18 +229,18 @@ def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterat
         yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
 
 
-def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow) -> FileScan:
+def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
     with open_parquet(file.storage_path) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in _columns_in(parquet, file)}
         check_unique(parquet, file)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        batches = _parquet_batches(parquet, file, needed, list(range(len(sizes))), ())
-        for index, row in enumerate(row for rows, _ in batches for row in rows):
+        starts = list(accumulate(sizes, initial=0))
+        groups = range(len(sizes))[part.start : part.stop]
+        batches = _parquet_batches(parquet, file, needed, list(groups), ())
+        for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
             on_row(RowPosition(index, None), row)
-    starts = list(accumulate(sizes, initial=0))
-    return FileScan(
-        types, tuple(Shard(file, i, RowPosition(starts[i], None), size) for i, size in enumerate(sizes) if size)
-    )
+    shards = (Shard(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
+    return FileScan(types, tuple(shards))
 
 
 def _columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:

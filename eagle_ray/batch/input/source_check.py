@@ -4,31 +4,96 @@ Without an id column, an id is made from the file's name and the row's number. S
 another directory, has today's ids and would get today's output. A file that was moved or renamed counts as one file.
 Ids and source files of the rows are read only if a file of the run is no longer in the input.
 
-    >>> check_sources(run, plan.files, expected.ids)
+A changed file is accepted if no answered row of it changed (``check_changes``).
+
+    >>> check_sources(run, plan.files, plan.rows)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import may_be_same
-from eagle_ray.batch.id_digests import Digests, digests, isin
+from eagle_ray.batch.id_digests import digests, isin
 from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.input.plan import InputPlan, sample_ids
 from eagle_ray.batch.job_errors import OutputMismatch
+from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
+from eagle_ray.batch.output.output_index import OutputIndex, error_ids, ids_in_file
 from eagle_ray.batch.output.part_files import read_tables
+from eagle_ray.batch.row_index import INDEX, Table, take
+from eagle_ray.storage.path import StoragePath
+
+log = logging.getLogger("eagle_ray")
+MAX_NAMES = 3
 
 
-def check_sources(run: RunHandle, files: Iterable[InputFile], ids: Digests) -> None:
-    """Raise OutputMismatch if one of these sorted ids has rows from a file that is not in the input now."""
+def check_changes(plan: InputPlan, output: StoragePath, retry_errors: bool) -> None:
+    """Raise OutputMismatch if rows that were answered are other rows now; log those that changed or are gone.
+
+    The caller holds the lock. retry_errors: error rows are dropped, so their requests may change.
+    """
+    changes = plan.changes
+    for path in changes.grown:
+        log.info("%s has grown since %s was made from it: its new rows are added", path, output.display_path)
+    for path in changes.rewritten:
+        log.warning(
+            "%s was rewritten since %s was made from it: answered rows keep the carried columns that they have",
+            path,
+            output.display_path,
+        )
+    if not (len(changes.changed) or len(changes.vanished)):
+        return
+    files = ", ".join((*changes.rewritten, *changes.grown)) or "the input"
+    index = OutputIndex.read(data_of(output), output / INDEX)
+    answered = index.find(changes.changed)
+    if retry_errors:
+        answered = _without_errors(answered, index)
+    if len(answered["id"]):
+        names = sample_ids(answered["id"], plan, MAX_NAMES)
+        raise OutputMismatch(
+            f"input changed since {output} was made from it: {len(answered['id'])} rows of {files} that were answered "
+            f"are other rows now: {names}. Give them ids of their own, put them back, {REMEDY}."
+        )
+    if len(changes.changed):
+        log.warning("%d rows of %s changed before they were answered", len(changes.changed), files)
+    if len(changes.vanished):
+        gone = index.find(changes.vanished)
+        names = f" ({', '.join(_names(gone, index))})" if len(gone["id"]) else ""
+        log.warning("%d rows are gone from %s; answers%s stay in the output", len(changes.vanished), files, names)
+
+
+def _without_errors(entries: Table, index: OutputIndex) -> Table:
+    """Return the entries without those of error rows."""
+    is_error = np.zeros(len(entries["id"]), bool)
+    for rank in np.unique(entries["file"]):
+        here = entries["file"] == rank
+        is_error[here] = isin(entries["id"][here], error_ids(index.files[rank]))
+    return take(entries, ~is_error)
+
+
+def _names(entries: Table, index: OutputIndex) -> list[str]:
+    """Return the ids of the first few entries as text, from their files."""
+    names: list[str] = []
+    for rank in np.unique(entries["file"][:MAX_NAMES]):
+        names += ids_in_file(index.files[rank], entries["id"])
+    return names[:MAX_NAMES] + (["..."] if len(entries["id"]) > MAX_NAMES else [])
+
+
+def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRows) -> None:
+    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now."""
     missing = _missing_files(run, {file.path for file in files})
     for table in read_tables(run.data, ["request_id", "source_file"]) if missing else ():
         orphaned = table.filter(pc.is_in(table["source_file"], pa.array(missing)))
         request_ids = orphaned["request_id"].to_pylist()
-        if (is_requested := isin(digests(request_ids), ids)).any():
+        if (is_requested := asked.contains(digests(request_ids))).any():
             first = int(is_requested.argmax())
             raise OutputMismatch(
                 f"{run.output} has an answer to the id {request_ids[first]!r} from {orphaned['source_file'][first]}, "

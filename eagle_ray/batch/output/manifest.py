@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.batch.fingerprints import fingerprints, what_changed
+from eagle_ray.batch.fingerprints import Fingerprint, fingerprints, what_changed
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.job_errors import (
     FencedError,
@@ -139,20 +139,36 @@ def wrap_os_errors(output: StoragePath) -> Iterator[None]:
         raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
 
 
-def open_run(config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
+def open_run(
+    config: JobConfig,
+    input_files: Iterable[InputFile],
+    known: Mapping[str, Fingerprint] | None = None,
+    accepted: Container[str] = (),
+) -> RunHandle:
     """Start an attempt at config.output.path. The caller holds its lock.
+
+    Args:
+        known: fingerprints of the files, by path, as far as they were taken.
+        accepted: paths of changed files whose rows were compared with the answers.
 
     Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
     StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
     """
     with wrap_os_errors(output := output_of(config)):
-        return _open_run(output, config, input_files)
+        return _open_run(output, config, input_files, dict(known or {}), accepted)
 
 
-def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[InputFile]) -> RunHandle:
+def _open_run(
+    output: StoragePath,
+    config: JobConfig,
+    input_files: Iterable[InputFile],
+    known: dict[str, Fingerprint],
+    accepted: Container[str],
+) -> RunHandle:
     old_version = version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        return begin_attempt(_overwrite_manifest(output, config), old_version, config, fingerprints(input_files, {}))
+        files = fingerprints(input_files, known)
+        return begin_attempt(_overwrite_manifest(output, config), old_version, config, files)
     old = read_manifest(output)
     if old is None:
         check_no_foreign_data(output)
@@ -164,8 +180,8 @@ def _open_run(output: StoragePath, config: JobConfig, input_files: Iterable[Inpu
     else:
         _check_same_job(output, old, config)
         manifest = old
-    files = fingerprints(input_files, manifest["inputs"])
-    check_same_files(output, manifest["inputs"], files)
+    files = fingerprints(input_files, manifest["inputs"] | known)
+    check_same_files(output, manifest["inputs"], {path: each for path, each in files.items() if path not in accepted})
     return begin_attempt(manifest, old_version, config, files)
 
 

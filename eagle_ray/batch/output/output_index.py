@@ -1,73 +1,191 @@
 """OutputIndex: which ids are done, read from the files in ``OUT/data``.
 
-An id is done if its n samples are in one file. The index is read from the files at each start and again at the end;
-duplicates of an id are removed.
+An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the run's index until
+the file changes. Duplicates of an id are removed.
 
-    >>> index = OutputIndex.read(StoragePath.of("runs/a/data"))
-    >>> len(index.done(lambda ids: np.ones(len(ids))))
+    >>> index = OutputIndex.read(run.data, run.output / INDEX)
+    >>> count_done(plan.rows, index).num_done
     480
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.id_digests import DIGEST, Digests, digests, duplicates, isin
+from eagle_ray.batch.id_digests import EMPTY, Digests, digests, duplicates, isin
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY
+from eagle_ray.batch.row_index import (
+    IndexDamaged,
+    Segment,
+    Table,
+    has_many_segments,
+    join,
+    num_ranges,
+    ranges,
+    read_index_file,
+    read_segment,
+    remove_unused,
+    segments_in,
+    sorted_by_id,
+    take,
+    write_facts,
+    write_rows,
+)
 from eagle_ray.storage.path import StorageError, StoragePath
 
-SamplesOf = Callable[[Digests], np.ndarray]
-"""How many samples each of these ids is to have."""
+FILE = "output.json"
+KIND = "output"
+VERSION = 1
+NO_ROWS: Table = {"id": EMPTY, "file": np.empty(0, np.uint32), "rows": np.empty(0, np.uint32)}
 
 
 @dataclass(frozen=True, slots=True)
 class OutputIndex:
-    """Entry j: files[file[j]] holds rows[j] rows of ids[j]; files and entries in the order in which files were made."""
+    """The ids in the files of an output.
+
+    Attributes:
+        files: in the order in which they were made.
+        tables: rows sorted by id within each table: an id, the number of a file, and the rows of the id there.
+        ranks: by number of a file: its index in `files`, or -1 for a file that changed or is gone.
+    """
 
     files: list[StoragePath]
-    ids: Digests
-    rows: np.ndarray
-    file: np.ndarray
+    tables: list[Table]
+    ranks: np.ndarray
 
     @classmethod
-    def read(cls, data: StoragePath) -> OutputIndex:
-        """Raise OutputMismatch for a file of another major version or another program, or a damaged one."""
-        files = part_files(data)
-        counted = [_rows_by_id(file) for file in files]
-        return cls(
-            files,
-            np.concatenate([np.empty(0, DIGEST), *(ids for ids, _ in counted)]),
-            np.concatenate([np.empty(0, np.int32), *(rows for _, rows in counted)]),
-            np.repeat(np.arange(len(files), dtype=np.int32), [len(ids) for ids, _ in counted]),
-        )
+    def read(cls, data: StoragePath, directory: StoragePath | None = None) -> OutputIndex:
+        """Read the files, or from an index directory what it has of them; files that it lacks are added to it.
 
-    def done(self, samples_of: SamplesOf) -> Digests:
-        """Return the ids with all samples in one file, sorted; an id occurs once per such file."""
-        complete = self.ids[self.rows == samples_of(self.ids)]
-        complete.sort()  # in place: it is a copy already
-        return complete
-
-    def excess(self, samples_of: SamplesOf) -> dict[StoragePath, Digests]:
-        """Return the ids, sorted, to remove from each file so that every id is complete in one file.
-
-        The newest of several complete copies stays; without a complete one, the oldest.
+        The caller holds the lock if it names a directory. Raises OutputMismatch for a file of another major version or
+        another program, or a damaged one.
         """
-        twice = duplicates(np.sort(self.ids))  # as a rule none: nothing is kept for each id
-        some = np.flatnonzero(isin(self.ids, twice))
-        ids, files = self.ids[some], self.file[some]
-        merit = np.where(self.rows[some] == samples_of(ids), files, -1 - files)
-        order = np.lexsort((merit, ids))
-        ids, files = ids[order], files[order]
-        extra = np.append(ids[:-1] == ids[1:], False)[: len(ids)]  # all but the last, and best, of each id
-        return {self.files[i]: ids[extra & (files == i)] for i in np.unique(files[extra])}
+        states = data.list_states("**/*.parquet")
+        files = [file for file in part_files(data) if file in states]
+        known = KnownFiles({}, [], [], 0) if directory is None else KnownFiles.load(directory, data)
+        numbers = {file: number for file in files if (number := known.number_of(file, states[file])) is not None}
+        new = [file for file in files if file not in numbers]
+        numbers |= {file: known.next_number + i for i, file in enumerate(new)}
+        next_number = known.next_number + len(new)
+        added = (_rows_by_id(file, numbers[file]) for file in new)
+        if directory is None:
+            tables = [sorted_by_id(join(list(added), NO_ROWS))]
+        elif new or len(known.files) != len(files):
+            known = known.saved(directory, data, {file: (numbers[file], states[file]) for file in files}, added)
+            tables = known.tables
+        else:
+            tables = known.tables
+        ranks = np.full(next_number, -1)
+        for rank, file in enumerate(files):
+            ranks[numbers[file]] = rank
+        return cls(files, tables, ranks)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(int(table["rows"][self.ranks[table["file"]] >= 0].sum()) for table in self.tables)
+
+    @property
+    def num_entries(self) -> int:
+        """Return the number of ids, one that is in several files counted in each; files that are gone count too."""
+        return sum(len(table["id"]) for table in self.tables)
+
+    def by_range(self, parts: int) -> Iterator[Table]:
+        """Yield the entries of each range of ids, sorted by id. Column file is the index in `files`."""
+        for tables in ranges(self.tables, parts):
+            whole = sorted_by_id(join(tables, NO_ROWS))
+            whole["file"] = self.ranks[whole["file"]]
+            yield take(whole, whole["file"] >= 0)
+
+    def find(self, ids: Digests) -> Table:
+        """Return the entries of these ids, sorted by id. Column file is the index in `files`."""
+        wanted = np.sort(ids)
+        found = [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
+        whole = sorted_by_id(join(found, NO_ROWS))
+        whole["file"] = self.ranks[whole["file"]]
+        return take(whole, whole["file"] >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFiles:
+    """The part of the index on disk. files: number and state of each file that it has, by its path below data/."""
+
+    files: dict[StoragePath, tuple[int, str]]
+    segments: list[Segment]
+    tables: list[Table]
+    next_number: int
+
+    @classmethod
+    def load(cls, directory: StoragePath, data: StoragePath) -> KnownFiles:
+        """Return what the index has; nothing if it cannot be used."""
+        facts = read_index_file(directory / FILE)
+        try:
+            if facts is None or facts["version"] != VERSION:
+                return cls({}, [], [], 0)
+            files = {data / name: (number, state) for name, number, state in facts["files"]}
+            segments = segments_in(facts["segments"])
+            return cls(files, segments, [read_segment(directory, each) for each in segments], facts["next_number"])
+        except (IndexDamaged, KeyError, TypeError, ValueError):
+            return cls({}, [], [], 0)
+
+    def number_of(self, file: StoragePath, state: str) -> int | None:
+        """Return the file's number, or None if the index does not have the file as it is now."""
+        number, known_state = self.files.get(file, (None, ""))
+        return number if known_state == state else None
+
+    def saved(
+        self,
+        directory: StoragePath,
+        data: StoragePath,
+        files: dict[StoragePath, tuple[int, str]],
+        added: Iterable[Table],
+    ) -> KnownFiles:
+        """Write the index of these files. The segments come first, so that a kill leaves the old index."""
+        segments = [*self.segments, *write_rows(directory, KIND, added)]
+        tables = [read_segment(directory, segment) for segment in segments]
+        numbers = [number for number, _ in files.values()]
+        if has_many_segments(len(segments), sum(segment.num_rows for segment in segments)):
+            segments = write_rows(directory, KIND, _alive(tables, numbers))
+            tables = [read_segment(directory, segment) for segment in segments]
+        next_number = max([self.next_number, *(number + 1 for number in numbers)])
+        names = [(str(file.text.removeprefix(data.text + "/")), *entry) for file, entry in files.items()]
+        facts = {
+            "version": VERSION,
+            "next_number": next_number,
+            "files": names,
+            "segments": [segment.as_json() for segment in segments],
+        }
+        write_facts(directory / FILE, facts)
+        remove_unused(directory, KIND, segments)
+        return KnownFiles(files, segments, tables, next_number)
+
+
+def _alive(tables: list[Table], numbers: list[int]) -> Iterator[Table]:
+    for parts in ranges(tables, num_ranges(sum(len(table["id"]) for table in tables))):
+        whole = join(parts, NO_ROWS)
+        yield take(whole, np.isin(whole["file"], numbers))
+
+
+def excess_in(table: Table, is_complete: np.ndarray) -> Table:
+    """Return the entries to remove so that every id is complete in one file. table: sorted by id.
+
+    The newest of several complete copies stays; without a complete one, the oldest.
+    """
+    twice = duplicates(table["id"])  # as a rule none
+    some = np.flatnonzero(isin(table["id"], twice))
+    ids, files = table["id"][some], table["file"][some]
+    merit = np.where(is_complete[some], files, -1 - files)
+    order = np.lexsort((merit, ids))
+    ids, files = ids[order], files[order]
+    extra = np.append(ids[:-1] == ids[1:], False)[: len(ids)]  # all but the last, and best, of each id
+    return {"id": ids[extra], "file": files[extra]}
 
 
 def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
@@ -81,6 +199,12 @@ def error_ids(file: StoragePath) -> Digests:
     """Return the sorted ids of error rows in this file. Raises as OutputIndex.read does."""
     table = _columns_in(file, ["request_id", "status"])
     return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
+
+
+def ids_in_file(file: StoragePath, ids: Digests) -> list[str]:
+    """Return the text of those of the sorted ids that a file has. Raises as OutputIndex.read does."""
+    names = pc.unique(_columns_in(file, ["request_id"])["request_id"]).to_pylist()
+    return [name for name, is_in in zip(names, isin(digests(names), ids), strict=True) if is_in]
 
 
 def own_files(data: StoragePath) -> list[StoragePath]:
@@ -105,10 +229,14 @@ def _is_own(file: StoragePath) -> bool:
         return attempt_of(file) is not None
 
 
-def _rows_by_id(file: StoragePath) -> tuple[Digests, np.ndarray]:
-    """Return each id once, with its number of rows."""
+def _rows_by_id(file: StoragePath, number: int) -> Table:
+    """Return each id of a file once, with its number of rows."""
     counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
-    return digests(counts.field("values").to_pylist()), counts.field("counts").to_numpy().astype(np.int32)
+    return {
+        "id": digests(counts.field("values").to_pylist()),
+        "file": np.full(len(counts), number, np.uint32),
+        "rows": counts.field("counts").to_numpy().astype(np.uint32),
+    }
 
 
 def _columns_in(file: StoragePath, columns: list[str]) -> pa.Table:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
+from ray.actor import ActorHandle
 from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
@@ -36,6 +37,7 @@ class AtomicParquetSink(Datasink[None]):
     Attributes:
         schema: the columns of the files: some or all of the rows' columns.
         ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+        progress: the ProgressActor, which gets the rows of each file.
     """
 
     run: RunHandle
@@ -43,6 +45,7 @@ class AtomicParquetSink(Datasink[None]):
     ids_per_file: int
     compression: str
     partitions: Partitions = NO_PARTITIONS
+    progress: ActorHandle | None = None
 
     def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
         """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output, StorageUnavailable if
@@ -62,6 +65,8 @@ class AtomicParquetSink(Datasink[None]):
                 parent = self.run.data / directory if directory else self.run.data
                 file = parent / part_name(self.run.attempt, ctx.task_idx)
                 self._publish(file, parquet_bytes(rows, self.compression))
+                if self.progress is not None:
+                    self.progress.add_file.remote(file.relative_to(self.run.data), len(rows))
 
     def _publish(self, file: StoragePath, data: bytes) -> None:
         """Create the file. The error names it, since Ray replaces the path of an OSError."""

@@ -4,7 +4,7 @@ Rows are chosen evenly by id from the successful ones and decoded again in a wor
 workers. The speed-up is timed there, and stored outputs are compared with plain decoding's. Nothing is stored on the
 way: a lost check is repeated.
 
-    >>> run_checks(config, plan, run, ids, {"verify_rows": 100})["verify_rows"]["identical"]
+    >>> run_checks(config, plan, run, plan.rows, {"verify_rows": 100})["verify_rows"]["identical"]
     100
 """
 
@@ -24,7 +24,8 @@ from ray.exceptions import RayError, RayTaskError
 from eagle_ray.batch.baseline import BaselineComparison, ChosenRow
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
 from eagle_ray.batch.error_classifier import classify_error
-from eagle_ray.batch.id_digests import DIGEST, Digests, digests, isin
+from eagle_ray.batch.expected_rows import ExpectedRows
+from eagle_ray.batch.id_digests import DIGEST, digests
 from eagle_ray.batch.input.plan import InputPlan, requests_of
 from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
@@ -42,14 +43,13 @@ Keys = np.ndarray  # one-dimensional, of KEY: which row
 
 
 def run_checks(
-    config: JobConfig, plan: InputPlan, run: RunHandle, ids: Digests, wanted: Mapping[str, int]
+    config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, wanted: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return the results by key, each with the requested number of rows.
 
-    ids: the job's ids, sorted; rows are chosen from them. Ray is connected. Raises ClusterError if the worker cannot
-    run.
+    asked: the job's rows, from which rows are chosen. Ray is connected. Raises ClusterError if the worker cannot run.
     """
-    finished = np.sort(_finished(run, ids))
+    finished = np.sort(_finished(run, asked))
     if not len(finished):
         return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
@@ -59,12 +59,12 @@ def run_checks(
     return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 
 
-def _finished(run: RunHandle, ids: Digests) -> Keys:
-    """Return the successful rows of these ids."""
+def _finished(run: RunHandle, asked: ExpectedRows) -> Keys:
+    """Return the successful rows that are asked for."""
     found = [np.empty(0, KEY)]
     for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
-        found.append(keys[isin(keys["id"], ids)])
+        found.append(keys[asked.contains(keys["id"])])
     return np.concatenate(found)
 
 

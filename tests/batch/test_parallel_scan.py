@@ -1,0 +1,94 @@
+"""A scan in pieces finds what a scan of whole files finds, whatever the size of the pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch.input import parallel_scan as module
+from eagle_ray.batch.input.files import find_files
+from eagle_ray.batch.input.parallel_scan import ParallelScan, TaskFunction
+from eagle_ray.batch.input.plan import RowScanner, plan_input, request_columns, requests_of
+from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.input.shards import WHOLE, FilePart
+from eagle_ray.config import ColumnsConfig, ConfigError, JobConfig, load_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> JobConfig:
+    """A JSONL file with blank and malformed lines and rows without ids, a Parquet file of row groups, a CSV file."""
+    lines = [json.dumps({"prompt": "x" * (i % 40), "score": i if i < 50 else i / 2}) for i in range(90)]
+    lines[7], lines[8], lines[40] = "", "  ", '{"prompt": '
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    columns = {"id": [f"q{i}" for i in range(60)], "prompt": ["x"] * 60}
+    pq.write_table(pa.table(columns), tmp_path / "b.parquet", row_group_size=7)
+    (tmp_path / "c.csv").write_text("id,prompt\nc1,x\nc2,y\n")
+    return load_config(None, env={}, overrides={"input.path": str(tmp_path), "output.path": "unused"})
+
+
+def here(function, arguments):
+    """What Ray's tasks return, without Ray."""
+    task = TaskFunction(function)
+    for each in arguments:
+        result = task(pa.table({"arguments": [module.pickle.dumps(each)]}))["result"]
+        error, found = module.pickle.loads(result[0].as_py())
+        if error is not None:
+            raise error
+        yield found
+
+
+def described(config: JobConfig, piece_bytes: int) -> tuple:
+    """The plan and the rows that a scan in pieces of this size leads to."""
+    scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
+    plan = plan_input(config, scan_with=scan_with)
+    [rows] = plan.rows.by_range(1)
+    return list(requests_of(plan)), plan.source_types, rows["id"].tolist(), rows["place"].tolist()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
+def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
+    monkeypatch.setattr(module, "_in_tasks", here)
+    plan = plan_input(config)
+    [rows] = plan.rows.by_range(1)
+    whole = list(requests_of(plan)), plan.source_types, rows["id"].tolist(), rows["place"].tolist()
+    assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
+    assert described(config, piece_bytes) == whole
+
+
+def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch):
+    monkeypatch.setattr(module, "_in_tasks", here)
+    file = find_files(config.input.path, "auto")[0]
+    scanner = RowScanner(config, request_columns(ColumnsConfig()))
+    start = file.storage_path.read_bytes().index(b'{"prompt": "' + b"x" * 20 + b'", "score": 20}')
+    part = FilePart(start, RowPosition(20, 21))
+    [[(_, wanted)]] = scanner([(file, part)])
+    scan = ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=100)
+    [tables] = [[table for _, table in found] for found in scan([(file, part)])]
+    assert len(tables) > 5
+    assert np.concatenate([table["id"] for table in tables]).tolist() == wanted["id"].tolist()
+
+
+def test_a_small_input_is_scanned_without_ray(config):
+    scanner = RowScanner(config, request_columns(ColumnsConfig()))
+    file = find_files(config.input.path, "auto")[0]
+    [[(found, table)]] = ParallelScan(scanner, pytest.fail)([(file, WHOLE)])
+    assert found.shards[0].first == FIRST and len(table["id"]) == 88
+
+
+def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_in_tasks", here)
+    (tmp_path / "b.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet"):
+        described(config, 1 << 20)
+
+
+def test_ray_tasks_scan_as_the_driver_does(config, ray_session):
+    plan = plan_input(config)
+    [rows] = plan.rows.by_range(1)
+    whole = list(requests_of(plan)), plan.source_types, rows["id"].tolist(), rows["place"].tolist()
+    assert described(config, 500) == whole

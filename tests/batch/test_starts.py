@@ -1,0 +1,355 @@
+"""Second starts: what was indexed is not read again, inputs may grow, and a lost or damaged index costs only time.
+
+A toy engine writes one row per sample where the pipeline would run; the rest is the job's own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eagle_ray.batch import pipeline
+from eagle_ray.batch import run as run_module
+from eagle_ray.batch.input import plan as plan_module
+from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
+from eagle_ray.batch.output import output_index
+from eagle_ray.batch.output.part_files import next_schema, part_name
+from eagle_ray.batch.row_index import INDEX
+from eagle_ray.batch.run import run_to_completion
+from eagle_ray.config import JobConfig
+from tests.conftest import MakeJob
+
+ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}
+COUNTED = dict.fromkeys(("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0)
+
+
+class Killed(Exception):
+    """What a killed driver leaves: nothing is written after it."""
+
+
+class ToyEngine:
+    """Writes the missing rows. max_files: it is killed after so many. bad: ids that become errors."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.rows_per_file = 3
+        self.max_files: int | None = None
+        self.bad: set[str] = set()
+
+    def generate(self, config: JobConfig, plan: Any, run: Any, done: Any, num_rows: int) -> None:
+        left = [row for row, is_done in zip(plan_module.requests_of(plan), done, strict=True) if not is_done]
+        schema = next_schema(run.data, plan.passthrough)
+        for number, start in enumerate(range(0, len(left), self.rows_per_file)):
+            if number == self.max_files:
+                raise Killed
+            rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
+            file = Path(run.data.text) / part_name(run.attempt, number)
+            pq.write_table(pa.Table.from_pylist(rows, schema), file)
+            self.made += [row["request_id"] for row in rows]
+
+    def _answer(self, row: dict[str, Any], run: Any, schema: pa.Schema) -> dict[str, Any]:
+        kept = {name: row[name] for name in schema.names if name in row}
+        status = {"status": "error", "error_code": "bad"} if row["request_id"] in self.bad else {}
+        return kept | ANSWER | COUNTED | status | {"run_id": run.run_id, "attempt": run.attempt}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
+    toy = ToyEngine()
+    monkeypatch.setattr(pipeline, "generate", toy.generate)
+    monkeypatch.setattr(run_module, "join_cluster", lambda config: None)
+    monkeypatch.setattr(run_module, "_check_models", lambda config: None)
+    return toy
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """File name and start of every scan of an input file."""
+    found = []
+    scan = plan_module.scan
+
+    def noted(file: Any, needed: Any, on_row: Any, part: Any) -> Any:
+        found.append((file.name, part.start))
+        return scan(file, needed, on_row, part)
+
+    monkeypatch.setattr(plan_module, "scan", noted)
+    return found
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Name of every output file whose ids are read."""
+    found = []
+    read = output_index._rows_by_id
+    monkeypatch.setattr(output_index, "_rows_by_id", lambda file, number: found.append(file.name) or read(file, number))
+    return found
+
+
+def rows(*names: str, text: str = "Hi") -> list[dict[str, str]]:
+    return [{"id": name, "prompt": f"{text} {name}"} for name in names]
+
+
+def append(path: Path, lines: list[dict[str, str]]) -> None:
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def answered(directory: Path) -> dict[str, str]:
+    """The prompt that each id's answer is to; an id that stands twice fails."""
+    table = pa.concat_tables(map(pq.read_table, sorted((directory / "out" / "data").rglob("*.parquet"))))
+    ids = table["request_id"].to_pylist()
+    assert len(set(ids)) == len(ids)
+    return dict(zip(ids, table["prompt"].to_pylist(), strict=True))
+
+
+def test_a_second_start_reads_neither_input_nor_output(make_job: MakeJob, engine, scans, reads, tmp_path):
+    config = make_job(rows(*"abcdefg"))
+    first = run_to_completion(config)
+    assert engine.made == list("abcdefg") and scans == [("in.jsonl", 0)] and len(reads) == 3
+    manifest = json.loads((tmp_path / "out" / "_run.json").read_text())
+    second = run_to_completion(config)
+    assert scans == [("in.jsonl", 0)] and len(reads) == 3 and len(engine.made) == 7
+    assert second == first | {"attempt": 2} and (tmp_path / "out" / "_SUCCESS").exists()
+    assert json.loads((tmp_path / "out" / "_run.json").read_text())["attempt"] == manifest["attempt"] + 1
+
+
+def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, reads):
+    config = make_job(rows(*"abcdefgh"))
+    engine.max_files = 1
+    for _ in range(2):
+        with pytest.raises(Killed):
+            run_to_completion(config)
+    engine.max_files = None
+    run_to_completion(config)
+    assert sorted(engine.made) == list("abcdefgh") and scans == [("in.jsonl", 0)]
+    assert reads == ["part-001-000000.parquet", "part-002-000000.parquet", "part-003-000000.parquet"]
+
+
+def lost(index: Path) -> None:
+    for file in index.iterdir():
+        file.unlink()
+
+
+def cut_off(index: Path) -> None:
+    for file in index.iterdir():
+        file.write_bytes(file.read_bytes()[:-7])
+
+
+def without_segments(index: Path) -> None:
+    for file in index.glob("*.arrow"):
+        file.unlink()
+
+
+def flipped(index: Path) -> None:
+    for file in index.glob("*.arrow"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(bytes(data))
+
+
+def of_another_form(index: Path) -> None:
+    for file in index.glob("*.json"):
+        file.write_text("[1, 2]")
+
+
+def half_written(index: Path) -> None:
+    """A writer that was killed between its segments and its list of them."""
+    (index / "finished.json").unlink()
+    (index / "input-0123456789ab.arrow").write_bytes(b"half")
+    (index / "output.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("damage", [lost, cut_off, without_segments, flipped, of_another_form, half_written])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, damage: Callable, is_finished: bool):
+    config = make_job(rows(*"abcdefg"))
+    engine.max_files = None if is_finished else 1
+    if is_finished:
+        run_to_completion(config)
+    else:
+        with pytest.raises(Killed):
+            run_to_completion(config)
+        (tmp_path / "out" / INDEX / "finished.json").write_text("{}")
+    damage(tmp_path / "out" / INDEX)
+    engine.max_files = None
+    append(tmp_path / "in.jsonl", rows("h"))
+    summary = run_to_completion(config)
+    assert sorted(engine.made) == list("abcdefgh") and summary["total"]["rows"] == 8
+    assert answered(tmp_path).keys() == set("abcdefgh")
+    assert len(list((tmp_path / "out" / INDEX).glob("*.arrow"))) >= 2
+    assert not (tmp_path / "out" / INDEX / "input-0123456789ab.arrow").exists()
+
+
+def test_a_run_without_an_index_is_resumed(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows(*"abcdefg"))
+    engine.max_files = 1
+    with pytest.raises(Killed):
+        run_to_completion(config)
+    for file in (tmp_path / "out" / INDEX).iterdir():
+        file.unlink()
+    (tmp_path / "out" / INDEX).rmdir()
+    engine.max_files = None
+    run_to_completion(config)
+    assert sorted(engine.made) == list("abcdefg")
+
+
+def test_lines_and_files_are_added(make_job: MakeJob, engine, scans, tmp_path):
+    config = make_job(rows(*"abcde"), **{"input.path": str(tmp_path / "*.jsonl")})
+    run_to_completion(config)
+    append(tmp_path / "in.jsonl", rows("f", "g"))
+    append(tmp_path / "a-first.jsonl", rows("x", "y"))
+    summary = run_to_completion(config)
+    assert engine.made == [*"abcde", "x", "y", "f", "g"] and summary["total"]["rows"] == 9
+    assert scans == [("in.jsonl", 0), ("a-first.jsonl", 0), ("in.jsonl", 0)]  # its last shard is its first
+    run_to_completion(config)
+    assert len(scans) == 3 and len(engine.made) == 9
+
+
+def test_a_long_file_is_read_from_its_last_shard_on(make_job: MakeJob, engine, scans, tmp_path):
+    engine.rows_per_file = 400
+    config = make_job(rows(*(f"r{i}" for i in range(1200))))
+    run_to_completion(config)
+    size = (tmp_path / "in.jsonl").read_bytes().index(b'{"id": "r1024"')
+    append(tmp_path / "in.jsonl", rows("new"))
+    run_to_completion(config)
+    assert scans == [("in.jsonl", 0), ("in.jsonl", size)] and engine.made[-1] == "new"
+    assert len(engine.made) == 1201 == len(answered(tmp_path))
+
+
+def test_rows_without_ids_keep_theirs_as_the_file_grows(make_job: MakeJob, engine, tmp_path):
+    config = make_job([{"prompt": "a"}, {"prompt": "b"}])
+    run_to_completion(config)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('\n{"prompt": "c"}')
+    run_to_completion(config)
+    assert answered(tmp_path) == {"in.jsonl:0": "a", "in.jsonl:1": "b", "in.jsonl:3": "c"}
+
+
+def test_an_id_that_is_added_twice_is_refused(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows("a", "b"))
+    run_to_completion(config)
+    append(tmp_path / "in.jsonl", rows("a"))
+    with pytest.raises(plan_module.ConfigError, match="id 'a' occurs twice"):
+        run_to_completion(config)
+
+
+def test_an_answered_row_that_changed_is_named_and_refused(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows(*"abcd"))
+    run_to_completion(config)
+    make_job([*rows("a"), *rows("b", text="Ho"), *rows("c", "d", "e")])
+    for _ in range(2):  # refused each time: the refused content is not recorded as the run's
+        with pytest.raises(OutputMismatch, match=r"1 rows of .*in\.jsonl that were answered are other rows now: b\."):
+            run_to_completion(config)
+    make_job(rows(*"abcde"))
+    run_to_completion(config)
+    assert engine.made == list("abcde")
+
+
+def test_a_row_may_change_before_it_is_answered(make_job: MakeJob, engine, tmp_path, caplog):
+    config = make_job(rows(*"abcdef"))
+    engine.max_files = 1
+    with pytest.raises(Killed):
+        run_to_completion(config)
+    make_job([*rows(*"abc"), *rows("d", text="Ho"), *rows("e", "f")])
+    engine.max_files = None
+    run_to_completion(config)
+    assert "1 rows of" in caplog.text and "changed before they were answered" in caplog.text
+    assert answered(tmp_path)["d"] == "Ho d" and answered(tmp_path)["e"] == "Hi e"
+
+
+def test_a_late_answer_to_a_row_that_changed_is_not_kept(make_job: MakeJob, engine, tmp_path, monkeypatch):
+    """A killed attempt's worker publishes after the answers were compared and before the attempt is raised."""
+    config = make_job(rows(*"abcdef"))
+    engine.max_files = 1
+    with pytest.raises(Killed):
+        run_to_completion(config)
+    make_job([*rows(*"abc"), *rows("d", text="Ho"), *rows("e", "f")])
+    engine.max_files = None
+    check = run_module.check_changes
+
+    def check_then_publish(*args: Any) -> None:
+        check(*args)
+        table = pq.read_table(tmp_path / "out" / "data" / "part-001-000000.parquet").slice(0, 1)
+        for name, value in (("request_id", "d"), ("prompt", "Hi d")):
+            place = table.schema.names.index(name)
+            table = table.set_column(place, table.schema.field(name), pa.array([value]))
+        pq.write_table(table, tmp_path / "out" / "data" / "part-001-000001.parquet")
+
+    monkeypatch.setattr(run_module, "check_changes", check_then_publish)
+    run_to_completion(config)
+    assert answered(tmp_path)["d"] == "Ho d" and len(answered(tmp_path)) == 6
+
+
+def test_rows_that_are_gone_are_named_and_their_answers_stay(make_job: MakeJob, engine, tmp_path, caplog):
+    config = make_job(rows(*"abcd"))
+    run_to_completion(config)
+    make_job(rows("a", "c", "d", "e"))
+    run_to_completion(config)
+    assert "1 rows are gone from" in caplog.text and "answers (b) stay in the output" in caplog.text
+    assert answered(tmp_path).keys() == set("abcde")
+
+
+def test_an_error_row_may_be_corrected_in_its_file(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows(*"abc"))
+    engine.bad = {"b"}
+    run_to_completion(config)
+    make_job([*rows("a"), *rows("b", text="Ho"), *rows("c")])
+    with pytest.raises(OutputMismatch, match="are other rows now: b"):
+        run_to_completion(config)
+    engine.bad = set()
+    run_to_completion(config, retry_errors=True)
+    assert answered(tmp_path) == {"a": "Hi a", "b": "Ho b", "c": "Hi c"}
+
+
+def test_an_output_file_that_was_lost_is_made_again(make_job: MakeJob, engine, tmp_path):
+    config = make_job(rows(*"abcdef"))
+    run_to_completion(config)
+    (tmp_path / "out" / "data" / "part-001-000001.parquet").unlink()
+    run_to_completion(config)
+    assert engine.made == [*"abcdef", "d", "e", "f"] and answered(tmp_path).keys() == set("abcdef")
+
+
+def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: MakeJob, engine, reads, tmp_path):
+    config = make_job(rows(*"abcdef"))
+    run_to_completion(config)
+    file = tmp_path / "out" / "data" / "part-001-000001.parquet"
+    before = file.stat()
+    file.write_bytes(file.read_bytes())
+    pipeline.os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert len(reads) == 2
+    run_to_completion(config)
+    assert reads[2:] == [file.name] and len(engine.made) == 6
+
+
+def test_overwriting_scans_nothing_again(make_job: MakeJob, engine, scans, tmp_path):
+    run_to_completion(make_job(rows(*"abc")))
+    run_to_completion(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
+    assert scans == [("in.jsonl", 0)] and engine.made == list("abcabc")
+
+
+def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans, tmp_path):
+    run_to_completion(make_job(rows(*"abcdef"), **{"input.limit": 2}))
+    append(tmp_path / "other.jsonl", rows("x"))
+    run_to_completion(make_job(**{"input.path": str(tmp_path / "other.jsonl")}))
+    run_to_completion(make_job(**{"input.limit": 4}))
+    assert engine.made == ["a", "b", "x", "c", "d"]
+    assert scans == [("in.jsonl", 0), ("other.jsonl", 0)]
+
+
+def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
+    make_job: MakeJob, engine, monkeypatch, tmp_path
+):
+    def generate(*_: Any) -> None:
+        shutil.rmtree(tmp_path / "out")
+
+    monkeypatch.setattr(pipeline, "generate", generate)
+    with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
+        run_to_completion(make_job(rows("a")))
+    assert not (tmp_path / "out").exists()
