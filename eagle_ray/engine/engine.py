@@ -31,6 +31,7 @@ from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, star
 from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.drafters.drafter import Draft, Drafter
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.engine.grammar_drafts import fit_to_grammars
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
@@ -186,6 +187,8 @@ class Engine:
         draft = Draft.empty(batch.roots)
         if plan.is_drafting:
             draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
+            if self.graphs is None and torch.device(self.target.device).type == "cpu":
+                draft = fit_to_grammars(draft, batch, plan)
         pending, output = self._launch_verify(batch, plan, draft, timer, prompts)
         if output is None:
             return pending, None

@@ -59,6 +59,8 @@ class GrammarState:
     def sync(self, output_ids: Sequence[int]) -> None:
         """Add the output ids that were committed since the last call; an end at their end is left out."""
         new = list(output_ids[self._num_output :])
+        if not new:
+            return  # what was noted since stands
         self._num_output = len(output_ids)
         self._dead_ends.clear()
         self.has_end = bool(output_ids) and output_ids[-1] in self._ends
@@ -102,6 +104,36 @@ class GrammarState:
         if () not in self._dead_ends and not self._visit(tokens, parents, masks):
             self._visit_alone(tokens, parents, masks)
         return masks
+
+    def allowed_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
+        """Return whether the grammar allows each node of a tree and all those above it; no mask is computed.
+
+        Args:
+            tokens, parents: see tree_masks.
+        """
+        allowed = [parent < 0 for parent in parents]
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        stack = [(node, self._begun) for node in reversed(children.get(0, []))]
+        while stack:
+            node, begun = stack.pop()
+            if node < 0:
+                self._matcher.rollback(1)
+                continue
+            if tokens[node] in self._ends:
+                allowed[node] = begun and bool(self._matcher.is_accepting())
+                continue
+            if begun and self._matcher.try_consume_tokens([tokens[node]]) != 1:
+                continue
+            if begun:
+                stack.append((-1, True))
+            allowed[node] = True
+            begins = begun or tokens[node] == self._after
+            stack += [(child, begins) for child in reversed(children.get(node, []))]
+        if self._matcher.is_error() and () not in self._dead_ends:
+            self._restart()
+        return allowed
 
     def mark_dead_end(self, path: Sequence[int], error: RequestError) -> None:
         """Fail an output that goes on after this path, until the next sync."""

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling import grammar_state
@@ -204,6 +205,16 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
     assert [s.error is not None for s in sequences] == fails
     assert {s.error.code for s in sequences if s.error} == {"grammar_limit"}
     assert all(s.output_ids == p.ids for s, p, fail in zip(sequences, plain, fails, strict=True) if not fail)
+
+
+def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
+    """The toy's head is random: nearly all that it gains comes from the grammar, and it changes no token."""
+    params = [SamplingParams(max_tokens=40, grammar=GrammarSpec("choice", '["abna12name:abna12name:xyz"]'))]
+    fitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
+    monkeypatch.setattr(engine_module, "fit_to_grammars", lambda draft, batch, plan: draft)
+    unfitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
+    assert fitted.output_ids == unfitted.output_ids and TEXT.decode(fitted.output_ids) == "abna12name:abna12name:xyz"
+    assert fitted.stats.num_steps < 0.7 * unfitted.stats.num_steps
 
 
 def test_what_cannot_be_compiled_is_refused_before_it_takes_a_slot():
