@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def test_a_row_may_move_to_another_file(make_job: MakeJob, engine, tmp_path):
 
 
 def test_answered_rows_keep_their_carried_columns_and_the_log_says_so(make_job: MakeJob, engine, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job([row | {"category": "one"} for row in rows(*"abc")])
     run_to_completion(config)
     path = tmp_path / "in.jsonl"

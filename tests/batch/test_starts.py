@@ -6,6 +6,7 @@ A toy engine writes one row per sample where the pipeline would run; the rest is
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,7 @@ def test_an_answered_row_that_changed_is_named_and_refused(make_job: MakeJob, en
 
 
 def test_a_row_may_change_before_it_is_answered(make_job: MakeJob, engine, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job(rows(*"abcdef"))
     engine.max_files = 1
     with pytest.raises(Killed):
@@ -288,6 +290,7 @@ def test_a_late_answer_to_a_row_that_changed_is_not_kept(make_job: MakeJob, engi
 
 
 def test_rows_that_are_gone_are_named_and_their_answers_stay(make_job: MakeJob, engine, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job(rows(*"abcd"))
     run_to_completion(config)
     make_job(rows("a", "c", "d", "e"))

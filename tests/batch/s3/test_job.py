@@ -85,7 +85,8 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
 
     with lock_output(output), pytest.raises(OutputLocked, match="is being written by process"):
         run_to_completion(job)
-    (bucket / "in/a.jsonl").write_atomic(b"{}\n")
+    changed = (bucket / "in/a.jsonl").read_bytes().replace(b'"prompt_token_ids": [', b'"prompt_token_ids": [5, ', 1)
+    (bucket / "in/a.jsonl").write_atomic(changed)
     assert run_job(job) == 6
 
 
