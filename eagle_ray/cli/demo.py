@@ -76,7 +76,7 @@ def run_demo(output: StoragePath) -> int:
 def demo_pair() -> DemoPair:
     """Return the real model if it is installed, otherwise the tiny pair."""
     if gguf_file() is not None:
-        return DemoPair(SMOLLM2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-2 head")
+        return DemoPair(SMOLLM2, "SmolLM2-135M-Instruct, a real if small model, and its EAGLE-3 head")
     return DemoPair(TINY, f"the tiny pair, which knows an invented world only ({INSTALL} gets a real model)")
 
 
