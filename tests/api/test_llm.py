@@ -17,7 +17,7 @@ from tests.conftest import PAIR, token_rows
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 IDS = [row["prompt_token_ids"] for row in token_rows(6)]
-SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "threads": 1}
+SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "budget": "uniform", "threads": 1}  # drafts on a busy machine, too
 HOT = SamplingParams(temperature=0.9, max_tokens=12)
 
 
