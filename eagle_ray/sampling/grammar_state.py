@@ -13,7 +13,7 @@ an output that goes through that node fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
@@ -112,25 +112,9 @@ class GrammarState:
             tokens, parents: see tree_masks.
         """
         allowed = [parent < 0 for parent in parents]
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(parents):
-            children.setdefault(parent, []).append(node)
-        stack = [(node, self._begun) for node in reversed(children.get(0, []))]
-        while stack:
-            node, begun = stack.pop()
-            if node < 0:
-                self._matcher.rollback(1)
-                continue
-            if tokens[node] in self._ends:
-                allowed[node] = begun and bool(self._matcher.is_accepting())
-                continue
-            if begun and self._matcher.try_consume_tokens([tokens[node]]) != 1:
-                continue
-            if begun:
-                stack.append((-1, True))
-            allowed[node] = True
-            begins = begun or tokens[node] == self._after
-            stack += [(child, begins) for child in reversed(children.get(node, []))]
+        for node, begun in self._walk(tokens, parents):
+            is_end = node > 0 and tokens[node] in self._ends
+            allowed[node] = not is_end or (begun and bool(self._matcher.is_accepting()))
         if self._matcher.is_error() and () not in self._dead_ends:
             self._restart()
         return allowed
@@ -148,19 +132,28 @@ class GrammarState:
 
     def _begin(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that are parsed, and note whether the grammar has begun."""
-        if self._begun:
-            return list(tokens)
-        if self._after is None or self._after not in tokens:
-            return []
-        self._begun = True
-        return list(tokens[list(tokens).index(self._after) + 1 :])
+        self._begun, parsed = self._parsed_of(tokens)
+        return parsed
 
-    def _visit(self, tokens: Sequence[int], parents: Sequence[int], masks: Words) -> bool:
-        """Fill the masks of all nodes. Return False if the parser met a limit; its state is then the committed one."""
+    def _parsed_of(self, tokens: Sequence[int]) -> tuple[bool, list[int]]:
+        """Return whether the grammar has begun after these next tokens, and which of them are parsed."""
+        tokens = list(tokens)
+        if self._begun:
+            return True, tokens
+        if self._after is None or self._after not in tokens:
+            return False, []
+        return True, tokens[tokens.index(self._after) + 1 :]
+
+    def _walk(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Visit the root and the nodes that the grammar allows, depth first, and every end below them.
+
+        Yields each with whether the grammar has begun after it. The matcher has consumed the node then; of an end,
+        which is not parsed, only the nodes before it.
+        """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             children.setdefault(parent, []).append(node)
-        self._fill(masks, 0, self._begun)
+        yield 0, self._begun
         stack = [(node, self._begun) for node in reversed(children.get(0, []))]
         while stack:
             node, begun = stack.pop()
@@ -168,14 +161,21 @@ class GrammarState:
                 self._matcher.rollback(1)
                 continue
             if tokens[node] in self._ends:
+                yield node, begun
                 continue
             if begun:
                 if self._matcher.try_consume_tokens([tokens[node]]) != 1:
                     continue
                 stack.append((-1, True))
             begins = begun or tokens[node] == self._after
-            self._fill(masks, node, begins)
+            yield node, begins
             stack += [(child, begins) for child in reversed(children.get(node, []))]
+
+    def _visit(self, tokens: Sequence[int], parents: Sequence[int], masks: Words) -> bool:
+        """Fill the masks of all nodes. Return False if the parser met a limit; its state is then the committed one."""
+        for node, begun in self._walk(tokens, parents):
+            if node == 0 or tokens[node] not in self._ends:
+                self._fill(masks, node, begun)
         if self._matcher.is_error():
             self._restart()
             return False
@@ -189,9 +189,7 @@ class GrammarState:
             paths.append([] if parent < 0 else [*paths[parent], tokens[node]])
             if self._ends.intersection(paths[node]):
                 continue
-            begun, parsed = self._begun, paths[node]
-            if not begun and self._after is not None and self._after in parsed:
-                begun, parsed = True, parsed[parsed.index(self._after) + 1 :]
+            begun, parsed = self._parsed_of(paths[node])
             if not begun or self._matcher.try_consume_tokens(parsed) == len(parsed):
                 self._fill(masks, node, begun)
             if self._matcher.is_error():
