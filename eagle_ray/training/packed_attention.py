@@ -2,9 +2,8 @@
 
 The head's own modules call `attend`, as they do in the engine, so training adds no second forward of a head.
 
-    PackedCausalAttention    each pair attends to its document's pairs up to itself
-    UnrolledAttention        EAGLE-3's training-time test (section 3.2): in pass s, pair t attends to the keys of pass
-                             0 up to t, and to its own key of each later pass
+In the first pass each pair attends to its document's pairs up to itself. In pass s of a training-time test (EAGLE-3,
+section 3.2) pair t attends to the keys of pass 0 up to t, and to its own key of each later pass.
 
              k0 k1 k2 k3 | pass 1      of pass 1, row 2: three keys of pass 0, and its own
     row 2     x  x  x    |  x
@@ -30,8 +29,8 @@ class _Device:
     keys: Tensor
 
 
-class PackedCausalAttention:
-    """Causal attention within each of the packed documents.
+class UnrolledAttention:
+    """Attention of the passes of a head, which are made one after another, within each of the packed documents.
 
     lengths: pairs of each document.
     """
@@ -39,26 +38,6 @@ class PackedCausalAttention:
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self._lengths = lengths
         self.cache = _Device(torch.empty(0, device=device))
-
-    def attend(
-        self,
-        query: Float[Tensor, "1 heads P d"],
-        key: Float[Tensor, "1 kv_heads P d"],
-        value: Float[Tensor, "1 kv_heads P d"],
-        attention: AttentionParams,
-    ) -> Float[Tensor, "1 heads P d"]:
-        parts = zip(*(each.split(self._lengths, 2) for each in _same_dtype(query, key, value)), strict=True)
-        gqa = query.shape[1] != key.shape[1]
-        scale = attention.scaling
-        out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=gqa) for part in parts]
-        return torch.cat(out, 2)
-
-
-class UnrolledAttention(PackedCausalAttention):
-    """Attention of the passes of a training-time test, which are made one after another."""
-
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
-        super().__init__(lengths, device)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
@@ -73,7 +52,7 @@ class UnrolledAttention(PackedCausalAttention):
         self._keys.append(key)
         self._values.append(value)
         if len(self._keys) == 1:
-            return super().attend(query, key, value, attention)
+            return self._attend_causally(query, key, value, attention)
         groups = query.shape[1] // key.shape[1]
         folded = query[0].unflatten(0, (key.shape[1], groups)) * attention.scaling
         own_keys = torch.stack([each[0] for each in self._keys[1:]])
@@ -90,6 +69,19 @@ class UnrolledAttention(PackedCausalAttention):
             for begin, end in pairwise(ends)
         ]
         return torch.cat(out, 2).flatten(0, 1)[None]
+
+    def _attend_causally(
+        self,
+        query: Float[Tensor, "1 heads P d"],
+        key: Float[Tensor, "1 kv_heads P d"],
+        value: Float[Tensor, "1 kv_heads P d"],
+        attention: AttentionParams,
+    ) -> Float[Tensor, "1 heads P d"]:
+        """Return the attention of each document's pairs to those up to them."""
+        parts = zip(*(each.split(self._lengths, 2) for each in (query, key, value)), strict=True)
+        gqa, scale = query.shape[1] != key.shape[1], attention.scaling
+        out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=gqa) for part in parts]
+        return torch.cat(out, 2)
 
 
 def _attend_unrolled(
