@@ -180,6 +180,12 @@ def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
         yield [cut(table, at[i], at[i + 1]) for table, at in zip(tables, cuts, strict=True)]
 
 
+def joined_ranges(tables: Sequence[Table], empty: Table) -> Iterator[Table]:
+    """Yield all rows of sorted tables, those of one range of the digest at a time. empty: as for join."""
+    for parts in ranges(tables, num_ranges(sum(len(table["id"]) for table in tables))):
+        yield join(parts, empty)
+
+
 def _bound(part: int, parts: int) -> bytes:
     return (part * PREFIXES // parts).to_bytes(2, "big") + bytes(SIZE - 2)
 

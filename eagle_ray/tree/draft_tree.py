@@ -30,7 +30,7 @@ class DraftTree:
         parents: index of the parent; -1 for the root and for padding.
         log_values: fp32, calibrated log-probability of the path from the root; 0 for the root, -inf for padding.
         draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 and -inf likewise.
-        valid: false for padding; true values are a prefix of each row.
+        valid: false for padding; true values are a prefix of each row, but for candidates that were not reranked yet.
     """
 
     tokens: Int[Tensor, "B N"]

@@ -15,7 +15,7 @@ import binascii
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +36,7 @@ from eagle_ray.batch.row_index import (
     cut,
     has_many_segments,
     join,
-    num_ranges,
-    ranges,
+    joined_ranges,
     read_index_file,
     read_segment,
     remove_unused,
@@ -242,11 +241,6 @@ class InputIndex:
             self.next_number += 1
             self.reload()
 
-    def by_range(self) -> Iterator[Table]:
-        """Yield all rows, those out of date too, sorted by id, a range of the digest at a time."""
-        for parts in ranges(self.tables, num_ranges(sum(len(table["id"]) for table in self.tables))):
-            yield sorted_by_id(join(parts, NO_ROWS))
-
     def save(self, directory: StoragePath) -> None:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
         is_saved = not self.unsaved and all(place == directory for place, _ in self.segments)
@@ -270,7 +264,7 @@ class InputIndex:
     def _merge(self, directory: StoragePath) -> None:
         """Write all rows that are not out of date as few segments."""
         numbers = sorted(self.numbers)
-        alive = (take(table, np.isin(table["file"], numbers)) for table in self.by_range())
+        alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(self.tables, NO_ROWS))
         self.segments = [(directory, segment) for segment in write_rows(directory, KIND, alive)]
         self.unsaved = []
 

@@ -28,7 +28,7 @@ from eagle_ray.batch.row_index import (
     Table,
     has_many_segments,
     join,
-    num_ranges,
+    joined_ranges,
     ranges,
     read_index_file,
     read_segment,
@@ -152,7 +152,8 @@ class KnownFiles:
         tables = [read_segment(directory, segment) for segment in segments]
         numbers = [number for number, _ in files.values()]
         if has_many_segments(len(segments), sum(segment.num_rows for segment in segments)):
-            segments = write_rows(directory, KIND, _alive(tables, numbers))
+            alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(tables, NO_ROWS))
+            segments = write_rows(directory, KIND, alive)
             tables = [read_segment(directory, segment) for segment in segments]
         next_number = max([self.next_number, *(number + 1 for number in numbers)])
         names = [(str(file.text.removeprefix(data.text + "/")), *entry) for file, entry in files.items()]
@@ -165,12 +166,6 @@ class KnownFiles:
         write_facts(directory / FILE, facts)
         remove_unused(directory, KIND, segments)
         return KnownFiles(files, segments, tables, next_number)
-
-
-def _alive(tables: list[Table], numbers: list[int]) -> Iterator[Table]:
-    for parts in ranges(tables, num_ranges(sum(len(table["id"]) for table in tables))):
-        whole = join(parts, NO_ROWS)
-        yield take(whole, np.isin(whole["file"], numbers))
 
 
 def excess_in(table: Table, is_complete: np.ndarray) -> Table:
