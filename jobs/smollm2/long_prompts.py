@@ -1,11 +1,12 @@
-"""Long prompts for training the SmolLM2 heads: passages that the model wrote, to be summarized or asked about; German sentences.
+"""Long prompts for training the SmolLM2 heads: passages that the model wrote, and German sentences to translate.
 
-    python -m jobs.smollm2.long_prompts passages --out passages.jsonl --rows 1200      # raw text up to an article's first words
-    eagle-ray run -i passages.jsonl -o articles ...                                    # the model ends the articles
-    python -m jobs.smollm2.long_prompts prompts --run articles --out long.jsonl        # messages, for the answers
+    python -m jobs.smollm2.long_prompts passages --out passages.jsonl --rows 450  # an article's first words
+    eagle-ray run -i passages.jsonl -o articles ...  # the model ends the articles
+    python -m jobs.smollm2.long_prompts prompts --run articles --out long.jsonl  # messages, for the answers
 
-The turns of `jobs.smollm2.prompts` are short. A head that has seen nothing else drafts badly after a thousand tokens of prompt,
-where answers often quote it. As there, nothing is taken from any benchmark: openings and sentences are in `prompt_parts.json`.
+The turns of `jobs.smollm2.prompts` are short. A head that has seen nothing else drafts badly after a thousand tokens of
+prompt, where answers often quote it. As there, nothing is taken from any benchmark: openings and sentences are in
+`prompt_parts.json`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _german_sentence(rng: random.Random) -> str:
 def prompts(run: Path, num_rows: int, seed: int = SEED) -> Iterator[dict[str, object]]:
     """Yield chat rows: half ask for a summary, half a question, and a few a translation."""
     rng = random.Random(seed)
-    rows = dataset.dataset(run / "data").to_table(columns=["request_id", "start", "text"]).sort_by("request_id").to_pylist()
+    table = dataset.dataset(run / "data").to_table(columns=["request_id", "start", "text"])
+    rows = table.sort_by("request_id").to_pylist()
     articles = [row for row in rows if row["text"] and len(row["text"]) >= SHORTEST and "." in row["text"]]
     for i in range(num_rows):
         passage = _join(articles, rng)
