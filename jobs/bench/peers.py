@@ -1,7 +1,8 @@
 """Compare eagle_ray's tokens/s with engines that a user could run on this CPU instead, in turns.
 
     python -m jobs.bench.peers --peers transformers vllm llama.cpp openvino --batches 1 8 32 --json peers.json \\
-        --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python --python openvino=ov/bin/python
+        --prompts prompts.jsonl --python vllm=vllm/bin/python --python llama.cpp=lcpp/bin/python \\
+        --python openvino=ov/bin/python
 
 Every engine decodes greedily, on as many threads, the same prompts; a rate counts the time of prompts too. eagle_ray
 runs plain and with its default SpeculativeConfig, vLLM plain and with chains from the same head, the others plain.
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.batch.signals import interruptible
+from eagle_ray.build import download
+from eagle_ray.smollm2 import SMOLLM2
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of
 from jobs.bench.peer_inputs import Models, load_prompts, model_len, widened_pair
 from jobs.bench.peer_lock import locked
@@ -38,6 +41,7 @@ from jobs.bench.widening import BENCH
 ROOT = Path(__file__).resolve().parents[2]
 INTERRUPTED = 130  # exit code
 DTYPES = ["fp32", "bf16"]
+WIDENED = "widened"
 
 
 def main() -> None:
@@ -59,7 +63,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures go")
     parser.add_argument("--python", type=python_of, action="append", default=[], metavar="PEER=PATH")
-    parser.add_argument("--target", type=Path, metavar="DIR", help="default: the embedded pair widened to 230M")
+    parser.add_argument(
+        "--target",
+        default=SMOLLM2,
+        metavar="MODEL",
+        help=f"a directory, {SMOLLM2} (the default) or {WIDENED}: the tiny pair at 230M parameters",
+    )
     parser.add_argument("--draft", type=Path, metavar="DIR", help="the target's EAGLE head")
     parser.add_argument("--chains", type=positive, nargs="*", default=[3, 5], help="tokens in vLLM's chains")
     parser.add_argument("--rounds", type=positive, default=3, help="timed rounds, after one that is not")
@@ -70,9 +79,12 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lock", type=Path, metavar="FILE", help="held during each start and each round")
     parser.add_argument("--timeout", type=positive, default=600, help="seconds for a start, a conversion or a turn")
     args = parser.parse_args(words)
-    if args.target is None and args.draft is not None:
-        parser.error("--draft: no target. Give --target too.")
-    for path in (args.target, args.draft):
+    is_directory = args.target not in (SMOLLM2, WIDENED)
+    if args.draft is not None and not is_directory:
+        parser.error(f"--draft: {args.target} has a head of its own. Give --target DIR too, or leave --draft out.")
+    if args.target == SMOLLM2 and args.prompts is None:
+        parser.error("--prompts: missing. The bundled prompts are of the tiny pair's world: give a JSONL file.")
+    for path in (Path(args.target) if is_directory else None, args.draft):
         if path is not None and not (path / "config.json").is_file():
             parser.error(f"{path}: no config.json in it. Give a local directory in transformers' layout.")
     return args
@@ -95,10 +107,7 @@ def python_of(word: str) -> tuple[str, str]:
 def run(args: argparse.Namespace, costs: str) -> None:
     """Measure everything asked for, one dtype after the other, and print a table for each."""
     work = args.work.resolve()
-    if args.target is None:
-        models = widened_pair(work / "widened", BENCH)
-    else:
-        models = Models(args.target.resolve(), None if args.draft is None else args.draft.resolve())
+    models = models_of(args, work)
     plan = plan_of(args, models)
     settings = {
         "threads": args.threads,
@@ -113,6 +122,15 @@ def run(args: argparse.Namespace, costs: str) -> None:
         engines = engines_of(args.peers, dtype, args.chains)
         rows += measure(args, launcher, plan, engines, rows)
         print(table(rows, dtype), flush=True)
+
+
+def models_of(args: argparse.Namespace, work: Path) -> Models:
+    """Return the pair that --target and --draft name, made or converted if need be."""
+    if args.target == WIDENED:
+        return widened_pair(work / "widened", BENCH)
+    if args.target == SMOLLM2:
+        return Models(download(SMOLLM2, "target"), download(SMOLLM2, "draft"))
+    return Models(Path(args.target).resolve(), None if args.draft is None else args.draft.resolve())
 
 
 def plan_of(args: argparse.Namespace, models: Models) -> Plan:

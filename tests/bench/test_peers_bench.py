@@ -61,7 +61,8 @@ def echo(folder: Path, mortal: bool):
 
 
 def test_arguments_have_the_documented_defaults():
-    args = peers.parse_arguments(["--json", "out.json", "--python", "vllm=/env/python"])
+    args = peers.parse_arguments(["--json", "out.json", "--prompts", "rows.jsonl", "--python", "vllm=/env/python"])
+    assert args.target == "embedded:smollm2"
     assert args.peers == ["transformers", "vllm", "llama.cpp", "openvino"]
     assert (args.batches, args.dtypes, args.chains, args.max_tokens) == ([1, 8, 32], ["fp32"], [3, 5], 64)
     assert args.python == [("vllm", "/env/python")]
@@ -74,7 +75,8 @@ def test_arguments_have_the_documented_defaults():
         (["--python", "vllm"], "Write PEER=PATH"),
         (["--peers", "sglang"], "invalid choice"),
         (["--rounds", "0"], "Give 1 or more"),
-        (["--draft", str(DRAFT)], "Give --target too"),
+        (["--draft", str(DRAFT), "--prompts", "rows.jsonl"], "Give --target DIR too"),
+        ([], "--prompts: missing"),
         (["--target", "nowhere"], "nowhere: no config.json in it"),
     ],
 )

@@ -1,6 +1,8 @@
 """Decode with vLLM on a CPU: settings.mode is "plain", or "chain N" for N drafted tokens from the EAGLE head."""
 
+import json
 import os
+from pathlib import Path
 
 from protocol import admit_and_step, serve
 
@@ -72,7 +74,13 @@ def _speculative(settings):
     if settings.mode == "plain":
         return None
     length = int(settings.mode.removeprefix("chain "))
-    return {"method": "eagle", "model": settings.draft, "num_speculative_tokens": length}
+    return {"method": _method(settings.draft), "model": settings.draft, "num_speculative_tokens": length}
+
+
+def _method(draft):
+    """Return vLLM's name for the head's kind; an EAGLE-3 head says so in its config."""
+    config = json.loads((Path(draft) / "config.json").read_text())
+    return "eagle3" if any("Eagle3" in name for name in config.get("architectures", [])) else "eagle"
 
 
 if __name__ == "__main__":
