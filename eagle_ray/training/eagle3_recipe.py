@@ -9,8 +9,8 @@ Both distributions are over the draft vocabulary. A position counts if its token
 preferred token is in the draft vocabulary.
 
 The three features are inputs of layers, before any norm, and a few of their numbers may be hundreds of times larger
-than the others. So fc is trained on features that are divided by their root mean square, number by number, and `save`
-folds the factors into its weight: the published layout has no such norm.
+than the others. So fc is trained on features that are divided by about their root mean square, number by number, and
+`save` folds the factors into its weight: the published layout has no such norm. A head to start from is unfolded first.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Eagle3Recipe:
         self.names = ("loss", "token_loss", *agreement_names(loss.num_passes))
         if start is None:
             initialize_eagle3(self.head, target)
+        else:
+            self._scale_inputs(self.head, 1 / self._feature_scale)  # a published head has its factors in fc
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " S"]:
         """Return the positions of each pass's loss."""
@@ -105,12 +107,16 @@ class Eagle3Recipe:
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
-        with torch.no_grad():
-            head.fc.weight.mul_(self._feature_scale)
+        self._scale_inputs(head, self._feature_scale)
         if self._target.covers_all:  # vLLM refuses maps between equal vocabularies
             head.register_buffer("d2t", head.d2t, persistent=False)
             head.register_buffer("t2d", head.t2d, persistent=False)
         save_head(head, self._raw_config, path)
+
+    @staticmethod
+    def _scale_inputs(head: Eagle3Head, factors: Float[Tensor, " F"]) -> None:
+        with torch.no_grad():
+            head.fc.weight.mul_(factors)
 
     def _counted(self, batch: FeatureBatch, unrolled: int) -> Bool[Tensor, " P"]:
         pairs = batch.packed.pairs
@@ -119,8 +125,11 @@ class Eagle3Recipe:
 
 
 def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
-    """Return the factors that give each number of these features a root mean square of 1."""
-    return features.float().square().mean(0).clamp(min=1e-12).rsqrt()
+    """Return the factors that give each number of these features a root mean square of about 1.
+
+    They are powers of two, so that a published head's fc takes them in and gives them back without rounding.
+    """
+    return features.float().square().mean(0).clamp(min=1e-12).rsqrt().log2().round().exp2()
 
 
 def initialize_eagle3(head: Eagle3Head, target: FrozenTarget) -> None:

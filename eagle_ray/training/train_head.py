@@ -158,9 +158,7 @@ class HeadTraining:
         return make_recipe(self.config, self.causal_lm, self.target, scale, self.dtype, self.start)
 
     def _feature_scale(self) -> torch.Tensor:
-        """Return the factors of a new head's features; those of a trained head are in its fc."""
-        if self.start is not None:
-            return torch.ones(self.start.head.fc.in_features)
+        """Return the factors of the features that the head reads, from the first documents."""
         indices = range(min(SCALE_DOCUMENTS, len(self.data.documents)))
         batch = self.computed.read(PackedBatch.of(self.data.documents, indices, self.device))
         scale = feature_scale(batch.features).cpu()
