@@ -32,7 +32,7 @@ from eagle_ray.training.feature_source import FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
 from eagle_ray.training.optimization import Losses
-from eagle_ray.training.packed_attention import UnrolledAttention
+from eagle_ray.training.unrolled_passes import unroll
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,15 @@ class Eagle3Recipe:
         )
 
     def losses(self, batch: FeatureBatch, counts: Float[Tensor, " S"], seed: int) -> Losses:
-        pairs, ids = batch.packed.pairs, batch.packed.ids
-        attention = UnrolledAttention(pairs.lengths, ids.device)
-        total = torch.zeros((), device=ids.device)
+        pairs, device = batch.packed.pairs, batch.packed.ids.device
+        total = torch.zeros((), device=device)
         sums: dict[str, float] = {"loss": 0.0, "token_loss": 0.0}
-        with autocast(ids.device, self._dtype):
-            hidden = self.head.project_features(batch.features[pairs.rows].float() * self._feature_scale)
-            for s in range(self._loss.num_passes):
-                embeddings = self._target.embed(ids[pairs.rows_after(1 + s)])
-                hidden = self.head(embeddings[None], hidden[None], pairs.positions[None] + s, attention)[0]
+        with autocast(device, self._dtype):
+            projected = self.head.project_features(batch.features[pairs.rows].float() * self._feature_scale)
+            for s, output in enumerate(unroll(self.head, self._target, batch, projected, self._loss.num_passes)):
                 counted = self._counted(batch, s)
                 wanted_rows = pairs.rows_after(1 + s)[counted]
-                logits = self.head.logits(hidden[counted], self._target.logits).float()
+                logits = self.head.logits(output[counted], self._target.logits).float()
                 probabilities = self._target.probabilities(batch.hidden[wanted_rows])
                 loss = mean_over(F.cross_entropy(logits, probabilities, reduction="sum"), counts[s])
                 total = total + self._loss.decay**s * loss

@@ -32,7 +32,7 @@ from eagle_ray.training.feature_source import FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
 from eagle_ray.training.optimization import Losses
-from eagle_ray.training.packed_attention import UnrolledAttention
+from eagle_ray.training.unrolled_passes import unroll
 
 NOISE_LENGTH = 512  # the published noise is for documents of 512 tokens and shrinks with longer ones
 EMBEDDING_SCALE = (
@@ -87,16 +87,13 @@ class EagleRecipe:
         return torch.tensor(counts, dtype=torch.float64).flatten()
 
     def losses(self, batch: FeatureBatch, counts: Float[Tensor, " C"], seed: int) -> Losses:
-        pairs, ids = batch.packed.pairs, batch.packed.ids
-        attention = UnrolledAttention(pairs.lengths, ids.device)
-        total = torch.zeros((), device=ids.device)
+        device = batch.packed.ids.device
+        total = torch.zeros((), device=device)
         sums: dict[str, float] = {}
-        with autocast(ids.device, self._dtype):
-            hidden = batch.features[pairs.rows].float() + self._noise(batch, seed)
-            for s in range(self._loss.num_passes):
-                embeddings = self._target.embed(ids[pairs.rows_after(1 + s)])
-                hidden = self.head(embeddings[None], hidden[None], pairs.positions[None] + s, attention)[0]
-                loss, parts = self._pass_loss(batch, hidden, s, counts[2 * s : 2 * s + 2])
+        with autocast(device, self._dtype):
+            features = batch.features[batch.packed.pairs.rows].float() + self._noise(batch, seed)
+            for s, output in enumerate(unroll(self.head, self._target, batch, features, self._loss.num_passes)):
+                loss, parts = self._pass_loss(batch, output, s, counts[2 * s : 2 * s + 2])
                 total = total + self._loss.decay**s * loss
                 sums = parts | sums  # the losses that are reported are the first pass's
         return Losses(total, sums | {"loss": float(total.detach())})
