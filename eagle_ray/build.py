@@ -23,7 +23,7 @@ from torch import nn
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
@@ -31,7 +31,8 @@ from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
-from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
+from eagle_ray.drafters.switch import SwitchDrafter
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,
     USUAL_TOKENS,
@@ -41,6 +42,7 @@ from eagle_ray.engine.capacity import (
     plan_capacity,
     profile_pass,
 )
+from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
@@ -63,7 +65,8 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.planner.method_trial import MethodTrial
+from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.registry import (
     OWN_PLANNERS,
     check_weights,
@@ -71,6 +74,7 @@ from eagle_ray.registry import (
     has_own_vocab,
     load_weights,
     make_drafter,
+    make_switch,
     own_planner,
 )
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -143,7 +147,7 @@ def build_engine_from_config(
     start = start or StartLog()
     causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
     weights = None
-    if draft_requirement(speculative.method) is not None:
+    if reads_draft(speculative.method, model.draft):
         with start.part("draft", f"reading the draft's weights from {model.draft}"):
             weights = load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
@@ -254,7 +258,8 @@ def build_engine(
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
             _warm_up_kernels([causal_lm, weights], most_rows)
-    drafter = NullDrafter() if plain else make_drafter(speculative, target, weights)
+    switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
+    drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
@@ -271,14 +276,50 @@ def build_engine(
         if ahead:
             with start.part("recorded", RECORDING):
                 capture(engine, speculative.max_nodes, speculative.top_k)
-        costs = _costs_of(engine, speculative, start)
-        can_sync = target.device.type == "cpu" and graphs is None
-        sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
-        engine.planner = BudgetPlanner(*tree, costs, can_sync, sizes)
     elif ahead:
         with start.part("recorded", RECORDING):
             capture_fixed(engine)
+    if switch is not None:
+        engine.planner = _method_trial(engine, speculative, switch, start)
+    elif fixed is None:
+        engine.planner = _planner(engine, speculative, start)
     return engine
+
+
+def _planner(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> Planner:
+    """Return the planner of speculative.budget. target_costs: as for _costs_of."""
+    if speculative.budget == "uniform":
+        return UniformPlanner(*_tree_of(speculative))
+    costs = _costs_of(engine, speculative, start, target_costs)
+    graphs = engine.graphs
+    can_sync = engine.target.device.type == "cpu" and graphs is None
+    sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
+    return BudgetPlanner(*_tree_of(speculative), costs, can_sync, sizes)
+
+
+def _method_trial(
+    engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog
+) -> MethodTrial:
+    """Return the planner that tries the switch's methods. Costs of the target are measured with the first one only."""
+    planners: dict[str, Planner] = {}
+    target_costs = None
+    for method in switch.methods:
+        switch.use(method)
+        if method == "none":
+            planners[method] = UniformPlanner(0, 0, 0)
+            continue
+        planner = _planner(engine, speculative.model_copy(update={"method": method}), start, target_costs)
+        target_costs = target_costs or getattr(planner, "costs", None)
+        planners[method] = planner
+    counters = engine.counters
+
+    def note(method: str, rates: dict[str, float]) -> None:
+        counters.method, counters.method_rates = method, rates
+        log.info(choice_text(method, rates))
+
+    return MethodTrial(planners, switch, note)
 
 
 def _capacity(
@@ -345,12 +386,20 @@ def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_
     return usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
 
 
-def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
-    """Return the costs that an earlier start kept, or measure them."""
+def _costs_of(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them.
+
+    target_costs: costs of the same target with another drafter; then only the drafts are measured, in a few steps.
+    """
     parts = cost_key(engine, speculative)
     seconds = BUDGET_S[engine.target.device.type]
 
     def measured() -> StepCosts:
+        if target_costs is not None:
+            with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
+                return calibrate_draft_costs(engine, *_tree_of(speculative), target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
             return calibrate_costs(engine, *_tree_of(speculative))
@@ -413,7 +462,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     model_limits(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
-    if draft_requirement(speculative.method) is None:
+    if not reads_draft(speculative.method, model.draft):
         return
     try:
         check_weights(speculative, _draft_path(model, speculative), _target_config(model))
@@ -434,9 +483,9 @@ def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> No
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
     """Return the keys of `model` whose files cannot be reached from here, with the errors."""
-    finders = {"target": download_metadata} | (
-        {"draft": download} if draft_requirement(speculative.method) is not None else {}
-    )
+    finders = {"target": download_metadata}
+    if reads_draft(speculative.method, model.draft):
+        finders["draft"] = download
     found = {}
     for part, find in finders.items():
         try:

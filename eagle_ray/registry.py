@@ -6,6 +6,8 @@
     drafter = make_drafter(speculative, target, weights)
     planner = own_planner(speculative, drafter)                   # if the method decides its tree
 
+    switch = make_switch(speculative, target, weights)              # of method auto: a drafter of each candidate
+
 The names and their requirements are in `config/methods.py`.
 """
 
@@ -19,7 +21,17 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
+from eagle_ray.config.methods import (
+    ANY_DRAFT,
+    DFLASH,
+    DRAFT_MODEL,
+    HEAD,
+    HEAD_3,
+    HYDRA,
+    MEDUSA,
+    WITHOUT_DRAFT,
+    draft_requirement,
+)
 from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import read_datastore
 from eagle_ray.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
@@ -33,13 +45,16 @@ from eagle_ray.drafters.experimental.rest import RestIndex
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
 from eagle_ray.drafters.lookup import LookupDrafter, LookupIndex
 from eagle_ray.drafters.ngram import NgramIndex
+from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.suffix import SuffixIndex
+from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.errors import EngineError
 from eagle_ray.models.dflash_head import DFlashHead
-from eagle_ray.models.draft_model import check_draft_model, load_draft_model
+from eagle_ray.models.draft_model import DraftModel, check_draft_model, load_draft_model
 from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
@@ -63,6 +78,19 @@ def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedC
     return LOADERS[draft_requirement(speculative.method)](path, target)
 
 
+def method_of_draft(path: Path, target: PretrainedConfig) -> str:
+    """Return the method of the draft in `path`, by its files. Raises EngineError with the reason of every kind."""
+    reasons = []
+    for kind, method in METHOD_OF_KIND.items():
+        try:
+            CHECKS[kind](path, target)
+        except EngineError as error:
+            reasons.append(f"as {kind}: {error}")
+            continue
+        return "eagle3" if kind == HEAD and has_own_vocab(path, target) else method
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+
+
 def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
     """Return whether the EAGLE head in `path` has its own lm_head."""
     return isinstance(meta_head(path, target), Eagle3Head)
@@ -82,6 +110,21 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: W
     if len(parts) == 1:
         return parts[0]
     return EnsembleDrafter(parts, EnsembleCalibration(speculative.max_depth, len(parts), target.device))
+
+
+def make_switch(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> SwitchDrafter:
+    """Return a drafter of each method that `auto` can choose from here, by method.
+
+    On a GPU a drafter that steps cannot be replayed with is left out: all others would be slow for its sake.
+    """
+    own = [] if weights is None else [METHOD_OF_WEIGHTS[type(weights)]]
+    drafters = {name: _drafter_of(name, speculative, target, weights) for name in (*own, *WITHOUT_DRAFT)}
+    on_cpu = target.device.type == "cpu"
+    return SwitchDrafter({name: drafter for name, drafter in drafters.items() if on_cpu or drafter.supports_graphs})
+
+
+def _drafter_of(name: str, speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
+    return NullDrafter() if name == "none" else DRAFTERS[name](speculative, target, weights)
 
 
 def own_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
@@ -210,7 +253,12 @@ def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Wei
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
 
 
+def _load_any(path: Path, target: PretrainedConfig) -> nn.Module:
+    return LOADERS[draft_requirement(method_of_draft(path, target))](path, target)
+
+
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
+    ANY_DRAFT: method_of_draft,
     DFLASH: meta_dflash,
     HEAD: _check_head,
     HEAD_3: _check_head_3,
@@ -219,6 +267,7 @@ CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
     MEDUSA: check_medusa,
 }
 LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    ANY_DRAFT: _load_any,
     DFLASH: load_dflash,
     HEAD: _load_head,
     HEAD_3: _load_head_3,
@@ -242,6 +291,15 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]
     "rest": _rest,
     "sequoia": _sequoia,
     "suffix": _suffix,
+}
+METHOD_OF_KIND = {HEAD: "eagle2", DFLASH: "dflash", MEDUSA: "medusa", HYDRA: "hydra", DRAFT_MODEL: "draft_model"}
+METHOD_OF_WEIGHTS: dict[type[nn.Module], str] = {
+    DFlashHead: "dflash",
+    DraftModel: "draft_model",
+    Eagle3Head: "eagle3",
+    EagleHead: "eagle2",
+    HydraHeads: "hydra",
+    MedusaHeads: "medusa",
 }
 OWN_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
     "ddd": _ddd_planner,

@@ -2,6 +2,7 @@
 
     speculative.method: eagle2
     speculative.method: eagle2+suffix      the nodes of both in one tree
+    speculative.method: auto               the fastest of those that can run, by a trial on the first prompts
 
 ``eagle_ray.registry`` builds their drafters.
 """
@@ -16,10 +17,14 @@ MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
 DFLASH = "a DFlash head, or a causal head of JetSpec"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
+ANY_DRAFT = "a head or draft model of any kind"
+AUTO = "auto"  # tries the method of model.draft, if there is one, and WITHOUT_DRAFT
+WITHOUT_DRAFT = ("suffix", "ngram", "none")
 DATASTORE = "rest"  # the method that reads speculative.datastore
 
 # What model.draft must be for each method; None for methods that use no draft model.
 DRAFT_REQUIREMENT: dict[str, str | None] = {
+    "auto": ANY_DRAFT,  # optional: see reads_draft
     "ddd": HEAD,  # Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable
     "dflash": DFLASH,  # a block of tokens in one pass, as a tree by the products of its positions' distributions
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
@@ -49,6 +54,8 @@ def validate_method(method: str) -> str:
             raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
     if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
         raise ValueError("the parts of a merge are different ways of drafting")
+    if len(parts) > 1 and AUTO in parts:
+        raise ValueError("auto chooses a whole method, so it cannot be merged")
     if len(parts) > 1 and (alone := OWN_PLANNERS & set(parts)):
         raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
     if sum(DRAFT_REQUIREMENT[part] is not None for part in parts) > 1:
@@ -59,3 +66,9 @@ def validate_method(method: str) -> str:
 def draft_requirement(method: str) -> str | None:
     """Return what model.draft must be, or None if the method uses no draft model."""
     return next((needed for part in method.split("+") if (needed := DRAFT_REQUIREMENT[part]) is not None), None)
+
+
+def reads_draft(method: str, draft: str | None) -> bool:
+    """Return whether the method reads model.draft; auto does if it is set."""
+    needed = draft_requirement(method)
+    return needed is not None and not (needed == ANY_DRAFT and draft is None)

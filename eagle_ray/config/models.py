@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import EMBEDDED_PAIRS, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
+from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
 
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
@@ -46,7 +46,7 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     """
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
-    if draft_requirement(method) is not None:
+    if reads_draft(method, model.draft):
         if model.draft is None:
             raise ConfigError(
                 f"model.draft: missing; method {method} needs {draft_requirement(method)} for {model.target} "

@@ -21,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
+from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.capacity import (
@@ -41,6 +41,7 @@ from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.loader import load_config, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS
 from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.registry import method_of_draft
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # as the loaders look for them, single or with an index
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what is cast to the model's dtype
@@ -170,7 +171,7 @@ class Footprint:
         if weights is None or head is None:
             return None
         method, execution = config.speculative, config.execution
-        column = dtype.itemsize * (_cells(shape) + (_draft_cells(draft, method) if draft else 0))
+        column = dtype.itemsize * (_cells(shape) + (_draft_cells(draft, method, shape) if draft else 0))
         lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size))
         queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize if draft else 0
         memory = None
@@ -214,11 +215,12 @@ def _cells(config: PretrainedConfig) -> int:
     return config.num_hidden_layers * kv_elements_per_token(config)
 
 
-def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
+def _draft_cells(draft: Path, method: SpeculativeConfig, target: PretrainedConfig) -> int:
     """Return the same for the drafter: an EAGLE head has one layer, whatever its config says; a DFlash head has all
     of its own; lookup drafters have none.
     """
-    kind = draft_requirement(method.method)
+    name = method_of_draft(draft, target) if method.method == AUTO else method.method
+    kind = draft_requirement(name)
     if kind == DRAFT_MODEL:
         return _cells(load_config(draft))
     if kind == DFLASH:

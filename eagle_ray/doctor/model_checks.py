@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from eagle_ray.build import EMBEDDED, check_models, download, model_limits
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.methods import reads_draft
 from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.cluster_checks import Workers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
@@ -39,7 +39,7 @@ class PairHere:
 def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     """Check the job's pair; return None with the finding if it is not on this machine or does not fit."""
     wanted = {"target": config.model.target}
-    if draft_requirement(config.speculative.method) is not None:
+    if reads_draft(config.speculative.method, config.model.draft):
         wanted["draft"] = config.model.draft
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())
     try:
