@@ -24,7 +24,7 @@ from torch import nn
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
-from eagle_ray.config.models import ALL_TOKENS
+from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
@@ -76,6 +76,7 @@ from eagle_ray.registry import (
     make_drafter,
     make_switch,
     own_planner,
+    parts_of,
 )
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
@@ -147,13 +148,13 @@ def build_engine_from_config(
     start = start or StartLog()
     causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
     weights = None
-    if reads_draft(speculative.method, model.draft):
-        with start.part("draft", f"reading the draft's weights from {model.draft}"):
+    if reads_draft(speculative.method, model.drafts):
+        with start.part("draft", f"reading the draft's weights from {model.draft_name}"):
             weights = load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
     tokenizer = load_tokenizer(model)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
-    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft)
+    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
@@ -375,8 +376,8 @@ def model_text(causal_lm: nn.Module) -> str:
 
 
 def _bytes_of_draft_token(weights: nn.Module | None, itemsize: int) -> int:
-    spec = getattr(weights, "kv_spec", None)  # lookup drafters and Medusa heads keep no keys
-    return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * itemsize
+    specs = [getattr(part, "kv_spec", None) for part in parts_of(weights)]  # Medusa heads keep no keys
+    return sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) * itemsize for s in specs if s is not None)
 
 
 def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
@@ -462,10 +463,10 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     model_limits(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
-    if not reads_draft(speculative.method, model.draft):
+    if not reads_draft(speculative.method, model.drafts):
         return
     try:
-        check_weights(speculative, _draft_path(model, speculative), _target_config(model))
+        check_weights(speculative, _draft_paths(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab not in (None, ALL_TOKENS):
@@ -474,7 +475,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 
 def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     target = _target_config(model)
-    if has_own_vocab(_draft_path(model, speculative), target):
+    if has_own_vocab(_draft_paths(model, speculative)[0], target):
         raise ConfigError(
             f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
         )
@@ -483,13 +484,13 @@ def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> No
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
     """Return the keys of `model` whose files cannot be reached from here, with the errors."""
-    finders = {"target": download_metadata}
-    if reads_draft(speculative.method, model.draft):
-        finders["draft"] = download
+    wanted = [("target", model.target, download_metadata)]
+    if reads_draft(speculative.method, model.drafts):
+        wanted += [("draft", name, download) for name in model.drafts]
     found = {}
-    for part, find in finders.items():
+    for part, name, find in wanted:
         try:
-            find(getattr(model, part) or "", part)
+            find(name, part)
         except ModelUnavailable as error:
             found[part] = error
     return found
@@ -565,17 +566,20 @@ def _context_before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
 
 
-def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
-    if model.draft is None:
+def _draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path]:
+    """Return the directories of the drafts, one for each part of the method that reads one."""
+    if not model.drafts:
         raise ConfigError(
             f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
         )
-    return download(model.draft, "draft")
+    check_num_drafts(speculative.method, model)
+    return [download(name, "draft") for name in model.drafts]
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
-    """Load model.draft for its target. Raises as build_engine_from_config does."""
-    weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
+    """Load what the method reads from model.draft. Raises as build_engine_from_config does."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    weights = load_weights(speculative, _draft_paths(model, speculative), config)
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
     return weights

@@ -57,7 +57,7 @@ def evaluate(
         default_names(config.speculative) if names is None else names, config.model, config.speculative
     )
     for way in ways:
-        check_models(config.model.model_copy(update={"draft": way.draft}), way.speculative)
+        check_models(way.model(config.model), way.speculative)
     questions = list(_questions(config, per_task))
     if not questions:
         raise ConfigError("input.path: no row can be answered")
@@ -156,5 +156,5 @@ def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal
         "batch": batch,
         "interval_takes": MIN_ROUNDS * batch,  # questions
         "input": config.input.path,
-        "methods": {way.name: {"draft": way.draft, **way.speculative.model_dump()} for way in ways},
+        "methods": {way.name: way.as_json() for way in ways},
     }

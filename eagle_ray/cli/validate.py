@@ -127,8 +127,8 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
 
 
 def _model(config: JobConfig) -> str:
-    reads = reads_draft(config.speculative.method, config.model.draft)
-    draft = f"head {config.model.draft}" if reads else "no draft head"
+    reads = reads_draft(config.speculative.method, config.model.drafts)
+    draft = f"head {config.model.draft_name}" if reads else "no draft head"
     return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
 
