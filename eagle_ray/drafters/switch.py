@@ -49,6 +49,9 @@ class SwitchDrafter:
     def keep(self, method: str) -> None:
         """Draft with this method for good. The other drafters cannot be used again."""
         self.use(method)
+        for drafter in self._reading:
+            if drafter is not self._current:
+                drafter.reset_learning()  # an index may be large
         self._reading = [self._current]
 
     @property
