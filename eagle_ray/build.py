@@ -23,15 +23,16 @@ from torch import nn
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import draft_requirement
-from eagle_ray.config.models import ALL_TOKENS
+from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
+from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
-from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, warm_up
+from eagle_ray.drafters.switch import SwitchDrafter
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,
     USUAL_TOKENS,
@@ -41,6 +42,7 @@ from eagle_ray.engine.capacity import (
     plan_capacity,
     profile_pass,
 )
+from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
@@ -63,7 +65,8 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.planner.method_trial import MethodTrial
+from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.registry import (
     OWN_PLANNERS,
     check_weights,
@@ -71,7 +74,9 @@ from eagle_ray.registry import (
     has_own_vocab,
     load_weights,
     make_drafter,
+    make_switch,
     own_planner,
+    parts_of,
 )
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
@@ -143,13 +148,13 @@ def build_engine_from_config(
     start = start or StartLog()
     causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
     weights = None
-    if draft_requirement(speculative.method) is not None:
-        with start.part("draft", f"reading the draft's weights from {model.draft}"):
+    if reads_draft(speculative.method, model.drafts):
+        with start.part("draft", f"reading the draft's weights from {model.draft_name}"):
             weights = load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
     tokenizer = load_tokenizer(model)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
-    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft)
+    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
@@ -254,7 +259,8 @@ def build_engine(
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
             _warm_up_kernels([causal_lm, weights], most_rows)
-    drafter = NullDrafter() if plain else make_drafter(speculative, target, weights)
+    switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
+    drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
@@ -271,14 +277,50 @@ def build_engine(
         if ahead:
             with start.part("recorded", RECORDING):
                 capture(engine, speculative.max_nodes, speculative.top_k)
-        costs = _costs_of(engine, speculative, start)
-        can_sync = target.device.type == "cpu" and graphs is None
-        sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
-        engine.planner = BudgetPlanner(*tree, costs, can_sync, sizes)
     elif ahead:
         with start.part("recorded", RECORDING):
             capture_fixed(engine)
+    if switch is not None:
+        engine.planner = _method_trial(engine, speculative, switch, start)
+    elif fixed is None:
+        engine.planner = _planner(engine, speculative, start)
     return engine
+
+
+def _planner(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> Planner:
+    """Return the planner of speculative.budget. target_costs: as for _costs_of."""
+    if speculative.budget == "uniform":
+        return UniformPlanner(*_tree_of(speculative))
+    costs = _costs_of(engine, speculative, start, target_costs)
+    graphs = engine.graphs
+    can_sync = engine.target.device.type == "cpu" and graphs is None
+    sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
+    return BudgetPlanner(*_tree_of(speculative), costs, can_sync, sizes)
+
+
+def _method_trial(
+    engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog
+) -> MethodTrial:
+    """Return the planner that tries the switch's methods. Costs of the target are measured with the first one only."""
+    planners: dict[str, Planner] = {}
+    target_costs = None
+    for method in switch.methods:
+        switch.use(method)
+        if method == "none":
+            planners[method] = UniformPlanner(0, 0, 0)
+            continue
+        planner = _planner(engine, speculative.model_copy(update={"method": method}), start, target_costs)
+        target_costs = target_costs or getattr(planner, "costs", None)
+        planners[method] = planner
+    counters = engine.counters
+
+    def note(method: str, rates: dict[str, float]) -> None:
+        counters.method, counters.method_rates = method, rates
+        log.info(choice_text(method, rates))
+
+    return MethodTrial(planners, switch, note)
 
 
 def _capacity(
@@ -334,8 +376,8 @@ def model_text(causal_lm: nn.Module) -> str:
 
 
 def _bytes_of_draft_token(weights: nn.Module | None, itemsize: int) -> int:
-    spec = getattr(weights, "kv_spec", None)  # lookup drafters and Medusa heads keep no keys
-    return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * itemsize
+    specs = [getattr(part, "kv_spec", None) for part in parts_of(weights)]  # Medusa heads keep no keys
+    return sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) * itemsize for s in specs if s is not None)
 
 
 def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
@@ -345,12 +387,20 @@ def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_
     return usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
 
 
-def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> StepCosts:
-    """Return the costs that an earlier start kept, or measure them."""
+def _costs_of(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them.
+
+    target_costs: costs of the same target with another drafter; then only the drafts are measured, in a few steps.
+    """
     parts = cost_key(engine, speculative)
     seconds = BUDGET_S[engine.target.device.type]
 
     def measured() -> StepCosts:
+        if target_costs is not None:
+            with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
+                return calibrate_draft_costs(engine, *_tree_of(speculative), target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
             return calibrate_costs(engine, *_tree_of(speculative))
@@ -413,10 +463,10 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     model_limits(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
-    if draft_requirement(speculative.method) is None:
+    if not reads_draft(speculative.method, model.drafts):
         return
     try:
-        check_weights(speculative, _draft_path(model, speculative), _target_config(model))
+        check_weights(speculative, _draft_paths(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab not in (None, ALL_TOKENS):
@@ -425,7 +475,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 
 def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     target = _target_config(model)
-    if has_own_vocab(_draft_path(model, speculative), target):
+    if has_own_vocab(_draft_paths(model, speculative)[0], target):
         raise ConfigError(
             f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
         )
@@ -434,13 +484,13 @@ def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> No
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
     """Return the keys of `model` whose files cannot be reached from here, with the errors."""
-    finders = {"target": download_metadata} | (
-        {"draft": download} if draft_requirement(speculative.method) is not None else {}
-    )
+    wanted = [("target", model.target, download_metadata)]
+    if reads_draft(speculative.method, model.drafts):
+        wanted += [("draft", name, download) for name in model.drafts]
     found = {}
-    for part, find in finders.items():
+    for part, name, find in wanted:
         try:
-            find(getattr(model, part) or "", part)
+            find(name, part)
         except ModelUnavailable as error:
             found[part] = error
     return found
@@ -516,17 +566,20 @@ def _context_before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
 
 
-def _draft_path(model: ModelConfig, speculative: SpeculativeConfig) -> Path:
-    if model.draft is None:
+def _draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path]:
+    """Return the directories of the drafts, one for each part of the method that reads one."""
+    if not model.drafts:
         raise ConfigError(
             f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
         )
-    return download(model.draft, "draft")
+    check_num_drafts(speculative.method, model)
+    return [download(name, "draft") for name in model.drafts]
 
 
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
-    """Load model.draft for its target. Raises as build_engine_from_config does."""
-    weights = load_weights(speculative, _draft_path(model, speculative), causal_lm.config.get_text_config(decoder=True))
+    """Load what the method reads from model.draft. Raises as build_engine_from_config does."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    weights = load_weights(speculative, _draft_paths(model, speculative), config)
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
     return weights

@@ -1,25 +1,40 @@
 """Registry: from the name of a method to its drafter and planner.
 
-    check_weights(speculative, path, target_config)                 # from headers, before anything is started
-    weights = load_weights(speculative, path, target_config)        # of model.draft, if the method reads one
+    check_weights(speculative, paths, target_config)                # from headers, before anything is started
+    weights = load_weights(speculative, paths, target_config)       # of model.draft, if the method reads one
     target = TargetModel(..., feature_layers=feature_layers(weights, num_layers))
     drafter = make_drafter(speculative, target, weights)
     planner = own_planner(speculative, drafter)                   # if the method decides its tree
+
+    switch = make_switch(speculative, target, weights)              # of method auto: a drafter of each candidate
 
 The names and their requirements are in `config/methods.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, HYDRA, MEDUSA, draft_requirement
+from eagle_ray.config.methods import (
+    ANY_DRAFT,
+    DFLASH,
+    DRAFT_MODEL,
+    HEAD,
+    HEAD_3,
+    HYDRA,
+    MEDUSA,
+    WITHOUT_DRAFT,
+    draft_parts,
+    draft_requirement,
+)
 from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.datastore import read_datastore
 from eagle_ray.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
@@ -33,13 +48,16 @@ from eagle_ray.drafters.experimental.rest import RestIndex
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
 from eagle_ray.drafters.lookup import LookupDrafter, LookupIndex
 from eagle_ray.drafters.ngram import NgramIndex
+from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.suffix import SuffixIndex
+from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.errors import EngineError
 from eagle_ray.models.dflash_head import DFlashHead
-from eagle_ray.models.draft_model import check_draft_model, load_draft_model
+from eagle_ray.models.draft_model import DraftModel, check_draft_model, load_draft_model
 from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
@@ -53,14 +71,43 @@ from eagle_ray.tree.static_tree import MC_SIM_7B_63
 Weights = nn.Module | None  # what a method reads from model.draft
 
 
-def check_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> None:
-    """Raise EngineError if `load_weights` would; no weights are read."""
-    CHECKS[draft_requirement(speculative.method)](path, target)
+class DraftList(nn.ModuleList):
+    """The weights of several drafts, in the order of the method's parts that read one."""
 
 
-def load_weights(speculative: SpeculativeConfig, path: Path, target: PretrainedConfig) -> nn.Module:
+def parts_of(weights: Weights) -> list[nn.Module]:
+    """Return the weights of each draft."""
+    if weights is None:
+        return []
+    return list(weights) if isinstance(weights, DraftList) else [weights]
+
+
+def check_weights(speculative: SpeculativeConfig, paths: Sequence[Path], target: PretrainedConfig) -> None:
+    """Raise EngineError if `load_weights` would; no weights are read. paths: one for each part that reads a draft."""
+    parts = draft_parts(speculative.method)
+    found = [CHECKS[draft_requirement(part)](path, target) for part, path in zip(parts, paths, strict=True)]
+    _check_features(found, target.num_hidden_layers)
+
+
+def load_weights(speculative: SpeculativeConfig, paths: Sequence[Path], target: PretrainedConfig) -> nn.Module:
     """Return the weights of model.draft in fp32. Raises EngineError if they do not fit the method or the target."""
-    return LOADERS[draft_requirement(speculative.method)](path, target)
+    parts = draft_parts(speculative.method)
+    loaded = [LOADERS[draft_requirement(part)](path, target) for part, path in zip(parts, paths, strict=True)]
+    _check_features(loaded, target.num_hidden_layers)
+    return loaded[0] if len(loaded) == 1 else DraftList(loaded)
+
+
+def method_of_draft(path: Path, target: PretrainedConfig) -> str:
+    """Return the method of the draft in `path`, by its files. Raises EngineError with the reason of every kind."""
+    reasons = []
+    for kind, method in METHOD_OF_KIND.items():
+        try:
+            CHECKS[kind](path, target)
+        except EngineError as error:
+            reasons.append(f"as {kind}: {error}")
+            continue
+        return "eagle3" if kind == HEAD and has_own_vocab(path, target) else method
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
 
 
 def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
@@ -69,19 +116,74 @@ def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
 
 
 def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers of the target that the drafter reads; None is the last hidden state."""
-    return weights.feature_layers(num_layers) if isinstance(weights, DraftHead | DFlashHead) else None
+    """Return the layers of the target that the drafters read; None is the last hidden state."""
+    layers = [_layers_of(part, num_layers) for part in parts_of(weights)]
+    return tuple(dict.fromkeys(layer for some in layers for layer in some or ())) or None
 
 
 def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
     """Return the drafter of a method; an ensemble if several are named."""
-    names = sorted(
-        speculative.method.split("+"), key=lambda name: draft_requirement(name) is None
-    )  # those with a model first
-    parts = [DRAFTERS[name](speculative, target, weights) for name in names]
-    if len(parts) == 1:
-        return parts[0]
-    return EnsembleDrafter(parts, EnsembleCalibration(speculative.max_depth, len(parts), target.device))
+    names = speculative.method.split("+")
+    if len(names) == 1:
+        return DRAFTERS[names[0]](speculative, target, weights)
+    readers, drafts = draft_parts(speculative.method), parts_of(weights)
+    others = [name for name in names if name not in readers]
+    columns = [_feature_columns(draft, drafts, target) for draft in drafts]
+    parts = [
+        DRAFTERS[name](speculative, _with_features(target, own), draft)
+        for name, draft, own in zip(readers, drafts, columns, strict=True)
+    ]
+    parts += [DRAFTERS[name](speculative, target, None) for name in others]
+    blend = EnsembleCalibration(speculative.max_depth, len(parts), target.device)
+    return EnsembleDrafter(parts, blend, columns)
+
+
+def _layers_of(weights: nn.Module, num_layers: int) -> tuple[int, ...] | None:
+    return weights.feature_layers(num_layers) if isinstance(weights, DraftHead | DFlashHead) else None
+
+
+def _feature_columns(draft: nn.Module, drafts: list[nn.Module], target: TargetModel) -> Int[Tensor, " F"]:
+    """Return which of the target's features one of several drafts reads; a small model reads none."""
+    num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
+    width = target.hidden_size
+    own = _layers_of(draft, num_layers)
+    if own is None:
+        return torch.arange(0 if isinstance(draft, DraftModel) else width, device=target.device)
+    layers = feature_layers(DraftList(drafts), num_layers) or ()
+    spans = [torch.arange(width, device=target.device) + width * layers.index(layer) for layer in own]
+    return torch.cat(spans)
+
+
+def _with_features(target: TargetModel, columns: Int[Tensor, " F"]) -> TargetModel:
+    """Return the target as the drafter of these features sees it; models and caches are the target's own."""
+    view = copy(target)
+    view.feature_size = len(columns)
+    return view
+
+
+def _check_features(drafts: Sequence[object], num_layers: int) -> None:
+    """Raise EngineError if some heads read the target's last output and others its layers: no pass returns both."""
+    heads = [draft for draft in drafts if isinstance(draft, nn.Module) and not isinstance(draft, DraftModel)]
+    if len({_layers_of(head, num_layers) is None for head in heads}) > 1:
+        raise EngineError(
+            "some of these heads read the target's last output (EAGLE-1/2, Medusa, Hydra) and others its layers "
+            "(EAGLE-3, DFlash), so they cannot be merged; merge heads of one kind, or a head and a draft_model"
+        )
+
+
+def make_switch(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> SwitchDrafter:
+    """Return a drafter of each method that `auto` can choose from here, by method.
+
+    On a GPU a drafter that steps cannot be replayed with is left out: all others would be slow for its sake.
+    """
+    own = [] if weights is None else [METHOD_OF_WEIGHTS[type(weights)]]
+    drafters = {name: _drafter_of(name, speculative, target, weights) for name in (*own, *WITHOUT_DRAFT)}
+    on_cpu = target.device.type == "cpu"
+    return SwitchDrafter({name: drafter for name, drafter in drafters.items() if on_cpu or drafter.supports_graphs})
+
+
+def _drafter_of(name: str, speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> Drafter:
+    return NullDrafter() if name == "none" else DRAFTERS[name](speculative, target, weights)
 
 
 def own_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
@@ -90,9 +192,11 @@ def own_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | N
     return make(speculative, drafter) if make else None
 
 
-def _check_head(path: Path, target: PretrainedConfig) -> None:
-    if isinstance(meta_head(path, target), EagleHead):
+def _check_head(path: Path, target: PretrainedConfig) -> nn.Module:
+    head = meta_head(path, target)
+    if isinstance(head, EagleHead):
         head_vocab(path, target.vocab_size)
+    return head
 
 
 def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
@@ -102,9 +206,11 @@ def _load_head(path: Path, target: PretrainedConfig) -> nn.Module:
     return head
 
 
-def _check_head_3(path: Path, target: PretrainedConfig) -> None:
-    if not isinstance(meta_head(path, target), Eagle3Head):
+def _check_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
+    head = meta_head(path, target)
+    if not isinstance(head, Eagle3Head):
         raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+    return head
 
 
 def _load_head_3(path: Path, target: PretrainedConfig) -> nn.Module:
@@ -210,7 +316,12 @@ def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Wei
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
 
 
+def _load_any(path: Path, target: PretrainedConfig) -> nn.Module:
+    return LOADERS[draft_requirement(method_of_draft(path, target))](path, target)
+
+
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
+    ANY_DRAFT: method_of_draft,
     DFLASH: meta_dflash,
     HEAD: _check_head,
     HEAD_3: _check_head_3,
@@ -219,6 +330,7 @@ CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
     MEDUSA: check_medusa,
 }
 LOADERS: dict[str | None, Callable[[Path, PretrainedConfig], nn.Module]] = {
+    ANY_DRAFT: _load_any,
     DFLASH: load_dflash,
     HEAD: _load_head,
     HEAD_3: _load_head_3,
@@ -242,6 +354,15 @@ DRAFTERS: dict[str, Callable[[SpeculativeConfig, TargetModel, Weights], Drafter]
     "rest": _rest,
     "sequoia": _sequoia,
     "suffix": _suffix,
+}
+METHOD_OF_KIND = {HEAD: "eagle2", DFLASH: "dflash", MEDUSA: "medusa", HYDRA: "hydra", DRAFT_MODEL: "draft_model"}
+METHOD_OF_WEIGHTS: dict[type[nn.Module], str] = {
+    DFlashHead: "dflash",
+    DraftModel: "draft_model",
+    Eagle3Head: "eagle3",
+    EagleHead: "eagle2",
+    HydraHeads: "hydra",
+    MedusaHeads: "medusa",
 }
 OWN_PLANNERS: dict[str, Callable[[SpeculativeConfig, Drafter], Planner]] = {
     "ddd": _ddd_planner,

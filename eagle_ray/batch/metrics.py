@@ -13,14 +13,14 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from ray.util.metrics import Counter, Histogram
+from ray.util.metrics import Counter, Gauge, Histogram
 
 from eagle_ray.batch.progress import WORK_COUNTERS, WorkerReport
 
 PREFIX = "eagle_ray_"
 LABELS = ("run_name", "run_id", "worker")
 ROWS, ERRORS, DRAFTS, LATENCY = "rows", "row_errors", "spec_decode_num_drafts", "row_latency_seconds"
-BUSY, OFFERED = "busy_slot_steps", "slot_steps"
+BUSY, OFFERED, METHOD = "busy_slot_steps", "slot_steps", "speculative_method"
 BUCKETS_S = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
 
 # Counters over the worker's output rows: the column each adds up. Those about drafts are named as vLLM names its own.
@@ -65,12 +65,18 @@ class JobMetrics:
         self._latency = Histogram(PREFIX + LATENCY, "seconds from a row's arrival to its end", BUCKETS_S, LABELS)
         self._latency.set_default_tags(tags)
         self._engine: dict[str, int] = {}
+        self._method = Gauge(
+            PREFIX + METHOD, "1 for the method that speculative.method auto chose", (*LABELS, "method")
+        )
+        self._method.set_default_tags(tags)
 
     def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
         """Add one batch. report: totals of the engine. answers: the batch's output rows; None for a worker that just
         started.
         """
         self._add(self._since_last(report))
+        if report.method is not None:
+            self._method.set(1, tags={"method": report.method})
         if answers is None:
             return
         self._add(_of_rows(answers))

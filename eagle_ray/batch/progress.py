@@ -44,6 +44,7 @@ class WorkerReport:
         slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
         engine_s: seconds inside the engine's steps.
         work: WORK of the engine.
+        method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
     """
 
     worker_id: str
@@ -56,13 +57,16 @@ class WorkerReport:
     output_tokens: int = 0
     steps: int = 0
     accepted: int = 0
+    method: str | None = None
+    method_rates: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
         """Return the report of a worker that has finished no row yet."""
         offered = counters.num_steps * counters.num_slots
         work = {name: getattr(counters, name) for name in WORK_COUNTERS}
-        return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work)
+        chosen = {"method": counters.method, "method_rates": counters.method_rates}
+        return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work, **chosen)
 
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """Return the report with one more batch of output rows."""
@@ -149,6 +153,15 @@ class Progress:
     def work(self) -> dict[str, int]:
         """Return WORK summed over all workers."""
         return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
+
+    @property
+    def method_choices(self) -> dict[str, dict[str, object]]:
+        """Return what speculative.method auto chose in each worker, and why, by worker."""
+        return {
+            name: {"method": report.method, "tokens_per_s": report.method_rates}
+            for name, report in self.workers.items()
+            if report.method is not None
+        }
 
     def _sum(self, name: str) -> float:
         return sum(getattr(report, name) for report in self.workers.values())

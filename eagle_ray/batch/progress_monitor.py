@@ -29,6 +29,7 @@ from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
+from eagle_ray.engine.counters import choice_text
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -77,6 +78,7 @@ class ProgressMonitor:
         self._every_s, self._limits = every_s, limits
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
+        self._choices: set[str] = set()  # workers whose choice of a method was logged
         self._started, self._ready_at = time.monotonic(), None
         self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
         self._gcs = GcsWatch(gcs_address())
@@ -139,10 +141,18 @@ class ProgressMonitor:
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
+        self._log_choices(progress)
         if self._ready_at is None:
             self._ready_at = progress.ready_at
         self._check_limits(progress)
         return progress
+
+    def _log_choices(self, progress: Progress) -> None:
+        """Log what speculative.method auto chose, once for each worker."""
+        for name in progress.method_choices.keys() - self._choices:
+            report = progress.workers[name]
+            log.info("worker %s: %s", name, choice_text(report.method or "", report.method_rates))
+            self._choices.add(name)
 
     def _count_files(self) -> None:
         """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
@@ -192,6 +202,7 @@ class ProgressMonitor:
             if running >= MIN_RATE_WINDOW_S
             else None,  # what the pipeline leaves
             "engine": progress.work,
+            "methods": progress.method_choices,
             USAGE: self._meter.usage(),  # of all attempts
             "seconds_left": rows_left * running / progress.rows
             if progress.rows and running >= MIN_RATE_WINDOW_S

@@ -158,7 +158,7 @@ def _check_config(output: StoragePath, found: FoundRows, config: JobConfig, trus
         )
     wanted = {
         "target_model": config.model.target,
-        "draft_model": config.model.draft,
+        "draft_model": config.model.draft_name,
         "method": config.speculative.method,
     }
     if wrong := [name for name, values in found.stated.items() if values - {wanted[name]}]:

@@ -25,8 +25,10 @@ from eagle_ray.batch.run import GROUP_BY
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import AUTO
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.sequence import check_length
+from eagle_ray.engine.engine import Engine
 from eagle_ray.errors import RequestError
 from eagle_ray.evaluation.draft_methods import (
     PLAIN,
@@ -57,7 +59,7 @@ def evaluate(
         default_names(config.speculative) if names is None else names, config.model, config.speculative
     )
     for way in ways:
-        check_models(config.model.model_copy(update={"draft": way.draft}), way.speculative)
+        check_models(way.model(config.model), way.speculative)
     questions = list(_questions(config, per_task))
     if not questions:
         raise ConfigError("input.path: no row can be answered")
@@ -66,10 +68,20 @@ def evaluate(
     causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: list[Round] = []
+    choices: list[dict[str, Any]] = []
     for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
         engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
         turns += _with_log(rounds(engines, questions, temperature), len(ways))
-    return _metadata(config, ways, batch, causal_lm) | {"cells": list(_cells(turns, ways, causal_lm))}
+        if AUTO in engines:
+            choices.append(_choice(temperature, engines[AUTO]))
+    facts = _metadata(config, ways, batch, causal_lm) | {"choices": choices}
+    return facts | {"cells": list(_cells(turns, ways, causal_lm))}
+
+
+def _choice(temperature: float, engine: Engine) -> dict[str, Any]:
+    """Return what method auto chose; None if its trial did not end."""
+    counters = engine.counters
+    return {"temperature": temperature, "method": counters.method, "tokens_per_s": counters.method_rates}
 
 
 def use_threads(threads: int | None) -> None:
@@ -156,5 +168,5 @@ def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal
         "batch": batch,
         "interval_takes": MIN_ROUNDS * batch,  # questions
         "input": config.input.path,
-        "methods": {way.name: {"draft": way.draft, **way.speculative.model_dump()} for way in ways},
+        "methods": {way.name: way.as_json() for way in ways},
     }

@@ -26,7 +26,7 @@ from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.sequence import check_length
 from eagle_ray.errors import RequestError
 from eagle_ray.storage.path import StoragePath
@@ -127,8 +127,8 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
 
 
 def _model(config: JobConfig) -> str:
-    wanted = draft_requirement(config.speculative.method)
-    draft = "no draft head" if wanted is None else f"head {config.model.draft}"
+    reads = reads_draft(config.speculative.method, config.model.drafts)
+    draft = f"head {config.model.draft_name}" if reads else "no draft head"
     return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
 

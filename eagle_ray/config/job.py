@@ -144,6 +144,7 @@ EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
 class ModelConfig(StrictModel):
     """Target and draft model. draft defaults to the target if that is an embedded pair, and to null otherwise.
 
+    draft: a list for a method whose parts read several, in the order of the parts.
     tool_parser: the form in which the target writes tool calls.
     reasoning_parser: how its reasoning is told from its answer.
     """
@@ -152,10 +153,10 @@ class ModelConfig(StrictModel):
         default="embedded:tiny",
         description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
     )
-    draft: Name | None = Field(
+    draft: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
         default=None,
         description="embedded:tiny, embedded:smollm2 (an EAGLE-3 head), embedded:smollm2/eagle2, a local directory, a "
-        "hub id such as org/name, or null with method none",
+        "hub id such as org/name, a list of these for several in one tree, or null with method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"
@@ -174,6 +175,18 @@ class ModelConfig(StrictModel):
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
         default="auto", description=f"auto (by the chat template's markers), {', '.join(REASONING_PARSERS)}, or none"
     )
+
+    @property
+    def drafts(self) -> tuple[str, ...]:
+        """Return the drafts in order; none if draft is null."""
+        if self.draft is None:
+            return ()
+        return (self.draft,) if isinstance(self.draft, str) else tuple(self.draft)
+
+    @property
+    def draft_name(self) -> str | None:
+        """Return the drafts as output rows name them, or None."""
+        return " + ".join(self.drafts) or None
 
     @model_validator(mode="before")
     @classmethod

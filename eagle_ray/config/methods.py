@@ -1,7 +1,9 @@
 """Drafting methods that a job can select, and what each requires as model.draft.
 
     speculative.method: eagle2
-    speculative.method: eagle2+suffix      the nodes of both in one tree
+    speculative.method: eagle2+suffix              the nodes of both in one tree
+    speculative.method: draft_model+draft_model    SpecInfer: two models, model.draft is the list of them
+    speculative.method: auto                       the fastest of those that can run, by a trial on the first prompts
 
 ``eagle_ray.registry`` builds their drafters.
 """
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
@@ -16,10 +19,14 @@ MEDUSA = "Medusa heads"
 HYDRA = "Hydra heads"
 DFLASH = "a DFlash head, or a causal head of JetSpec"
 DRAFT_MODEL = "a small causal LM of the target's vocabulary"
+ANY_DRAFT = "a head or draft model of any kind"
+AUTO = "auto"  # tries the method of model.draft, if there is one, and WITHOUT_DRAFT
+WITHOUT_DRAFT = ("suffix", "ngram", "none")
 DATASTORE = "rest"  # the method that reads speculative.datastore
 
 # What model.draft must be for each method; None for methods that use no draft model.
 DRAFT_REQUIREMENT: dict[str, str | None] = {
+    "auto": ANY_DRAFT,  # optional: see reads_draft
     "ddd": HEAD,  # Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable
     "dflash": DFLASH,  # a block of tokens in one pass, as a tree by the products of its positions' distributions
     "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
@@ -47,15 +54,27 @@ def validate_method(method: str) -> str:
         if part not in DRAFT_REQUIREMENT:
             near = difflib.get_close_matches(part, DRAFT_REQUIREMENT, 1)
             raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
-    if len(set(parts)) < len(parts) or (len(parts) > 1 and "none" in parts):
-        raise ValueError("the parts of a merge are different ways of drafting")
+    alike = [part for part in parts if parts.count(part) > 1 and DRAFT_REQUIREMENT[part] is None]
+    if alike or (len(parts) > 1 and "none" in parts):
+        raise ValueError("the parts of a merge are different ways of drafting, or read different drafts")
+    if len(parts) > 1 and AUTO in parts:
+        raise ValueError("auto chooses a whole method, so it cannot be merged")
     if len(parts) > 1 and (alone := OWN_PLANNERS & set(parts)):
         raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
-    if sum(DRAFT_REQUIREMENT[part] is not None for part in parts) > 1:
-        raise ValueError("only one part of a merge can read model.draft")
     return method
 
 
+def draft_parts(method: str) -> list[str]:
+    """Return the parts of a method that read model.draft, in order."""
+    return [part for part in method.split("+") if DRAFT_REQUIREMENT[part] is not None]
+
+
 def draft_requirement(method: str) -> str | None:
-    """Return what model.draft must be, or None if the method uses no draft model."""
-    return next((needed for part in method.split("+") if (needed := DRAFT_REQUIREMENT[part]) is not None), None)
+    """Return what model.draft must be, or None if the method uses no draft model; several are joined by "and"."""
+    return " and ".join(str(DRAFT_REQUIREMENT[part]) for part in draft_parts(method)) or None
+
+
+def reads_draft(method: str, drafts: Sequence[str]) -> bool:
+    """Return whether the method reads model.draft; auto does if it is set."""
+    needed = draft_requirement(method)
+    return needed is not None and not (needed == ANY_DRAFT and not drafts)

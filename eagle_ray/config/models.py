@@ -12,11 +12,11 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import EMBEDDED_PAIRS, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, HEAD, draft_requirement
+from eagle_ray.config.methods import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
 
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
@@ -28,16 +28,17 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def resolve_paths(config: Config) -> Config:
     """Expand ``~`` and make local paths absolute: Ray actors open them from another working directory."""
     model = config.model
-    names = ("target", "draft") if model.chat_template in NO_FILES else ("target", "draft", "chat_template")
-    found = {name: value for name in names if (value := getattr(model, name))}
-    expanded = {name: os.path.expanduser(value) for name, value in found.items()}
-    absolute = {name: str(Path(path).absolute()) for name, path in expanded.items() if os.path.exists(path)}
+    names = ("target",) if model.chat_template in NO_FILES else ("target", "chat_template")
+    paths: dict[str, Any] = {name: _resolved(getattr(model, name)) for name in names}
+    if model.drafts:
+        drafts = [_resolved(name) for name in model.drafts]
+        paths["draft"] = drafts[0] if isinstance(model.draft, str) else drafts
     speculative = config.speculative
     given = {name: getattr(speculative, name) for name in ("datastore", "draft_vocab")}
     files = {name: value for name, value in given.items() if value not in (None, ALL_TOKENS)}
     files = {name: str(Path(value).expanduser().absolute()) for name, value in files.items()}
     speculative = speculative.model_copy(update=files)
-    return config.model_copy(update={"model": model.model_copy(update=expanded | absolute), "speculative": speculative})
+    return config.model_copy(update={"model": model.model_copy(update=paths), "speculative": speculative})
 
 
 def check_model_names(config: JobConfig | ServeConfig) -> None:
@@ -46,13 +47,15 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
     """
     model, method = config.model, config.speculative.method
     _check_name("target", model.target)
-    if draft_requirement(method) is not None:
-        if model.draft is None:
+    if reads_draft(method, model.drafts):
+        if not model.drafts:
             raise ConfigError(
                 f"model.draft: missing; method {method} needs {draft_requirement(method)} for {model.target} "
                 "(speculative.method: none decodes without one)"
             )
-        _check_name("draft", model.draft)
+        check_num_drafts(method, model)
+        for name in model.drafts:
+            _check_name("draft", name)
     if (DATASTORE in method.split("+")) != (config.speculative.datastore is not None):
         wrong = "missing" if config.speculative.datastore is None else "of no use"
         raise ConfigError(
@@ -65,6 +68,22 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
         config.chat.options({})
     except ValueError as error:
         raise ConfigError(f"chat.{error}") from None
+
+
+def check_num_drafts(method: str, model: ModelConfig) -> None:
+    """Raise ConfigError unless there is one draft for each part of the method that reads one."""
+    parts, count = draft_parts(method), len(model.drafts)
+    if len(parts) != count:
+        raise ConfigError(
+            f"model.draft: {count} named, and method {method} reads {len(parts)}: {draft_requirement(method)}; "
+            "list one for each, in this order"
+        )
+
+
+def _resolved(name: str) -> str:
+    """Return a path with ``~`` expanded, absolute if it exists; other names unchanged."""
+    path = os.path.expanduser(name)
+    return str(Path(path).absolute()) if os.path.exists(path) else path
 
 
 def check_target_name(name: str) -> None:

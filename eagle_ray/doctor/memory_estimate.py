@@ -1,6 +1,6 @@
 """Estimate the bytes that one worker takes, from configurations and the headers of checkpoints; no weight is read.
 
-footprint = Footprint.of(config, target, draft, device="cuda", dtype=torch.bfloat16)
+footprint = Footprint.of(config, target, [draft], device="cuda", dtype=torch.bfloat16)
 footprint.total, footprint.per_slot
 
 >>> loaded_bytes(Path("eagle_ray/assets/tiny/draft"), torch.float32)
@@ -13,7 +13,7 @@ import json
 import pickle
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_requirement
+from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_parts, draft_requirement
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.capacity import (
@@ -41,6 +41,7 @@ from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.loader import load_config, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS
 from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.registry import method_of_draft
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # as the loaders look for them, single or with an index
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what is cast to the model's dtype
@@ -150,7 +151,7 @@ class Footprint:
         cls,
         config: JobConfig,
         target: Path,
-        draft: Path | None,
+        drafts: Sequence[Path],
         shape: PretrainedConfig,
         device: str,
         dtype: torch.dtype,
@@ -166,13 +167,14 @@ class Footprint:
                 as for a CPU.
         """
         weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
-        head = 0 if draft is None else loaded_bytes(draft, dtype)
-        if weights is None or head is None:
+        heads = [loaded_bytes(draft, dtype) for draft in drafts]
+        if weights is None or None in heads:
             return None
+        head = sum(size or 0 for size in heads)
         method, execution = config.speculative, config.execution
-        column = dtype.itemsize * (_cells(shape) + (_draft_cells(draft, method) if draft else 0))
+        column = dtype.itemsize * (_cells(shape) + _draft_cells(drafts, method.method, shape))
         lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size))
-        queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize if draft else 0
+        queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize * len(drafts)
         memory = None
         if card is not None:
             memory = DeviceMemory(card, card - weights - head, _pass_bytes(shape, dtype), column, queue)
@@ -214,11 +216,18 @@ def _cells(config: PretrainedConfig) -> int:
     return config.num_hidden_layers * kv_elements_per_token(config)
 
 
-def _draft_cells(draft: Path, method: SpeculativeConfig) -> int:
-    """Return the same for the drafter: an EAGLE head has one layer, whatever its config says; a DFlash head has all
-    of its own; lookup drafters have none.
+def _draft_cells(drafts: Sequence[Path], method: str, target: PretrainedConfig) -> int:
+    """Return the same for the drafters of a method, by the drafts that its parts read."""
+    if method == AUTO:
+        return sum(_cells_of_part(draft, method_of_draft(draft, target)) for draft in drafts)
+    return sum(map(_cells_of_part, drafts, draft_parts(method)))
+
+
+def _cells_of_part(draft: Path, method: str) -> int:
+    """Return the same for one drafter: an EAGLE head has one layer, whatever its config says; a DFlash head has all
+    of its own; Medusa heads have none.
     """
-    kind = draft_requirement(method.method)
+    kind = draft_requirement(method)
     if kind == DRAFT_MODEL:
         return _cells(load_config(draft))
     if kind == DFLASH:

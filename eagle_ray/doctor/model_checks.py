@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from eagle_ray.build import EMBEDDED, check_models, download, model_limits
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.config.methods import draft_requirement
+from eagle_ray.config.methods import reads_draft
 from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.cluster_checks import Workers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
@@ -32,30 +32,33 @@ class PairHere:
 
     config: JobConfig
     target: Path
-    draft: Path | None
+    drafts: list[Path]
     shape: PretrainedConfig
 
 
 def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     """Check the job's pair; return None with the finding if it is not on this machine or does not fit."""
-    wanted = {"target": config.model.target}
-    if draft_requirement(config.speculative.method) is not None:
-        wanted["draft"] = config.model.draft
+    target, drafts = config.model.target, config.model.drafts
+    if not reads_draft(config.speculative.method, drafts):
+        drafts = ()
+    wanted = {"target": target} | ({"draft": " + ".join(drafts)} if drafts else {})
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())
     try:
-        found = {part: directory_of(name, part) for part, name in wanted.items()}
+        found = [directory_of(target, "target"), *(directory_of(name, "draft") for name in drafts)]
     except ConfigError as error:
         return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
-    if missing := [wanted[part] for part, path in found.items() if path is None]:
+    if missing := [name for name, path in zip((target, *drafts), found, strict=True) if path is None]:
         todo = f"`hf download` {' and '.join(missing)} here, or let the first start do it"
         return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
+    target_path, *draft_paths = (path for path in found if path is not None)
+    local = [str(path) for path in draft_paths] or config.model.draft
     try:
-        model = config.model.model_copy(update={part: str(path) for part, path in found.items()})
+        model = config.model.model_copy(update={"target": str(target_path), "draft": local})
         check_models(model, config.speculative)
-        shape = load_config(found["target"])
+        shape = load_config(target_path)
     except (ConfigError, EngineError) as error:
         return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
-    here = PairHere(config.model_copy(update={"model": model}), found["target"], found.get("draft"), shape)
+    here = PairHere(config.model_copy(update={"model": model}), target_path, draft_paths, shape)
     kind = f"{type(shape).__name__.removesuffix('Config')}, {shape.num_hidden_layers} layers of {shape.hidden_size}"
     return Finding("pair", f"{names}: a pair ({kind})", wanted), here
 
@@ -83,7 +86,7 @@ def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) ->
     length, room = model_limits(here.config.model).max_model_len, room_of(workers, device)
     card = room.devices[0] if room is not None and room.on_gpu else None
     try:
-        footprint = Footprint.of(here.config, here.target, here.draft, here.shape, device, dtype, length, card)
+        footprint = Footprint.of(here.config, here.target, here.drafts, here.shape, device, dtype, length, card)
     except ValueError as error:
         return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
     if footprint is None:

@@ -16,6 +16,9 @@ differs in its mask alone: its released engine builds trees from one pass, too, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +28,18 @@ from torch import Tensor
 from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.drafters.idle_batch import idle_batch
+from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.dflash_head import BlockDecoder, DFlashHead
 from eagle_ray.models.target import TargetModel
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
+
+SHORT = 4  # levels of the block that is recorded besides the longest
 
 
 class DFlashDrafter(PairDrafter):
@@ -56,6 +64,46 @@ class DFlashDrafter(PairDrafter):
         ids, block = self._token_ids, self.head.block
         drafted = None if ids is None else len(ids)
         return {"head": "dflash", "config": self.head.config.to_dict(), "block": repr(block), "drafted": drafted}
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass of drafts with top_k children per node, the largest first."""
+        graphs = self._graphs
+        assert graphs is not None
+        depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
+        plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
+        for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
+            for plan in dict.fromkeys(self._recorded_plan(plan, size) for plan in reversed(plans)):
+                yield partial(self._record_draft, size, plan, max_length, params)
+
+    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the pass that is replayed for drafts of this size."""
+        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
+        assert graphs is not None
+        graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
+
+    def _replayed(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> Grown | None:
+        """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
+        return super()._replayed(at, roots, self._recorded_plan(plan, graphs.draft_size(len(roots))), sampling, graphs)
+
+    def _recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
+        """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
+
+        Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
+        has a short block only if it is narrow, too.
+        """
+        if plan.static_tree is not None:
+            return plan
+        is_narrow = plan.width <= NARROW < plan.children and size >= NARROW_FROM
+        is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
+        depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
+        return replace(plan, max_depth=depth, width=NARROW if is_narrow else max(plan.width, plan.children))
+
+    @property
+    def _longest(self) -> int:
+        """Return the levels of the longest block that is replayed."""
+        return min(self._max_depth, self.head.block.num_levels)
 
     def _num_passes(self, grown: Grown) -> int:
         return 1

@@ -25,7 +25,7 @@ from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.drafters.candidate_ranker import RankingFeedback
 from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.drafters.idle_batch import idle_batch
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import DraftHead
@@ -37,9 +37,6 @@ from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
 from eagle_ray.tree.tree_mask import unpack_mask
-
-NARROW = 4  # the width that is recorded besides the widest, for batches of
-NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 
 
 class EagleDrafter(PairDrafter):

@@ -1,10 +1,13 @@
 """EnsembleDrafter: the nodes of several drafters in one tree, so the budget takes the most valuable nodes of all.
 
-    EnsembleDrafter([eagle, suffix], EnsembleCalibration(max_depth, 2))
+    EnsembleDrafter([eagle, suffix], EnsembleCalibration(max_depth, 2), [eagle's feature columns])
 
-Each part drafts and learns from the target's samples separately. The value of a node by the drafters that propose it
-is calibrated here. The plan's depth and width are for the first part, which is the one with a model; the others
-draft as deep as they can.
+Each part drafts and learns from the target's samples separately, and one with a model has a KV cache of its own. The
+value of a node by the drafters that propose it is calibrated here. Two models, or a model and a head, are SpecInfer's
+merged trees (arXiv 2305.09781), under one budget.
+
+The plan's depth and width are for the parts with a model: the first of them decides where its draft ends, and the
+others go as deep. Parts without a model draft as deep as they can.
 """
 
 from __future__ import annotations
@@ -40,12 +43,19 @@ class _Drafted:
 
 
 class EnsembleDrafter:
-    """parts: at least two, the one with a model first. blend: the calibration for as many drafters."""
+    """Several drafters as one.
+
+    Args:
+        parts: at least two, those with a model first.
+        blend: the calibration for as many drafters.
+        columns: for each part with a model, which of the target's features it reads.
+    """
 
     supports_graphs = False
 
-    def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration):
+    def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration, columns: Sequence[Int[Tensor, " F"]] = ()):
         self._parts, self._blend = parts, blend
+        self._columns = columns
         self._drafted: _Drafted | None = None
         self._num_taught = 0
 
@@ -71,18 +81,18 @@ class EnsembleDrafter:
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
-        for part in self._parts:
-            part.attach_prefix(slots, firsts, columns, tokens, features)
+        for part, own in self._with_features(features):
+            part.attach_prefix(slots, firsts, columns, tokens, own)
 
     def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
-        for part in self._parts:
-            part.prefill(prompts, next_tokens, features)
+        for part, own in self._with_features(features):
+            part.prefill(prompts, next_tokens, own)
 
     def prefill_deferred(
         self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
-        for part in self._parts:
-            part.prefill_deferred(prompts, next_tokens, features)
+        for part, own in self._with_features(features):
+            part.prefill_deferred(prompts, next_tokens, own)
 
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -101,10 +111,15 @@ class EnsembleDrafter:
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """Return the draft of the first part merged with the nodes of the others."""
-        plans = [plan, *[replace(plan, should_stop=None)] * (len(self._parts) - 1)]
-        drafts = [part.draft(batch, roots, p, sampling, texts) for part, p in zip(self._parts, plans, strict=True)]
+        first = self._parts[0].draft(batch, roots, plan, sampling, texts)
+        as_deep = replace(plan, max_depth=max(len(first.levels), 1), should_stop=None)
+        deepest = replace(plan, should_stop=None)
+        drafts = [first]
+        for i, part in enumerate(self._parts[1:], 1):
+            of_part = as_deep if i < len(self._columns) else deepest
+            drafts.append(part.draft(batch, roots, of_part, sampling, texts))
         depth = max(draft.depth for draft in drafts)
-        first, is_all = drafts[0], all(draft.is_exhausted for draft in drafts)
+        is_all = all(draft.is_exhausted for draft in drafts)
         if not depth:
             return replace(first, is_exhausted=is_all)
         merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
@@ -120,8 +135,8 @@ class EnsembleDrafter:
         )
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        for part in self._parts:
-            part.extend(batch, verified)
+        for part, own in self._with_features(verified.features):
+            part.extend(batch, replace(verified, features=own))
 
     def on_verified(self, result: VerifyResult) -> None:
         for part in self._parts:
@@ -135,6 +150,12 @@ class EnsembleDrafter:
             part.reset_learning()
         self._blend.fit.reset()
         self._drafted, self._num_taught = None, 0
+
+    def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
+        """Yield each part with the features that it reads; parts without a model ignore them."""
+        for i, part in enumerate(self._parts):
+            reads_some = i < len(self._columns) and len(self._columns[i]) < features.shape[1]
+            yield part, features[:, self._columns[i]] if reads_some else features
 
     def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
         """Update the calibration along the target's path through the candidates."""

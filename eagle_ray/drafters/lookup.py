@@ -89,9 +89,10 @@ class _SequenceState:
 
 
 class LookupDrafter(NullDrafter):
-    """calibration: on the CPU, from the index's probabilities to the target's sampling rates."""
+    """calibration: on the CPU, from the index's probabilities to the target's sampling rates.
 
-    supports_graphs = False
+    With graphs the target's passes are replayed, and a step is launched ahead only if it drafts nothing.
+    """
 
     def __init__(self, source: LookupIndex, calibration: Calibration | None = None):
         self.source, self._offers = source, Offers(calibration)

@@ -40,6 +40,8 @@ from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 
+NARROW = 4  # the width that is recorded besides the widest, for batches of
+NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
@@ -287,7 +289,18 @@ class PairDrafter(ABC):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if replaying fails."""
-        longest, size, bound = self._most_pairs(plan), graphs.batch_size(len(roots)), graphs.context(at.max_length)
+        grown = graphs.run(*self._draft_pass(at, roots, plan, sampling, graphs))
+        if not graphs.is_enabled:
+            return None
+        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        num = len(roots)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
+
+    def _draft_pass(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
+        """Return key, function and inputs of the pass that is a whole draft of this plan."""
+        longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
         first, starts = self._columns(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
@@ -305,12 +318,7 @@ class PairDrafter(ABC):
             at, backlog = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
             return self._grown(at, roots, sampling.ends, plan, backlog)
 
-        grown = graphs.run(key, grow, inputs + sampling.padded(size))
-        if not graphs.is_enabled:
-            return None
-        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
-        num = len(roots)
-        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
+        return key, grow, inputs + sampling.padded(size)
 
     def _most_pairs(self, plan: DraftPlan) -> int:
         """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""

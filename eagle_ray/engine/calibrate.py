@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
@@ -145,6 +146,22 @@ def calibrate_costs(
         bench.run([*sizes.needed(), *sizes.trees(), *chain(*batches)], budget)
         bench.run(sizes.all(), budget)
         return bench.costs()
+
+
+def calibrate_draft_costs(
+    engine: Engine, max_nodes: int, max_depth: int, top_k: int, target_costs: StepCosts
+) -> StepCosts:
+    """Return the costs of an idle engine whose target has been measured with another drafter.
+
+    Runs the drafts of one sequence and of the first further batch size, once each; the target's costs are copied.
+    """
+    with calibration_mode(engine, scripted_planner(engine, top_k)) as bench:
+        sizes = CalibrationSizes(bench.num_slots, max_nodes, max_depth, top_k, engine.target.device.type)
+        bench.run([*sizes.needed(), *sizes.batches()[0]])
+        own = bench.costs()
+    costs = deepcopy(target_costs)  # a planner corrects its own
+    costs.catch_up, costs.expand, costs.draft_overhead = own.catch_up, own.expand, own.draft_overhead
+    return costs
 
 
 def warm_up(engine: Engine, top_k: int) -> None:

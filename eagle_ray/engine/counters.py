@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -12,6 +13,8 @@ class EngineCounters:
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
     launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
     busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
+    method: what `speculative.method: auto` chose, once it has. method_rates: decoded tokens per second of the methods
+    that it tried.
     """
 
     num_slots: int
@@ -27,3 +30,11 @@ class EngineCounters:
     num_preemptions: int = 0
     busy_s: float = 0.0
     prefill_s: float = 0.0
+    method: str | None = None
+    method_rates: dict[str, float] = field(default_factory=dict)
+
+
+def choice_text(method: str, rates: Mapping[str, float]) -> str:
+    """Return the choice as a line of text."""
+    listed = ", ".join(f"{name} {rate:,.0f}" for name, rate in sorted(rates.items(), key=lambda item: -item[1]))
+    return f"speculative.method auto: {method} (decoded tokens per second: {listed})"

@@ -96,6 +96,7 @@ class Engine:
         self.counters = EngineCounters(target.cache.num_slots)
         drafter.use_graphs(graphs, num_spec_tokens)
         self._pending: PendingStep | None = None  # launched ahead, not read yet
+        self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
         self._unflushed: dict[Sequence, StepOutput] = {}  # the last step, not in the sequences' statistics yet
 
@@ -182,7 +183,7 @@ class Engine:
         prompts = self.prefiller.prompts(chunks) if chunks else None
         batch = replace(batch, num_prefill_rows=sum(chunk.num_tokens for chunk in chunks))
         timer = StepTimer(self.target.device)
-        plan = self.planner.plan(batch).restrict_to(batch.can_draft)
+        plan = self._next_plan(batch).restrict_to(batch.can_draft)
 
         draft = Draft.empty(batch.roots)
         if plan.is_drafting:
@@ -200,6 +201,13 @@ class Engine:
         self.counters.prefill_s += seconds
         return pending, prefill
 
+    def _next_plan(self, batch: DecodeBatch) -> DraftPlan:
+        """Return the plan of these sequences that could not be launched ahead, or a new one."""
+        postponed, self._postponed = self._postponed, None
+        if postponed is not None and postponed[0] == batch.sequences:
+            return postponed[1]
+        return self.planner.plan(batch)
+
     def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> PendingStep | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read."""
         if not self.overlap or self.graphs is None or (prefill and prefill.ends_any) or pending.batch.controlled:
@@ -214,6 +222,7 @@ class Engine:
         if plan.is_drafting:
             draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling)
         if draft is None:
+            self._postponed = batch.sequences, plan  # a probe that was planned must run
             return None
         self.counters.num_ahead += 1
         return self._launch_verify(batch, plan, draft, timer)[0]

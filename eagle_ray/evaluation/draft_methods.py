@@ -5,9 +5,12 @@
     eagle2-without-value        the paper's ablations (`ablations.py`)
     eagle2-without-reranking
     ours                        the job's own `speculative` section
+    auto                        the job's own section, with a trial among its first questions
+    none                        another name of plain
     any other method            of config/methods.py, with the job's tree for everyone
     eagle2:25                   a way with another max_nodes
     medusa=DIR                  a way with a model.draft of its own
+    eagle3+draft_model=A+B      one with several
 
 What verifies fewer nodes than eagle2 is held against eagle2 with as many: eagle1 against eagle2:25.
 """
@@ -21,7 +24,16 @@ from torch import nn
 
 from eagle_ray.build import build_engine, load_draft
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, DRAFT_REQUIREMENT, HEAD, HEAD_3, draft_requirement, validate_method
+from eagle_ray.config.methods import (
+    AUTO,
+    DATASTORE,
+    DRAFT_REQUIREMENT,
+    HEAD,
+    HEAD_3,
+    draft_requirement,
+    reads_draft,
+    validate_method,
+)
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, num_expanded
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
@@ -35,19 +47,28 @@ AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
-    """name: as shown in tables. draft: model.draft, if it reads one. reference: the method it is compared with.
+    """name: as shown in tables. drafts: what it reads. reference: the method it is compared with.
 
     adjust: done to its engine.
     """
 
     name: str
     speculative: SpeculativeConfig
-    draft: str | None
+    drafts: tuple[str, ...]
     reference: str
     adjust: Adjust | None = None
 
+    def model(self, model: ModelConfig) -> ModelConfig:
+        """Return the models with the method's own drafts."""
+        draft = self.drafts[0] if len(self.drafts) == 1 else list(self.drafts) or None
+        return model.model_copy(update={"draft": draft})
+
+    def as_json(self) -> dict[str, object]:
+        """Return the method's drafts, by their names, and its settings."""
+        return {"draft": " + ".join(self.drafts) or None, **self.speculative.model_dump()}
+
     def engine(self, causal_lm: nn.Module, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
-        """weights: what the method reads from `draft`."""
+        """weights: what the method reads from its drafts."""
         engine = build_engine(causal_lm, weights, self.speculative, slots, max_model_len)
         if self.adjust is not None:
             self.adjust(engine, self.speculative)
@@ -66,7 +87,8 @@ def default_names(speculative: SpeculativeConfig) -> list[str]:
 
 def parse_methods(names: Iterable[str], model: ModelConfig, speculative: SpeculativeConfig) -> list[DraftMethod]:
     """Plain decoding first, then each of names once. Raises ConfigError for a name that is none."""
-    return [_parse_method(name, model, speculative) for name in dict.fromkeys([PLAIN, *names])]
+    known = [PLAIN if name == "none" else name for name in names]
+    return [_parse_method(name, model, speculative) for name in dict.fromkeys([PLAIN, *known])]
 
 
 def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig) -> DraftMethod:
@@ -75,10 +97,12 @@ def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig)
     settings, adjust = SPECIAL.get(method, (AS_PUBLISHED | {"method": method}, None))
     _check_method(str(settings.get("method", speculative.method)))
     chosen = speculative.model_copy(update=settings | ({"max_nodes": _nodes(name, nodes)} if nodes else {}))
-    needed, draft = draft_requirement(chosen.method), draft or model.draft
-    if needed is not None and draft is None:
+    drafts = tuple(draft.split("+")) if draft else model.drafts
+    reads = reads_draft(chosen.method, drafts)
+    if reads and not drafts:
+        needed = draft_requirement(chosen.method)
         raise ConfigError(f"--methods: {method} needs {needed}: set model.draft, or give {method}=DIRECTORY")
-    return DraftMethod(name, chosen, None if needed is None else draft, _reference_method(method, speculative), adjust)
+    return DraftMethod(name, chosen, drafts if reads else (), _reference_method(method, speculative), adjust)
 
 
 def _reference_method(method: str, speculative: SpeculativeConfig) -> str:
@@ -109,13 +133,13 @@ def load_method_weights(
     ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
-    loaded: dict[tuple[str | None, str | None], nn.Module | None] = {(None, None): None}
-    found = {}
+    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
+    found: dict[str, nn.Module | None] = {}
     for way in ways:
-        key = (draft_requirement(way.speculative.method), way.draft)
-        if key not in loaded:
-            loaded[key] = load_draft(model.model_copy(update={"draft": way.draft}), way.speculative, causal_lm)
-        found[way.name] = loaded[key]
+        key = (draft_requirement(way.speculative.method), way.drafts)
+        if way.drafts and key not in loaded:
+            loaded[key] = load_draft(way.model(model), way.speculative, causal_lm)
+        found[way.name] = loaded.get(key)
     return found
 
 
@@ -133,5 +157,6 @@ SPECIAL: dict[str, tuple[dict[str, object], Adjust | None]] = {
     PUBLISHED: (AS_PUBLISHED, None),
     WITHOUT_VALUE: (AS_PUBLISHED, _without_value),
     WITHOUT_RERANKING: (AS_PUBLISHED, _without_reranking),
+    AUTO: ({"method": AUTO}, None),
     OURS: ({}, None),
 }

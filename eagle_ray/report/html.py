@@ -53,7 +53,9 @@ def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
 
 def _head(summary: dict[str, Any], record: dict[str, Any]) -> str:
     config = record["config"]
-    models = [config["model"]["target"], config["model"]["draft"], config["speculative"]["method"]]
+    draft = config["model"]["draft"]
+    drafts = draft if isinstance(draft, list) else [draft]
+    models = [config["model"]["target"], *drafts, config["speculative"]["method"]]
     outcome = record["attempts"][-1].get("outcome", RUNNING)
     state = escape(outcome) if outcome in ("done", RUNNING) else f'<span class="bad">{escape(outcome)}</span>'
     return (

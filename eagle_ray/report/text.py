@@ -8,6 +8,7 @@ math    12
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from eagle_ray.report.cost import cost_lines
@@ -52,7 +53,15 @@ def run_table(summary: dict[str, Any]) -> str:
     work = summary["last_work"]
     checks = [_baseline(summary.get("baseline_rows")), _verification(summary.get("verify_rows"))]
     spent = cost_lines(summary.get("cost"), summary.get("estimate"))
-    notes = [_work(work), *spent, _steps(work), *drafts, *checks, _tally("finished by", "finish_reasons", summary)]
+    notes = [
+        _work(work),
+        *spent,
+        _steps(work),
+        _methods(work),
+        *drafts,
+        *checks,
+        _tally("finished by", "finish_reasons", summary),
+    ]
     return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
 
 
@@ -160,6 +169,13 @@ def _steps(work: dict[str, Any] | None) -> str:
         f"{engine['num_preemptions']} pre-emptions" if engine["num_preemptions"] else "",
     ]
     return f"engine: {', '.join(filter(None, parts))}"
+
+
+def _methods(work: dict[str, Any] | None) -> str:
+    """Return how many workers speculative.method auto chose each method in."""
+    chosen = Counter(choice["method"] for choice in (work or {}).get("methods", {}).values())
+    workers = ", ".join(f"{method} in {count} of {chosen.total()} workers" for method, count in chosen.most_common())
+    return f"speculative.method auto: {workers}" if chosen else ""
 
 
 def _off(share: float, num_probes: int) -> str:

@@ -31,6 +31,7 @@ GAUGES = {
     "num_kv_blocks_used": "blocks of the KV cache that sequences hold",
     "num_kv_blocks": "blocks of the KV cache",
     "replicas": "replicas that answer",
+    "speculative_method": "replicas in which speculative.method auto chose each method",
 }
 COUNTERS = {
     "prompt_tokens": "prompt tokens of answered sequences",
@@ -174,6 +175,8 @@ class ReplicaMetrics:
             "num_kv_blocks": held.num_blocks,
             "replicas": 1,
         }
+        if engine.method is not None:
+            gauges[f'speculative_method{{method="{engine.method}"}}'] = 1
         return Snapshot(counters, gauges)
 
     def _add(self, name: str, number: float, labels: str = "") -> None:

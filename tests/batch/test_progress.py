@@ -9,6 +9,7 @@ import pytest
 from eagle_ray.batch.job_errors import ClusterError, TooManyErrors
 from eagle_ray.batch.progress import Progress, ProgressActor, WorkerReport
 from eagle_ray.batch.progress_monitor import Limits, count_rows
+from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.storage.path import StoragePath
 
 
@@ -19,6 +20,16 @@ def test_a_report_replaces_the_one_before():
     progress.add(WorkerReport("b", 2, 2, 2.0, rows=1, output_tokens=10))
     assert (progress.rows, progress.output_tokens, progress.busy_slots) == (6, 60, 4 / 6)
     assert progress.engine_s == (5 + 2) / 2 and Progress().engine_s == 0
+
+
+def test_what_auto_chose_stands_by_worker_once_it_has():
+    progress, counters = Progress(), EngineCounters(num_slots=4)
+    progress.add(WorkerReport.of("a", counters))
+    assert progress.method_choices == {}
+    counters.method, counters.method_rates = "suffix", {"suffix": 21.0, "none": 9.0}
+    progress.add(WorkerReport.of("a", counters))
+    progress.add(WorkerReport("b", 0, 0))
+    assert progress.method_choices == {"a": {"method": "suffix", "tokens_per_s": {"suffix": 21.0, "none": 9.0}}}
 
 
 def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():

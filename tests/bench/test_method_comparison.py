@@ -119,11 +119,15 @@ def test_ways_by_name():
     names = default_names(tree)
     ways = {way.name: way for way in parse_methods(names, model, tree)}
     assert next(iter(ways)) == "plain" and len(ways) == 1 + len(names)
-    assert ways["plain"].draft is None and ways["eagle2"].draft == "embedded:tiny"
+    assert ways["plain"].drafts == () and ways["eagle2"].drafts == ("embedded:tiny",)
     published = ways["eagle2"].speculative
     assert (published.budget, published.ranking, published.max_nodes) == ("uniform", "published", 60)
     assert ways["ours"].speculative == tree
-    assert parse_methods(["eagle2=/elsewhere"], model, tree)[1].draft == "/elsewhere"
+    assert parse_methods(["eagle2=/elsewhere"], model, tree)[1].drafts == ("/elsewhere",)
+    merged = parse_methods(["eagle2+draft_model=/a+/b", "none", "auto"], model, tree)
+    assert [way.name for way in merged] == ["plain", "eagle2+draft_model=/a+/b", "auto"]
+    assert merged[1].model(model).draft == ["/a", "/b"]
+    assert merged[2].speculative.budget == tree.budget and merged[2].drafts == ("embedded:tiny",)
     assert parse_methods(["eagle2:7"], model, tree)[1].speculative.max_nodes == 7
     held = {name: ways[name].reference for name in ("eagle1", "eagle2-without-value", "eagle2-without-reranking")}
     assert list(held.values()) == ["eagle2:25", "eagle2", "eagle2:50"] and set(held.values()) <= ways.keys()
@@ -132,7 +136,7 @@ def test_ways_by_name():
 
 @pytest.mark.parametrize(
     "name, says",
-    [("eagel2", "did you mean eagle2"), ("eagle2+eagle2", "different ways"), ("eagle2:x", "number of nodes")],
+    [("eagel2", "did you mean eagle2"), ("suffix+suffix", "different ways"), ("eagle2:x", "number of nodes")],
 )
 def test_a_name_that_is_no_method_is_refused(name, says):
     with pytest.raises(ConfigError, match=rf"--methods: .*{says}"):

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.build import download
 from eagle_ray.cli import main as cli
+from eagle_ray.report.methods_table import evaluation_text
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -50,6 +51,22 @@ def test_the_table_has_every_method_and_task(prompts, capsys):
     assert lines["plain"].rstrip().endswith("3 of 3") and lines["eagle2"].rstrip().endswith("3 of 3")
     assert "T = 0" in shown and "T = 1" not in shown
     assert "1.00x [-]" in shown and "takes 16 prompts, these are 3" in shown
+
+
+def test_auto_and_a_merge_of_two_drafts_are_compared_too(prompts, capsys):
+    """The choice of auto stands under the table, once enough was decoded."""
+    both = f"eagle2+draft_model=embedded:tiny+{download('embedded:tiny', 'target')}"
+    flags = ["--set", "speculative.budget=uniform", "--temperatures", "0", "--batch", "3"]
+    assert cli.main(["compare", *prompts, *flags, "--json", "--methods", f"auto,none,{both}"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    overall = {cell["method"]: cell for cell in numbers["cells"] if cell["task"] is None}
+    assert list(overall) == ["plain", "auto", both]
+    assert all(cell["identity"]["num_compared"] == 3 for cell in overall.values())
+    assert overall[both]["tau"] == 4  # the target is one of the drafts
+    [choice] = numbers["choices"]
+    assert choice["method"] is None and "did not end" in evaluation_text(numbers)
+    numbers["choices"] = [choice | {"method": "eagle2", "tokens_per_s": {"none": 9.0, "eagle2": 21.5}}]
+    assert "auto chose eagle2 (decoded tokens per second in its trial: eagle2 22, none 9)" in evaluation_text(numbers)
 
 
 @pytest.mark.parametrize(

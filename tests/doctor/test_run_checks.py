@@ -43,7 +43,9 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
     target, drafts = download("embedded:tiny", "target"), part is not None
     draft = download("embedded:tiny", part) if drafts else None
-    found = Footprint.of(config, target, draft, target_config(target), "cpu", torch.float32, max_model_len=256)
+    found = Footprint.of(
+        config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, max_model_len=256
+    )
     pair = build_engine_from_config(config.model, config.speculative, slots, kv_tokens)
     engine = pair.engine
     caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])

@@ -11,14 +11,18 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graph_warmup import capture
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.target import TargetModel
+from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
+from jobs.bench.simulated_costs import flat
 from tests.drafters.test_eagle import path
 from tests.drafters.test_medusa import PROMPTS, Recording
 from tests.engine.test_drafters import check_lossless, oracle_of
@@ -134,6 +138,34 @@ def test_a_replayed_block_is_the_block(tmp_path):
     assert replayed.graphs.is_enabled and replayed.graphs.num_replayed > 5
     for own, other in zip(engine.planner.values, replayed.planner.values, strict=True):
         torch.testing.assert_close(own, other, atol=1e-4, rtol=0)
+
+
+def test_a_long_job_of_any_plans_needs_forty_graphs_and_no_more(tmp_path):
+    """Of 256 slots, as Triton's kernels need them: all plans of blocks up to 15 long, all kinds of sampling."""
+    depth, top_k = 15, 10
+    head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
+    target = TargetModel(llama(), 256, 128 + tree_columns(60, depth, top_k), None, head.feature_layers(2))
+    graphs = CudaGraphRunner("cpu", 256, target.cache.capacity, fused=True)
+    drafter = DFlashDrafter(head, target)
+    planner = BudgetPlanner(60, depth, top_k, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(60))
+    engine = Engine(target, drafter, planner, 128, depth, graphs=graphs, trees=MaxTreeSizes.of(60, depth, top_k))
+    capture(engine, 60, top_k)
+    ahead = graphs.num_captured
+    assert ahead <= 40
+
+    size_of = {n: graphs.draft_size(n) for n in range(1, 257)}
+    plans = {(d, w): DraftPlan(d, w, num_children=top_k) for d in range(1, depth + 1) for w in range(1, top_k + 1)}
+    for size in set(size_of.values()):
+        for (d, w), plan in plans.items():
+            wide = drafter._recorded_plan(plan, size)
+            assert wide.max_depth >= d and wide.width >= w and wide.children == top_k
+
+    kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 7}]
+    params = [SamplingParams(**kinds[i % 4], max_tokens=1 + i % 40, ignore_eos=True, seed=i) for i in range(70)]
+    prompts = [(ids * 30)[: 1 + 13 * i % 80] for i, ids in enumerate(some_prompts(70))]
+    check_lossless(engine, oracle_of(prompts, params))
+    assert engine.counters.num_steps - engine.counters.num_plain_steps > 10
+    assert graphs.num_captured == ahead and graphs.num_replayed > 50
 
 
 def test_a_head_that_slept_drafts_as_one_that_did_not(tmp_path):

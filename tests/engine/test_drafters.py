@@ -55,8 +55,8 @@ def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **
     return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
 
 
-def oracle_of(prompts: list[list[int]], params: list[SamplingParams]) -> Oracle:
-    model = llama()
+def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: int) -> Oracle:
+    model = llama(**shape)
     model.set_attn_implementation("sdpa")
     plain = [reference_decode(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
     return prompts, params, plain

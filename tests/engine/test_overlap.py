@@ -16,13 +16,14 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.planner import probe_schedule
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.probe_schedule import REVIEW_EVERY
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
-from jobs.bench.simulated_costs import flat
+from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
@@ -240,3 +241,16 @@ def test_what_was_launched_for_nobody_is_dropped():
     while engine.has_work:
         engine.step()
     assert_plain([second])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, monkeypatch):
+    """Drafts are off, so a probe is for a part of the batch, which is not replayed."""
+    monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
+    dear = flat(head_share=0.5)
+    ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
+    planner = BudgetPlanner(12, 4, 4, dear, can_sync=False, sizes=ours.graphs.pass_sizes(12))
+    ours.planner = SimulatedPlanner(planner, dear)
+    run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
+    assert planner.mode is Mode.OFF
+    assert ours.counters.num_probes >= 0.8 * ours.counters.num_steps / REVIEW_EVERY

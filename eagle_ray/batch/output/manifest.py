@@ -242,7 +242,7 @@ def begin_attempt(
     manifest["config"] = recorded(config)
     manifest["config_hash"] = config_hash(config)
     manifest["inputs"] |= files
-    manifest["models"] = {name: _model_files(name) for name in (config.model.target, config.model.draft) if name}
+    manifest["models"] = {name: _model_files(name) for name in (config.model.target, *config.model.drafts)}
     manifest["versions"], manifest["hardware"] = _versions(), _hardware()
     for directory in (root_of(output), output):  # the whole output's, and the shard's
         (directory / SUCCESS).remove()  # first: a missing one is made again, one that is no longer true is believed

@@ -1,0 +1,144 @@
+"""MethodTrial: `speculative.method: auto` tries several methods in turns on the first sequences and keeps the fastest.
+
+    trial = MethodTrial({"eagle3": planner, "suffix": another, "none": UniformPlanner(0, 0, 0)}, switch)
+    Engine(target, switch, trial, ...)
+
+    round 0 (not measured)          round 1                         round 2 ...
+    eagle3  suffix  ngram  none  |  none  ngram  suffix  eagle3  |  eagle3  none
+    ------- STEPS_PER_TURN each --------------------------------  a method that is far behind takes no further turn
+
+The sequences are the job's own and no step is repeated: outputs do not depend on drafts, so a trial costs only what the
+slower methods are slower. The rate of a method is the tokens per second of its decode steps. Steps with prompt rows or
+one-time work, and steps of a batch that is still filling or already draining, are not counted. Neither is the first
+step of a turn: a drafter then catches up with what other methods decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.drafters.switch import SwitchDrafter
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.tree.draft_plan import DraftPlan
+
+NUM_ROUNDS = 3  # measured ones
+STEPS_PER_TURN = 6  # counted ones: others wait meanwhile, and a head reads again what they decode, at most 128 tokens
+MAX_STEPS_PER_TURN = 24  # whatever is counted of them
+MIN_SHARE = 0.85  # of the best rate, for a further turn
+FULL_BATCH = 0.75  # of the largest batch seen, for a step that counts
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counted tokens and seconds of one method."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Return the tokens per second, or 0 if no step was counted."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+class MethodTrial:
+    """Plans as the planner of the method whose turn it is, later as that of the method that was kept.
+
+    Args:
+        planners: by method; on equal rates the first one is kept.
+        switch: drafts with the same methods.
+        on_choice: called once with the method and the tokens per second of all.
+    """
+
+    def __init__(
+        self,
+        planners: Mapping[str, Planner],
+        switch: SwitchDrafter,
+        on_choice: Callable[[str, dict[str, float]], None] = lambda method, rates: None,
+    ):
+        self._planners, self._switch, self._on_choice = dict(planners), switch, on_choice
+        self._tallies = {method: _Tally() for method in planners}
+        self._contenders = list(planners)
+        self._turns = self._schedule()
+        self._largest_batch = 0
+        self.choice: str | None = None
+        self._begin_turn()
+
+    @property
+    def will_draft(self) -> bool:
+        return self.choice is None or self._current.will_draft
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        if self.choice is None and self._turn_is_over:
+            self._begin_turn()
+        return self._current.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._current.allocate(draft, plan, batch)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Pass the outcome on and count it. The first one of a turn may be of the turn before, if steps overlap."""
+        self._num_steps += 1
+        if self._num_steps == 1:
+            return
+        self._current.observe(outcome)
+        if self.choice is None:
+            self._count(outcome)
+
+    def _count(self, outcome: StepOutcome) -> None:
+        self._largest_batch = max(self._largest_batch, outcome.batch_size)
+        if not self._counts(outcome):
+            return
+        self._num_counted += 1
+        if self._is_measured:
+            tally = self._tallies[self._method]
+            tally.num_tokens += outcome.batch_size + outcome.num_accepted
+            tally.seconds += outcome.seconds.total
+
+    def _counts(self, outcome: StepOutcome) -> bool:
+        """Return whether the step is an ordinary one of a full batch."""
+        is_ordinary = not (outcome.is_first or outcome.num_prefill_rows or outcome.num_prompt_tokens)
+        return is_ordinary and outcome.batch_size >= FULL_BATCH * self._largest_batch
+
+    @property
+    def _turn_is_over(self) -> bool:
+        return self._num_counted >= STEPS_PER_TURN or self._num_steps >= MAX_STEPS_PER_TURN
+
+    def _begin_turn(self) -> None:
+        """Let the next method draft, or keep the best one."""
+        turn = next(self._turns, None)
+        if turn is None:
+            self._choose()
+            return
+        self._method, self._is_measured = turn
+        self._use(self._method)
+
+    def _use(self, method: str) -> None:
+        self._switch.use(method)
+        self._current = self._planners[method]
+        self._num_steps = self._num_counted = 0
+
+    def _schedule(self) -> Iterator[tuple[str, bool]]:
+        """Yield the method of each turn, and whether it is measured; every other round is in reverse order."""
+        for number in range(1 + NUM_ROUNDS):
+            order = self._contenders[:: -1 if number % 2 else 1]
+            for method in order:
+                yield method, number > 0
+            self._drop_slow()
+            if len(self._contenders) == 1:
+                return
+
+    def _drop_slow(self) -> None:
+        """Take methods that are far behind out of the trial."""
+        limit = MIN_SHARE * max(tally.rate for tally in self._tallies.values())
+        self._contenders = [method for method in self._contenders if self._tallies[method].rate >= limit]
+
+    def _choose(self) -> None:
+        rates = {method: tally.rate for method, tally in self._tallies.items()}
+        self.choice = max(self._contenders, key=rates.__getitem__)
+        self._use(self.choice)
+        self._switch.keep(self.choice)
+        self._on_choice(self.choice, rates)

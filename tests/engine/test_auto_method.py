@@ -1,0 +1,98 @@
+"""speculative.method auto: whatever it tries and keeps, every output is plain decoding's."""
+
+import itertools
+import logging
+from dataclasses import replace
+
+import pytest
+
+from eagle_ray.build import build_engine, check_models
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.engine.engine import Engine
+from eagle_ray.models.head_checkpoint import save_head
+from eagle_ray.models.medusa_checkpoint import save_path_heads
+from eagle_ray.registry import method_of_draft
+from tests.engine.test_drafters import check_lossless, oracle_of, weights_for
+from tests.engine.test_lossless import Oracle, differing, some_params, some_prompts
+from tests.helpers.dflash_checkpoints import published_head, zlab_config
+from tests.helpers.toy_models import head, llama
+
+TREE = dict(max_nodes=8, max_depth=4, top_k=3)
+
+
+def auto_engine(weights: object, num_slots: int, budget: str = "uniform", kv_tokens: int | None = None) -> Engine:
+    speculative = SpeculativeConfig(method="auto", budget=budget, **TREE)
+    return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    params = [replace(p, ignore_eos=True) for p in some_params(12, max_tokens=48)]
+    return oracle_of(some_prompts(12), params)
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "dflash", "none"])
+@pytest.mark.parametrize("num_slots", [1, 7])
+def test_the_trial_changes_no_output(oracle, draft, num_slots):
+    """Greedy and sampled rows; the trial ends within the first of them."""
+    engine = auto_engine(None if draft == "none" else weights_for(draft), num_slots)
+    for _ in range(1 if num_slots == 1 else 4):
+        check_lossless(engine, oracle)
+    assert engine.counters.method in {draft, "suffix", "ngram", "none"}
+    rates = engine.counters.method_rates
+    assert set(rates) == {draft, "suffix", "ngram", "none"} and engine.counters.method == max(rates, key=rates.get)
+
+
+def test_sequences_are_preempted_during_the_trial(oracle):
+    prompts, params, plain = oracle
+    engine = auto_engine(head(), 4)
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    for number in itertools.count(1):
+        engine.step()
+        if not engine.has_work:
+            break
+        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+        if number % 9 == 0 and len(running) > 1:
+            engine.scheduler._preempt(running[-1])
+    assert differing([s.output_ids for s in sequences], plain) == []
+    assert engine.counters.num_preemptions > 9
+
+
+def test_passes_are_replayed_during_the_trial(oracle, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", "on")
+    engine = auto_engine(head(), 4)
+    for _ in range(3):
+        check_lossless(engine, oracle)
+    assert engine.graphs.num_replayed > 100 and engine.counters.method is not None
+
+
+def test_the_choice_is_logged_once(oracle, caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    caplog.set_level(logging.INFO, "eagle_ray")
+    engine = auto_engine(head(), 4, budget="global")
+    for _ in range(3):
+        check_lossless(engine, oracle)
+    [line] = [record.message for record in caplog.records if "speculative.method auto" in record.message]
+    assert line.startswith(f"speculative.method auto: {engine.counters.method} (decoded tokens per second: ")
+
+
+@pytest.mark.parametrize(("kind", "method"), [("dflash", "dflash"), ("medusa", "medusa"), ("eagle1", "eagle2")])
+def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
+    if kind == "dflash":
+        published_head(tmp_path, zlab_config())
+    elif kind == "medusa":
+        save_path_heads(weights_for("medusa"), tmp_path)
+    else:
+        weights = head()
+        save_head(weights, weights.config.to_dict(), tmp_path)
+    assert method_of_draft(tmp_path, llama().config) == method
+
+
+def test_a_draft_of_no_kind_is_refused_with_all_reasons(tmp_path):
+    model = ModelConfig(target="embedded:tiny", draft=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=r"no draft that a method can read\. as an EAGLE head: .* as Medusa heads: "):
+        check_models(model, SpeculativeConfig(method="auto"))

@@ -1,0 +1,163 @@
+"""SpecInfer: several drafters with weights in one tree. Outputs are plain decoding's, and parts draft as alone."""
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_ray.build import build_engine, check_models
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, load_config
+from eagle_ray.config.models import check_model_names
+from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.drafters.drafter import Draft
+from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
+from eagle_ray.engine.engine import Engine
+from eagle_ray.models.draft_model import DraftModel
+from eagle_ray.models.head_checkpoint import save_head
+from eagle_ray.registry import DraftList
+from eagle_ray.tree.draft_tree import DraftTree
+from tests.conftest import PAIR
+from tests.engine.test_drafters import check_lossless, oracle_of
+from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
+from tests.helpers.dflash_checkpoints import published_head, zlab_config
+from tests.helpers.toy_models import head, head3, llama, run
+
+LAYERS = 7
+DEPTH = 5
+TREE = dict(max_nodes=16, max_depth=DEPTH, top_k=3, budget="uniform")
+METHODS = ["draft_model+draft_model", "eagle2+draft_model", "eagle3+dflash+suffix"]
+
+
+def small_model(seed: int) -> DraftModel:
+    return DraftModel(llama(seed=seed, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8))
+
+
+def weights_of(method: str, directory: Path) -> list[nn.Module]:
+    """Return random weights for each part that reads some; two small models differ."""
+    seeds = itertools.count(1)
+    makers = {
+        "draft_model": lambda: small_model(next(seeds)),
+        "eagle2": head,
+        "eagle3": head3,
+        "dflash": lambda: published_head(directory, zlab_config(LAYERS, ids=(0, 4)), LAYERS),
+    }
+    return [makers[part]() for part in method.split("+") if part in makers]
+
+
+def merged_engine(method: str, weights: List[nn.Module], num_slots: int, **settings: object) -> Engine:
+    several = DraftList(weights) if len(weights) > 1 else weights[0]
+    speculative = SpeculativeConfig(method=method, **{**TREE, **settings})
+    return build_engine(llama(num_hidden_layers=LAYERS), several, speculative, num_slots, 128)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return oracle_of(some_prompts(9), some_params(9, max_tokens=10), num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("num_slots", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_are_those_of_plain_decoding(oracle, tmp_path, method, num_slots):
+    """Greedy and sampled rows, in batches of one and several."""
+    check_lossless(merged_engine(method, weights_of(method, tmp_path), num_slots), oracle)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_plan_and_no_preemption_changes_an_output(oracle, tmp_path, method):
+    """Some members, any width and depth, plain steps between; the youngest sequence is sent back now and then."""
+    prompts, params, plain = oracle
+    engine = merged_engine(method, weights_of(method, tmp_path), 4)
+    engine.planner = Whimsical(3)
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    for number in itertools.count(1):
+        engine.step()
+        if not engine.has_work:
+            break
+        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+        if number % 5 == 0 and len(running) > 1:
+            engine.scheduler._preempt(running[-1])
+    assert differing([s.output_ids for s in sequences], plain) == []
+    assert engine.counters.num_preemptions > 1
+
+
+def spied(trees: list[DraftTree], draft: Callable[..., Draft], *args: object) -> Draft:
+    """Draft, and keep the tree."""
+    found = draft(*args)
+    trees.append(found.tree)
+    return found
+
+
+def drafts_of(engine: Engine, part: object, prompts: list[list[int]], params: list) -> list[tuple[Tensor, Tensor]]:
+    """Return what a drafter drafts at each step of an engine that verifies nothing of it, greedily."""
+    trees: list[DraftTree] = []
+    part.draft = partial(spied, trees, part.draft)
+    engine.planner = ScriptedPlanner()
+    engine.planner.setting = CalibrationSetting(len(prompts), 1, 3, DEPTH)
+    run(engine, prompts, params)
+    return [(tree.tokens, tree.log_values) for tree in trees]
+
+
+@pytest.mark.parametrize("method", ["eagle3+dflash", "eagle3+draft_model", "draft_model+draft_model"])
+def test_each_part_drafts_what_it_drafts_alone(oracle, tmp_path, method):
+    """From its own features and its own cache."""
+    prompts, params = some_prompts(3), [p for p in some_params(12, max_tokens=8) if not p.temperature]
+    weights = weights_of(method, tmp_path)
+    for i, (name, own) in enumerate(zip(method.split("+"), weights, strict=True)):
+        merged, alone = merged_engine(method, weights, 3), merged_engine(name, [own], 3)
+        together = drafts_of(merged, merged.drafter._parts[i], prompts, params)
+        for (tokens, values), (tokens_alone, values_alone) in zip(
+            together, drafts_of(alone, alone.drafter, prompts, params), strict=True
+        ):
+            assert torch.equal(tokens, tokens_alone)
+            torch.testing.assert_close(values, values_alone, atol=2e-5, rtol=0)
+
+
+def children_of_root(tokens: Tensor, depths: Tensor) -> set[int]:
+    return set(tokens[depths == 1].tolist())
+
+
+def test_one_tree_has_the_nodes_of_both(tmp_path):
+    """Two different models propose different tokens; what both propose stands once."""
+    method = "draft_model+draft_model"
+    engine = merged_engine(method, weights_of(method, tmp_path), 1)
+    trees: list[list[DraftTree]] = [[], [], []]
+    for found, drafter in zip(trees, [*engine.drafter._parts, engine.drafter], strict=True):
+        drafter.draft = partial(spied, found, drafter.draft)
+    run(engine, some_prompts(1), some_params(1, max_tokens=12))
+    differ = 0
+    for of_first, of_second, of_both in zip(*trees, strict=True):
+        roots = [children_of_root(tree.tokens, tree.depths) for tree in (of_first, of_second, of_both)]
+        assert roots[2] == roots[0] | roots[1]
+        assert int((of_both.depths == 1).sum()) == len(roots[2])
+        differ += roots[0] != roots[1]
+    assert differ > 2
+
+
+def test_heads_that_read_different_outputs_are_refused(tmp_path):
+    target = llama(num_hidden_layers=LAYERS)
+    target.save_pretrained(tmp_path / "target")
+    (tmp_path / "dflash").mkdir()
+    published_head(tmp_path / "dflash", zlab_config(LAYERS, ids=(0, 4)), LAYERS)
+    weights = head()
+    save_head(weights, weights.config.to_dict(), tmp_path / "eagle2")
+    names = [str(tmp_path / "eagle2"), str(tmp_path / "dflash")]
+    with pytest.raises(ConfigError, match=r"model\.draft: some of these heads read the target's last output"):
+        check_models(
+            ModelConfig(target=str(tmp_path / "target"), draft=names), SpeculativeConfig(method="eagle2+dflash")
+        )
+
+
+@pytest.mark.parametrize(("drafts", "count"), [("[A, A, A]", 3), ("A", 1)])
+def test_a_merge_reads_as_many_drafts_as_it_has_parts_with_weights(drafts, count):
+    name = str(PAIR / "draft")
+    sets = [f"model.target={PAIR / 'target'}", "speculative.method=eagle2+draft_model"]
+    sets += [f"model.draft={drafts.replace('A', name)}", "input.path=x.jsonl", "output.path=y"]
+    with pytest.raises(ConfigError, match=rf"model\.draft: {count} named, and method eagle2\+draft_model reads 2"):
+        check_model_names(load_config(None, sets=sets))
