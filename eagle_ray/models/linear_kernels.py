@@ -3,13 +3,14 @@
     kernels = choose_kernels(linears)        # {1: Kernel.FILLED, 2: Kernel.FILLED, 3: Kernel.FILLED}
 
 From MIN_PACKED_ROWS rows on, oneDNN over prepacked weights is the fastest kernel in torch, and it sums a row in one
-order whatever the other rows are. Below that, three kernels compete, and the fastest differs between processors:
+order whatever the other rows are. Below that, three kernels compete in fp32, and the fastest differs by processor:
 
     FILLED    rows padded to MIN_PACKED_ROWS, the same bits as in a larger pass; used unless another is faster
     PACKED    the packed weight and just these rows
     PLAIN     F.linear; the weights are then kept a second time, unpacked
 
-Measured over enough of the model's layers that the weights come from memory, as they do in a pass.
+Measured over enough of the model's layers that the weights come from memory, as they do in a pass. In bf16 a kernel
+with another order of summation moves logits so far that outputs change, so only FILLED is used.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ def pad_rows(rows: Tensor) -> Tensor:
 def choose_kernels(linears: Sequence[nn.Linear]) -> dict[int, Kernel]:
     """Return the kernel for each number of rows below MIN_PACKED_ROWS. linears: the model's layers, at least a sample.
 
-    FILLED if the sample would fit into a cache: such models are not bound by memory, so a measurement would say
-    nothing.
+    FILLED if the layers are not in fp32, or if the sample would fit into a cache: such models are not bound by memory,
+    so a measurement would say nothing.
     """
+    if any(linear.weight.dtype != torch.float32 for linear in linears):
+        return FILLED_ONLY
     sample, size = [], 0
     for linear in linears:
         if size < SAMPLE_BYTES:

@@ -61,6 +61,11 @@ def test_weights_that_are_too_many_are_not_kept_twice(timed, monkeypatch):
     assert choose_kernels([nn.Linear(64, 64), nn.Linear(64, 64)]) == FILLED_ONLY
 
 
+def test_bf16_keeps_the_bits_of_a_larger_pass_however_fast_another_kernel_is(timed):
+    timed(1.0, 0.1, 0.1)
+    assert choose_kernels([nn.Linear(64, 64, dtype=torch.bfloat16)]) == FILLED_ONLY
+
+
 def test_a_small_model_is_not_tried():
     assert choose_kernels([nn.Linear(64, 64)]) == FILLED_ONLY
 
