@@ -23,7 +23,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling.grammar_state import GrammarState, first_line
+from eagle_ray.sampling.grammar_state import GrammarState, RecentTokens, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
@@ -51,6 +51,14 @@ class GrammarSpec:
     after: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A grammar that is compiled or being compiled, and the tokens of its outputs."""
+
+    compiled: Future[LLMatcher]
+    recent: RecentTokens
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and keeps the last ones, those that do not compile too.
 
@@ -65,7 +73,7 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._made: LLTokenizer | None = None
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(self, spec: GrammarSpec) -> GrammarState:
@@ -76,15 +84,15 @@ class GrammarCompiler:
         """
         key = spec.kind, spec.source
         with self._lock:
-            kept = self._kept.pop(key, None)
-            future = Future() if kept is None else kept
-            self._kept[key] = future
+            known = self._kept.pop(key, None)
+            kept = _Kept(Future(), RecentTokens()) if known is None else known
+            self._kept[key] = kept
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        if kept is None:
-            self._compile(spec, future)
+        if known is None:
+            self._compile(spec, kept.compiled)
         try:
-            return GrammarState(future.result(), self._vocab_size, self._eos_ids, spec.after)
+            return GrammarState(kept.compiled.result(), self._vocab_size, self._eos_ids, spec.after, kept.recent)
         except RequestError as error:
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
 

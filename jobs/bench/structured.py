@@ -4,7 +4,7 @@
 
 Every prompt is answered by all of them in turn, and the clock is the CPU time of this process, so other work on the
 machine counts for little. The last column is the ratio of tokens per second to plain decoding's, pooled over prompts,
-with a bootstrap interval over prompts. The number of outputs that equal plain decoding's is printed: in bfloat16 near-ties
+with a bootstrap interval over prompts. The number of outputs equal to plain decoding's is printed: bfloat16 near-ties
 may be rounded otherwise.
 """
 
@@ -125,13 +125,13 @@ def answers(
 @contextmanager
 def without_forced_tokens(is_without: bool) -> Iterator[None]:
     """Leave drafts as the drafter made them."""
-    fitted = engine_module.fit_to_grammars
+    original = engine_module.GrammarChains.of
     if is_without:
-        engine_module.fit_to_grammars = lambda draft, batch, plan: draft
+        engine_module.GrammarChains.of = lambda batch, most_tokens: None
     try:
         yield
     finally:
-        engine_module.fit_to_grammars = fitted
+        engine_module.GrammarChains.of = original
 
 
 def print_table(tallies: dict[str, Tally], found: str, temperature: float, args: argparse.Namespace) -> None:
