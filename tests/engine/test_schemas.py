@@ -1,6 +1,6 @@
 """Rows with schemas: each is constrained plain decoding's under every tree, and what is complete is valid.
 
-pytest tests/engine/test_schemas.py -m slow -s          # 300 rows, three trees, batches of 1, 8 and 32
+pytest tests/engine/test_schemas.py -m slow -s          # 300 rows, three trees, 1, 8 and 32 slots
 """
 
 import json
@@ -79,19 +79,22 @@ def test_a_few_rows_are_plain_decodings_and_valid():
 
 @pytest.mark.slow
 def test_hundreds_of_rows_are_plain_decodings_and_valid():
-    """Print how many rows are complete, how many equal plain decoding's, and tokens per pass of the target."""
+    """Print of every cell how many rows are complete, how many equal plain decoding's, and tokens per step.
+
+    At one slot, which takes the most steps, each tree decodes a third of the rows.
+    """
     schemas = some_schemas(300)
-    prompts, params = some_rows(schemas, max_tokens=128)
+    prompts, params = some_rows(schemas, max_tokens=96)
     plain = plain_outputs(prompts, params)
     print(f"\nplain decoding: {sum(EOS in p.ids for p in plain)} of {len(plain)} rows are complete", flush=True)
-    for num_slots in (1, 8, 32):
-        for name in ("chain", "12 nodes", "60 nodes"):
-            sequences = run(embedded_engine(num_slots, *TREES[name]), prompts, params)
-            complete = check(sequences, plain, schemas)
-            same = sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True))
+    for num_slots in (32, 8, 1):
+        for i, name in enumerate(("chain", "12 nodes", "60 nodes")):
+            rows = slice(i, None, 3) if num_slots == 1 else slice(None)
+            sequences = run(embedded_engine(num_slots, *TREES[name]), prompts[rows], params[rows])
+            complete = check(sequences, plain[rows], schemas[rows])
+            same = sum(s.output_ids == p.ids for s, p in zip(sequences, plain[rows], strict=True))
             steps = sum(s.stats.num_steps for s in sequences)
-            tokens = sum(len(s.output_ids) for s in sequences)
-            print(
-                f"{num_slots} slots, {name}: {complete} complete and valid, {same} equal, {tokens / steps:.2f} a step"
-            )
-            assert complete > 200
+            per_step = sum(len(s.output_ids) for s in sequences) / steps
+            found = f"{complete} complete and valid, {same} equal, {per_step:.2f} tokens a step"
+            print(f"{num_slots} slots, {name}: {len(sequences)} rows, {found}", flush=True)
+            assert complete > len(sequences) / 2
