@@ -142,7 +142,7 @@ TASKS: list[tuple[Schema, str]] = [
     (ORDER, "Anna Weber from Berlin orders two lamps at 29.90 each and one desk for 149 dollars, paid by card."),
     (ORDER, "Please send three books to Paul Martin, 12 Rue de Lyon, Paris, as a gift. He pays on delivery."),
     (REVIEW, "This phone is great: the camera is sharp and the battery lasts two days. I would buy it again."),
-    (REVIEW, "The jacket tore after one week, and nobody answered my mail. Never again!"),
+    (REVIEW, "The jacket tore after one week, and my mail got no answer. Never again!"),
     (EVENT, "The Python workshop takes place on May 3rd 2026 in the Town Hall of Leeds; 80 people are expected."),
     (EVENT, "Join our online birthday party for Grandma on 12 July 2026. All 25 of us will be there."),
     (RECIPE, "Pancakes for four: mix 200 g flour, 300 ml milk and two eggs, and fry them. It takes 20 minutes."),
