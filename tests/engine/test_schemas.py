@@ -70,11 +70,11 @@ def check(sequences: list[Sequence], plain: list[PlainOutput], schemas: list[Sch
 
 
 def test_a_few_rows_are_plain_decodings_and_valid():
-    schemas = some_schemas(30)[2::4]
+    schemas = [*some_schemas(3), *some_schemas(21)[16:]]  # nested and recursive ones, and short ones
     prompts, params = some_rows(schemas, max_tokens=40)
     sequences = run(embedded_engine(5, *TREES["12 nodes"]), prompts, params)
     assert check(sequences, plain_outputs(prompts, params), schemas) > 2
-    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 50
+    assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 30
 
 
 @pytest.mark.slow
