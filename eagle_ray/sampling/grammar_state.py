@@ -144,7 +144,8 @@ class GrammarState:
             return []
         self._recent.add(self._output_ids, self._num_recent)
         self._num_recent = len(self._output_ids)
-        context, predicted = list(self._output_ids[-MAX_CONTEXT:]), []
+        context = list(self._output_ids[-MAX_CONTEXT:])
+        predicted: list[PredictedToken] = []
         while len(predicted) < most and not self._matcher.is_stopped():
             tokens = self._consume_predicted(context, most - len(predicted))
             if not tokens:
