@@ -36,6 +36,7 @@ from eagle_ray.batch.output.schema import OUTPUT_FIELDS, ROW_FIELDS, request_sch
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config.structured import schema_text
 from eagle_ray.slot_limits import usual_slots
 from eagle_ray.storage.path import StoragePath
 
@@ -108,6 +109,8 @@ class ColumnAdder:
         params = added.get(SAMPLING_PARAMS)
         if params is not None and not isinstance(params, Mapping):
             added[SAMPLING_PARAMS] = params.model_dump(exclude_unset=True)  # a SamplingParams
+        if isinstance(added.get("json_schema"), type):  # a pydantic model, which Arrow cannot hold
+            added["json_schema"] = schema_text(added["json_schema"])
         return added
 
 

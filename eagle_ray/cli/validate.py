@@ -25,10 +25,13 @@ from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.sequence import check_length
 from eagle_ray.errors import RequestError
+from eagle_ray.sampling.grammar import GrammarCompiler
+from eagle_ray.sampling_values import GRAMMAR_NAMES
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.tokenizer import Tokenizer
 
@@ -42,10 +45,11 @@ UNSEEN = {
 
 @dataclass(frozen=True, slots=True)
 class CheckedTarget:
-    """What was found of the target. text: None where it has no tokenizer."""
+    """What was found of the target. text: None where it has no tokenizer; grammars: None without one."""
 
     text: Tokenizer | None
     limits: ModelLimits
+    grammars: GrammarCompiler | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,26 @@ def validate(config: JobConfig) -> str:
     seen = None if "target" in unseen else _seen(config)
     rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
-    sections = [_input(plan), _rows(rows, len(good)), _first_prompt(good, seen), _model(config), _output(config)]
+    grammars = _grammars(plan, config, seen)
+    first = _first_prompt(good, seen)
+    sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
     return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
 
 
 def _seen(config: JobConfig) -> CheckedTarget:
-    limits = model_limits(config.model)
-    return CheckedTarget(load_tokenizer(config.model), limits)
+    text, limits = load_tokenizer(config.model), model_limits(config.model)
+    grammars = None if text is None else GrammarCompiler(text.to_json, limits.vocab_size, text.eos_ids)
+    return CheckedTarget(text, limits, grammars)
+
+
+def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) -> list[str]:
+    """Return the lines of the grammars of all rows; none if there are none or no tokenizer to compile them for."""
+    named = {name for name in GRAMMAR_NAMES if getattr(config.sampling, name)} | (plan.row_settings & {*GRAMMAR_NAMES})
+    if seen is None or seen.grammars is None or not named:
+        return []
+    return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()
 
 
 def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
@@ -88,6 +103,8 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
             return CheckedRow(request["request_id"], [], None)
         [sequence] = sequences_of(request, config, seen.text, n=1)
         check_length(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
+        if sequence.sampling.grammar is not None and seen.grammars is not None:
+            seen.grammars.start(sequence.sampling.grammar)
     except RequestError as error:
         return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)

@@ -322,7 +322,7 @@ class SamplingConfig(StrictModel):
     choice: Annotated[list[Name], Field(min_length=1), BeforeValidator(choice_list)] | None = Field(
         default=None, description=f"a list of texts, none of them empty, or null; {ONLY_ONE}"
     )
-    grammar: Name | None = Field(default=None, description=f"a Lark grammar, or null; {ONLY_ONE}")
+    grammar: Name | None = Field(default=None, description=f"a grammar in Lark's syntax or GBNF, or null; {ONLY_ONE}")
     response_format: Annotated[str, BeforeValidator(response_format_text)] | None = Field(
         default=None,
         description="OpenAI's {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}, "

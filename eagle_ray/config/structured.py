@@ -5,13 +5,25 @@
     >>> response_format_text({"type": "json_schema", "json_schema": {"name": "a", "schema": {}}})
     '{"type": "json_schema", "json_schema": {"schema": {}}}'
 
+    >>> with_own_keys({"structured_outputs": {"json": {"type": "object"}}})
+    {'json_schema': {'type': 'object'}}
+
 Schemas are kept as JSON text: the order of their keys is the order in which an object's properties are written.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+KEY_BY_VLLM_NAME = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
 
 
 def schema_text(value: Any) -> Any:
@@ -45,6 +57,24 @@ def response_format_text(value: Any) -> Any:
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict | bool):
         raise ValueError("not a response_format")
     return json.dumps({"type": kind, kind: {"schema": inner["schema"]}}, ensure_ascii=False)
+
+
+def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's body with the keys of this system in place of vLLM's structured_outputs.
+
+    The body is returned unchanged if that is missing, or asks for what this system does not do, such as
+    disable_any_whitespace, or names a key that the body has, too; then its reader refuses it by name.
+    """
+    given = body.get("structured_outputs")
+    if not isinstance(given, dict):
+        return body
+    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    if not asked.keys() <= KEY_BY_VLLM_NAME.keys():
+        return body
+    own = {KEY_BY_VLLM_NAME[name]: value for name, value in asked.items()}
+    if any(body.get(name) is not None for name in own):
+        return body
+    return {name: value for name, value in body.items() if name != "structured_outputs"} | own
 
 
 def _parsed(value: Any) -> Any:

@@ -31,7 +31,7 @@ from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, star
 from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.drafters.drafter import Draft, Drafter
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.engine.grammar_drafts import fit_to_grammars
+from eagle_ray.engine.grammar_drafts import GrammarChains
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
@@ -183,13 +183,7 @@ class Engine:
         prompts = self.prefiller.prompts(chunks) if chunks else None
         batch = replace(batch, num_prefill_rows=sum(chunk.num_tokens for chunk in chunks))
         timer = StepTimer(self.target.device)
-        plan = self._next_plan(batch).restrict_to(batch.can_draft)
-
-        draft = Draft.empty(batch.roots)
-        if plan.is_drafting:
-            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
-            if self.graphs is None and torch.device(self.target.device).type == "cpu":
-                draft = fit_to_grammars(draft, batch, plan)
+        plan, draft = self._draft(batch)
         pending, output = self._launch_verify(batch, plan, draft, timer, prompts)
         if output is None:
             return pending, None
@@ -207,6 +201,24 @@ class Engine:
         if postponed is not None and postponed[0] == batch.sequences:
             return postponed[1]
         return self.planner.plan(batch)
+
+    def _draft(self, batch: DecodeBatch) -> tuple[DraftPlan, Draft]:
+        """Return what is drafted, by the drafter and by the grammars of sequences."""
+        plan = self._next_plan(batch).restrict_to(batch.can_draft)
+        chains = GrammarChains.of(batch, self._max_chain) if self._max_chain else None
+        if chains is not None:
+            plan = chains.without_long(plan)
+
+        draft = Draft.empty(batch.roots)
+        if plan.is_drafting:
+            draft = self.drafter.draft(batch.at, batch.roots, plan, batch.sampling, batch.sequences)
+        return plan, draft if chains is None else chains.fit(draft, batch, plan)
+
+    @property
+    def _max_chain(self) -> int:
+        """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`grammar_drafts`)."""
+        on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
+        return min(self.num_spec_tokens, self.verifier.max_nodes - 1) if on_host else 0
 
     def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> PendingStep | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read."""

@@ -129,7 +129,8 @@ class BudgetPlanner:
         candidates = Candidates.of(draft.tree, self._budget(draft, batch))
         rows = self._row_counts(size, len(candidates.log_values))
         gains = self._gains(rows, candidates, draft, plan, size)
-        self._observe_draft(draft, plan, batch)  # last, since a query of the acceptance model waits for its copy
+        if plan.is_drafting:
+            self._observe_draft(draft, plan, batch)  # last, since a query of the acceptance model waits for its copy
         best = int(self._profits(batch, rows, gains).argmax())
         self._rows_per_sequence = rows[best] / size
         keep = candidates.keep(rows[best])

@@ -47,6 +47,13 @@ class Allocation:
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
+    @classmethod
+    def without_padding(cls, draft: Draft, most_nodes: int) -> Allocation:
+        """Keep as `uniform` does, with rows for those nodes only. Waits for the device."""
+        keep = uniform(draft.tree, Budget(0, most_nodes))
+        sizes = keep.sum(1).tolist()
+        return cls(keep, max(sizes), sum(sizes), sizes=sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -86,7 +93,7 @@ class Planner(Protocol):
         """Return what to draft for the running sequences."""
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        """Return which candidates to verify."""
+        """Return which candidates to verify. Some may be there in a plain step: tokens that grammars predict."""
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a finished step."""
@@ -117,6 +124,8 @@ class UniformPlanner:
         return self._plan
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        if draft.depth and not plan.is_drafting:
+            return Allocation.without_padding(draft, self._num_nodes)
         return Allocation.uniform(draft, self._num_nodes)
 
     def observe(self, outcome: StepOutcome) -> None:

@@ -13,6 +13,7 @@ compiles grammars and may be called from several threads.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,14 +22,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling.grammar_state import GrammarState, first_line
+from eagle_ray.sampling.grammar_state import GrammarState, RecentTokens, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
 # wrote white space to its last token in the first object that a schema asked of it.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
@@ -40,8 +43,8 @@ class GrammarSpec:
 
     Attributes:
         kind: one of KINDS.
-        source: a JSON schema, a regular expression, a JSON list of strings (choice), or a Lark grammar; "" for
-            json_object.
+        source: a JSON schema, a regular expression, a JSON list of strings (choice), or a grammar in Lark's syntax or
+            GBNF; "" for json_object.
         after: the token after whose first occurrence in the output the grammar begins, such as a model's end of
             thinking; what comes before is free, but the output cannot end there. None: the whole output is parsed.
     """
@@ -49,6 +52,14 @@ class GrammarSpec:
     kind: str
     source: str = ""
     after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A grammar that is compiled or being compiled, and the tokens of its outputs."""
+
+    compiled: Future[LLMatcher]
+    recent: RecentTokens
 
 
 class GrammarCompiler:
@@ -65,7 +76,7 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._made: LLTokenizer | None = None
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(self, spec: GrammarSpec) -> GrammarState:
@@ -76,15 +87,15 @@ class GrammarCompiler:
         """
         key = spec.kind, spec.source
         with self._lock:
-            kept = self._kept.pop(key, None)
-            future = Future() if kept is None else kept
-            self._kept[key] = future
+            known = self._kept.pop(key, None)
+            kept = _Kept(Future(), RecentTokens()) if known is None else known
+            self._kept[key] = kept
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        if kept is None:
-            self._compile(spec, future)
+        if known is None:
+            self._compile(spec, kept.compiled)
         try:
-            return GrammarState(future.result(), self._vocab_size, self._eos_ids, spec.after)
+            return GrammarState(kept.compiled.result(), self._vocab_size, self._eos_ids, spec.after, kept.recent)
         except RequestError as error:
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
 
@@ -141,10 +152,23 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in _choices(spec.source)))
         if spec.kind == "grammar":
-            return LLMatcher.grammar_from_lark(spec.source)
+            return LLMatcher.grammar_from_lark(_lark(spec.source))
     except ValueError as error:
         raise RequestError("bad_grammar", f"{spec.kind}: {first_line(str(error))}") from None
     raise RequestError("bad_grammar", f"{spec.kind}: must be one of {', '.join(KINDS)}")
+
+
+def _lark(source: str) -> str:
+    """Return a grammar in Lark's syntax: as it is, or converted from GBNF, llama.cpp's EBNF, whose rules have "::=".
+
+    Raises ValueError if that has none named root, or is none.
+    """
+    if not GBNF_RULE.search(source):
+        return source
+    try:
+        return gbnf_to_lark(source)
+    except Exception as error:  # whatever the converter finds
+        raise ValueError(f"not GBNF: {error}") from None
 
 
 def _choices(source: str) -> list[str]:

@@ -3,6 +3,7 @@
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     state.sync(output_ids)                          # once a step: the tokens committed since
     masks = state.path_masks([[], [17], [17, 4]])   # [3, words]: a token mask for each path
+    state.predicted_tokens(6)                       # tokens that the grammar forces, or that came here before
     state.mark_dead_end([17, 4], error)             # no token is left there
     state.error_after([17, 4, 9])                   # the error, if the output goes past such a node
 
@@ -14,12 +15,49 @@ an output that goes through that node fails.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
+
+MAX_CONTEXT = 3  # tokens
+MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
+MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
+
+
+class PredictedToken(NamedTuple):
+    """A token that is likely to come next. is_forced: the grammar allows no other text."""
+
+    token: int
+    is_forced: bool
+
+
+class RecentTokens:
+    """The token that came last after each context of up to MAX_CONTEXT tokens, in all outputs of one grammar.
+
+    Outputs of a schema repeat its skeleton: white space and punctuation that the grammar leaves open.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def add(self, token_ids: Sequence[int], first: int) -> None:
+        """Add the tokens from index `first` on, after those before them."""
+        if len(self._next) > MAX_CONTEXTS:
+            self._next.clear()
+        for i in range(max(first, 1), len(token_ids)):
+            for length in range(1, min(i, MAX_CONTEXT) + 1):
+                self._next[tuple(token_ids[i - length : i])] = token_ids[i]
+
+    def after(self, context: Sequence[int]) -> Iterator[int]:
+        """Yield the tokens that came after the longest known context and after shorter ones."""
+        for length in range(min(len(context), MAX_CONTEXT), 0, -1):
+            token = self._next.get(tuple(context[-length:]))
+            if token is not None:
+                yield token
 
 
 class GrammarState:
@@ -30,13 +68,24 @@ class GrammarState:
         vocab_size: of the target's logits.
         eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
         after: see GrammarSpec.
+        recent: tokens of earlier outputs of the grammar; this one adds its own.
 
     Attributes:
         has_end: the output's last token is an end.
     """
 
-    def __init__(self, compiled: LLMatcher, vocab_size: int, eos_ids: Collection[int], after: int | None = None):
+    def __init__(
+        self,
+        compiled: LLMatcher,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        after: int | None = None,
+        recent: RecentTokens | None = None,
+    ):
         self._compiled, self._matcher = compiled, compiled.deep_copy()
+        self._recent = recent or RecentTokens()
+        self._num_recent = 0  # output ids that were added to it
+        self._output_ids: Sequence[int] = ()
         self._ends, self._after = frozenset(eos_ids), after
         self._num_words = num_words(vocab_size)
         self._free = ~pack_mask(self._ends, vocab_size)  # an output cannot end before its grammar has begun
@@ -62,6 +111,7 @@ class GrammarState:
         if not new:
             return  # what was noted since stands
         self._num_output = len(output_ids)
+        self._output_ids = output_ids
         self._dead_ends.clear()
         self.has_end = bool(output_ids) and output_ids[-1] in self._ends
         if new and self.has_end:
@@ -83,6 +133,48 @@ class GrammarState:
     def forced_tokens(self) -> list[int]:
         """Return the tokens that should come next where the grammar leaves no choice, as the tokenizer writes them."""
         return list(self._matcher.compute_ff_tokens()) if self._begun else []
+
+    def predicted_tokens(self, most: int) -> list[PredictedToken]:
+        """Return the tokens that probably come next, at most `most`; none where text is free.
+
+        Those that the grammar forces, and between them those that came last after these tokens, in this output or an
+        earlier one of the grammar. After a finished text comes the end, if there is one kind of it.
+        """
+        if not self._begun or self._dead_ends or self.has_end:
+            return []
+        self._recent.add(self._output_ids, self._num_recent)
+        self._num_recent = len(self._output_ids)
+        context = list(self._output_ids[-MAX_CONTEXT:])
+        predicted: list[PredictedToken] = []
+        while len(predicted) < most and not self._matcher.is_stopped():
+            tokens = self._consume_predicted(context, most - len(predicted))
+            if not tokens:
+                break
+            predicted += tokens
+            context += [token for token, _ in tokens]
+        num_consumed = len(predicted)
+        if len(predicted) < most and self._matcher.is_stopped() and len(self._ends) == 1:
+            predicted.append(PredictedToken(min(self._ends), True))
+        if num_consumed:
+            self._matcher.rollback(num_consumed)
+        if self._matcher.is_error():
+            self._restart()
+            return []
+        return predicted
+
+    def _consume_predicted(self, context: Sequence[int], most: int) -> list[PredictedToken]:
+        """Consume and return the forced tokens, or else one that came after this context before."""
+        if forced := self._matcher.compute_ff_tokens()[:most]:
+            num_consumed = self._matcher.try_consume_tokens(forced)
+            return [PredictedToken(token, True) for token in forced[:num_consumed]]
+        mask = np.zeros(self._num_words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if int(np.bitwise_count(mask.view(np.uint32)).sum()) > MAX_CHOICES:
+            return []
+        for token in self._recent.after(context):
+            if token not in self._ends and self._matcher.try_consume_tokens([token]) == 1:
+                return [PredictedToken(token, False)]
+        return []
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> Words:
         """Return [N, words], the mask after each path of a tree. paths: parents before their children, [] first."""

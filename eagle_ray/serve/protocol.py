@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
 from eagle_ray.chat.template_messages import template_message
-from eagle_ray.config.structured import response_format_text, schema_text
+from eagle_ray.config.structured import response_format_text, schema_text, with_own_keys
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -132,7 +132,10 @@ class StreamOptions(Body):
 
 
 class Request(Body):
-    """Parameters that chat and text completions share. None is the server's setting, or off."""
+    """Parameters that chat and text completions share. None is the server's setting, or off.
+
+    vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
+    """
 
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
@@ -185,7 +188,7 @@ class Request(Body):
     choice: Annotated[list[Stop], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="a list of 1 to 1024 texts, none of them empty"
     )
-    grammar: Stop | None = Field(default=None, description="a Lark grammar")
+    grammar: Stop | None = Field(default=None, description="a grammar in Lark's syntax or GBNF")
     response_format: Annotated[Text, BeforeValidator(response_format_text)] | None = Field(
         default=None,
         description="{type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}",
@@ -195,6 +198,11 @@ class Request(Body):
         default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
     )
     return_token_ids: bool = Field(default=False, description="true or false")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_keys(cls, data: Any) -> Any:
+        return with_own_keys(data) if isinstance(data, dict) else data
 
     @property
     def tops(self) -> int | None:

@@ -42,13 +42,21 @@ NO_TOOLS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "chat_template_kwargs": ({},),
 }  # of a text completion, which has no chat template
+INSTEAD = {
+    "structured_outputs": "give one of json, json_object, regex, choice and grammar, or json_schema in place of it",
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_choice": "use choice",
+    "guided_grammar": "use grammar",
+}  # of vLLM's parameters
 
 
 def refuse_unbuilt(extra: Mapping[str, Any]) -> None:
     """Raise ApiError for parameters that are not supported. extra: the request's other parameters."""
     for name, value in extra.items():
         if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, NO_TOOLS.get(name, ()))):
-            raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; leave it out")
+            fix = INSTEAD.get(name, "leave it out")
+            raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; {fix}")
 
 
 def refuse_in_message(extra: Mapping[str, Any], where: str) -> None:

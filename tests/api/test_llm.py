@@ -1,13 +1,16 @@
 """The LLM of Python: its prompts, parameters, outputs and errors; ids are those of plain decoding."""
 
+import json
 import subprocess
 import sys
 import threading
 import time
+from typing import Literal
 
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
@@ -190,6 +193,31 @@ def test_controls_reach_the_engine(llm):
         for params in (SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logit_bias={7: 100.0}, min_tokens=6))
     )
     assert biased == [7] * 6 != free
+
+
+class Pet(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["fox", "dog"]
+
+
+class Owner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    age: int = Field(ge=0, le=20)
+    pets: list[Pet] = Field(max_length=1)
+
+
+def test_a_pydantic_model_is_a_schema(llm):
+    """As a parameter, as a prompt's own value and as JSON text it is one schema."""
+    params = SamplingParams(max_tokens=120, json_schema=Owner)
+    asked = {"prompt": "Hello", "json_schema": json.dumps(Owner.model_json_schema()), "max_tokens": 120}
+    by_params, by_row = llm.generate(["Hello", asked], [params, SamplingParams()])
+    [sample] = by_params.outputs
+    assert sample.finish_reason == "stop" and sample.token_ids == by_row.outputs[0].token_ids
+    assert 0 <= Owner.model_validate_json(sample.text).age <= 20
+    with pytest.raises(ConfigError, match="json_schema"):
+        SamplingParams(json_schema=Pet(kind="fox"))  # a value, not a model
 
 
 def test_the_arguments_of_an_llm_are_keys_of_a_job():

@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pytest
 import ray
+from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
-from eagle_ray.batch.dataset import RequestMaker, with_input_columns
+from eagle_ray.api.python_config import job_config
+from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, with_input_columns
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from tests.conftest import PAIR, token_rows
@@ -136,3 +139,29 @@ def test_the_readmes_lines_run(ray_session, tmp_path, monkeypatch, capsys):
     exec(compile(code, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out
     assert (tmp_path / "runs" / "mine" / "_SUCCESS").exists()
+
+
+class Pet(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["fox", "dog"]
+    age: int = Field(ge=0, le=20)
+
+
+def test_a_pydantic_model_reaches_the_rows_as_text():
+    """From preprocess, alone and in SamplingParams, and as the configuration's."""
+    schema = Pet.model_json_schema()
+    for made in ({"json_schema": Pet}, {"sampling_params": SamplingParams(json_schema=Pet)}):
+        added = ColumnAdder(lambda row, made=made: made)(pa.table({"prompt": ["x"]})).to_pylist()[0]
+        assert json.loads((added.get("sampling_params") or added)["json_schema"]) == schema
+    config = job_config({"sampling.json_schema": Pet, "input.path": "a", "output.path": "b"})
+    assert json.loads(config.sampling.json_schema) == schema
+
+
+@pytest.mark.slow
+def test_generate_takes_a_pydantic_model(ray_session):
+    config = {"sampling.json_schema": Pet, "sampling.max_tokens": 60, "execution.slots": 4}
+    asked = ray.data.from_items([{"prompt": f"A story of {name}."} for name in ("Ann", "Bob")])
+    for row in eagle_ray.generate(asked, config | {"speculative.budget": "uniform"}).take_all():
+        assert row["structured_outcome"] == "complete"
+        assert Pet.model_validate_json(row["text"]).kind in ("fox", "dog")

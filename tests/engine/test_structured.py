@@ -12,10 +12,12 @@ from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.errors import RequestError
+from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling import grammar_state
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams
+from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
 from tests.engine.test_lossless import SAMPLING, some_prompts
 from tests.helpers.toy_models import llama, llama_engine, run
@@ -211,10 +213,35 @@ def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
     """The toy's head is random: nearly all that it gains comes from the grammar, and it changes no token."""
     params = [SamplingParams(max_tokens=40, grammar=GrammarSpec("choice", '["abna12name:abna12name:xyz"]'))]
     fitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
-    monkeypatch.setattr(engine_module, "fit_to_grammars", lambda draft, batch, plan: draft)
+    monkeypatch.setattr(engine_module.GrammarChains, "of", lambda batch, most_tokens: None)
     unfitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
     assert fitted.output_ids == unfitted.output_ids and TEXT.decode(fitted.output_ids) == "abna12name:abna12name:xyz"
     assert fitted.stats.num_steps < 0.7 * unfitted.stats.num_steps
+
+
+def test_what_earlier_outputs_had_is_drafted_where_the_grammar_leaves_it_open():
+    """White space and the order of fields are guessed from the first output, and a chain is a step without the head."""
+    spec = GrammarSpec("regex", "(ab?12x?){6}")
+    params = [SamplingParams(max_tokens=40, grammar=spec)] * 4
+    prompts = [[5, 6]] * 4
+    sequences = run(engine_with_grammars(1, 12, 4, 4), prompts, params)
+    assert_equal(sequences, plain_outputs(prompts, params))
+    first, *others = (s.stats.num_steps for s in sequences)
+    assert max(others) < first
+    assert max(s.draft_forwards for s in sequences[1:]) < sequences[0].draft_forwards
+
+
+@pytest.mark.parametrize("num_slots", [1, 5])
+def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slots):
+    """The head costs as much as the target, so the planner turns drafts off; what grammars predict costs only rows."""
+    prompts, params, plain = (some[:24] for some in oracle)
+    dear = flat(head_share=1.0)
+    engine = engine_with_grammars(num_slots, 12, 4, 4)
+    engine.planner = SimulatedPlanner(BudgetPlanner(12, 4, 4, dear), dear)
+    assert_equal(run(engine, prompts, params), plain)
+    chains = [o for o in engine.planner.outcomes if not o.plan.is_drafting and o.num_accepted]
+    assert len(chains) > 10 and all(o.depth == 0 for o in chains)
+    assert all(o.num_rows > o.batch_size for o in chains)
 
 
 def test_what_cannot_be_compiled_is_refused_before_it_takes_a_slot():

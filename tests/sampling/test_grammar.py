@@ -101,6 +101,16 @@ def test_masks_of_a_tree_are_those_of_each_path_alone(compiler, seed):
     assert np.array_equal(state.tree_masks([0], [-1])[0], masks[0])  # the state is where it was
 
 
+def test_grammars_are_written_in_larks_syntax_or_gbnf(compiler):
+    lark = 'start: item ("," item)?\nitem: /[a-c]/'
+    gbnf = '# two rules\nroot ::= item ("," item)?\nitem ::= [a-c]'
+    for seed in range(4):
+        texts = {written(compiler.start(GrammarSpec("grammar", source)), seed) for source in (lark, gbnf)}
+        assert len(texts) == 1
+    with pytest.raises(RequestError, match=r"^grammar: not GBNF: .*missing"):
+        compiler.start(GrammarSpec("grammar", "root ::= missing"))
+
+
 def test_nodes_that_are_not_allowed_change_nothing(compiler):
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     before = state.tree_masks([0], [-1])[0].copy()
@@ -116,6 +126,48 @@ def test_forced_tokens_are_drafted_without_a_head(compiler):
     forced = state.forced_tokens()
     assert "abcabcabc".startswith(Tokenizer.from_file(str(FILE)).decode(forced)) and forced
     state.commit(forced)
+
+
+def encode(text: str) -> list[int]:
+    return Tokenizer.from_file(str(FILE)).encode(text, add_special_tokens=False).ids
+
+
+def predicted(state, most: int) -> tuple[str, list[bool]]:
+    tokens = state.predicted_tokens(most)
+    text = Tokenizer.from_file(str(FILE)).decode([token for token, _ in tokens], skip_special_tokens=False)
+    return text, [is_forced for _, is_forced in tokens]
+
+
+def test_predicted_tokens_are_forced_ones_and_those_that_came_here_before(compiler):
+    schema = {"properties": {"color": {"enum": ["red"]}, "size": {"enum": [7]}}, "required": ["color", "size"]}
+    spec = GrammarSpec("json_schema", json.dumps(schema | {"type": "object", "additionalProperties": False}))
+    ids = [*encode('{ "color": "red",\n"size": 7}'), END]
+
+    first = compiler.start(spec)
+    first.sync(ids[:1])
+    assert ":" not in predicted(first, 40)[0]  # white space is not forced
+    for end in range(2, len(ids) + 1):
+        before = first.tree_masks([0], [-1])[0].copy()
+        first.predicted_tokens(40)
+        assert np.array_equal(first.tree_masks([0], [-1])[0], before)  # the state is where it was
+        first.sync(ids[:end])
+
+    second = compiler.start(spec)
+    second.sync(ids[:1])
+    text, forced = predicted(second, 40)
+    assert Tokenizer.from_file(str(FILE)).decode(ids[1:], skip_special_tokens=False) == text
+    assert forced[-1] and True in forced and False in forced
+    assert [token for token, _ in second.predicted_tokens(3)] == ids[1:4]
+    second.sync(ids)
+    assert second.predicted_tokens(40) == []
+
+
+def test_free_text_is_not_predicted(compiler):
+    spec, ids = GrammarSpec("regex", ".*"), encode("abcabcabc")
+    for _ in range(2):
+        state = compiler.start(spec)
+        state.sync(ids)
+        assert state.predicted_tokens(8) == []
 
 
 def test_at_the_end_only_an_end_is_allowed(compiler):

@@ -66,7 +66,9 @@ def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
         {"tools": [{"type": "function"}]},
         {"length_penalty": 0.5},
         {"prompt_logprobs": 1},
-        {"structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"structural_tag": "a"}},
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        {"guided_json": {}},
         {"nonsense": 1},
         {"best_of": 3},
         {"suffix": "x"},
@@ -76,6 +78,37 @@ def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
     [name] = extra
     error = refused(CompletionRequest, {"prompt": "Hi"} | extra)
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "read"),
+    [
+        (
+            {"json": {"type": "object"}, "regex": None, "disable_any_whitespace": False},
+            "json_schema",
+            '{"type": "object"}',
+        ),
+        ({"json_object": True}, "json_object", True),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["a", "b"]}, "choice", ["a", "b"]),
+        ({"grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+    ],
+)
+def test_vllms_spelling_of_structured_outputs_is_read(given, name, read):
+    request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "structured_outputs": given}).encode())
+    assert getattr(request, name) == read and not request.model_extra
+
+
+def test_vllms_spelling_is_refused_with_our_keys():
+    error = refused(CompletionRequest, {"prompt": "Hi", "structured_outputs": {"structural_tag": "a"}})
+    assert "give one of json, json_object, regex, choice and grammar" in str(error)
+    assert "use regex" in str(refused(CompletionRequest, {"prompt": "Hi", "guided_regex": "a"}))
+    both = {"prompt": "Hi", "structured_outputs": {"regex": "a"}, "choice": ["b"]}
+    assert "both say what the output must be" in str(refused(CompletionRequest, both))
+    twice = {"prompt": "Hi", "structured_outputs": {"regex": "a"}, "regex": "b"}
+    assert refused(CompletionRequest, twice).param == "structured_outputs"
+    wrong = {"prompt": "Hi", "structured_outputs": {"choice": "b"}}
+    assert refused(CompletionRequest, wrong).param == "choice"
 
 
 def test_controls_are_read():

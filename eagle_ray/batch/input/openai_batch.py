@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
-from eagle_ray.batch.input.parameters import UNSUPPORTED_PARAMETERS, has_effect
+from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, UNSUPPORTED_PARAMETERS, has_effect
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.chat.chat_options import CHAT_NAMES
+from eagle_ray.config.structured import with_own_keys
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
 from eagle_ray.storage.path import StorageError
@@ -54,6 +55,7 @@ SAMPLING = (
     "prompt_logprobs",
     *STRUCTURED_KEYS,
 )
+OWN_KEYS = PARAMETER_ALIASES | {"structured_outputs": "json_schema, json_object, regex, choice or grammar"}
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
 KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
@@ -135,6 +137,7 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     body = line.get("body")
     if not isinstance(body, Mapping):
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
+    body = with_own_keys(body)
     for name, value in body.items():
         if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
             continue
@@ -146,9 +149,8 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
             else name in UNSUPPORTED_PARAMETERS and not has_effect(name, value)
         )
         if not is_off:
-            raise _unsupported(
-                f"body.{name}", f"{describe_value(value)} asks for what this system does not do; leave it out"
-            )
+            fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
+            raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
     return body
 
 
