@@ -97,9 +97,15 @@ class ChoiceChunks:
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
-        """Yield the first chunk: the role of a chat message, or an echoed prompt."""
+        """Yield the first chunk: the role of a chat message, or an echoed prompt.
+
+        With tools the content is null until there is some: clients that add up the deltas of a call alone get null,
+        which is its content in a response that is not streamed.
+        """
         if self._asked.is_chat:
-            yield self._with({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+            content = None if self._asked.chat_options.has_tools else ""
+            delta = {"role": "assistant", "content": content}
+            yield self._with({"delta": delta, "logprobs": None, "finish_reason": None})
         elif self._asked.echo:
             echo, logprobs = prompt_part(self._asked, self._choice, self._text)
             self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))

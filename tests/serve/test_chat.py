@@ -56,10 +56,11 @@ def streamed(app, **body):
     """The deltas, and the message that OpenAI's clients put together from them."""
     events = asyncio.run(post(app, CHAT, {"messages": ASK, "stream": True, **body})).events[:-1]
     choices = [event["choices"][0] for event in events]
-    message = {"role": "assistant", "content": "", "refusal": None}
+    message = {"role": "assistant", "content": None, "refusal": None}
     for delta in (choice["delta"] for choice in choices):
         for name in {"content", "reasoning_content"} & delta.keys():
-            message[name] = message.get(name, "") + delta[name]
+            if delta[name] is not None:
+                message[name] = (message.get(name) or "") + delta[name]
         for part in delta.get("tool_calls", []):
             calls = message.setdefault("tool_calls", [])
             if "id" in part:
@@ -67,8 +68,6 @@ def streamed(app, **body):
                 calls.append({name: part[name] for name in ("id", "type", "function")})
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    if message.get("tool_calls"):
-        message["content"] = message["content"] or None
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
     return choices, message, choices[-1]["finish_reason"]
 
