@@ -38,7 +38,11 @@ def check_tool_choice(client: openai.OpenAI) -> None:
                 stream.until_done()
             told = stream.get_final_completion().choices[0]
             assert calls_of(told.message) == calls_of(whole.message), (name, told, whole)
-            assert told.message.content == whole.message.content and told.finish_reason == whole.finish_reason, (name, told, whole)
+            assert told.message.content == whole.message.content and told.finish_reason == whole.finish_reason, (
+                name,
+                told,
+                whole,
+            )
             names = {called for called, _ in calls_of(whole.message)}
             if expected is not None:
                 assert names <= expected and bool(names) == bool(expected), (name, whole)

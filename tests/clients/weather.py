@@ -1,6 +1,6 @@
 """The conversation, the tool and the form of answer that clients of tools and structured output are tried with.
 
-Every text and number of the form has an end, so a small target completes it within MAX_TOKENS. Knows nothing of eagle_ray.
+Every text and number of the form has an end, so a small target completes it within MAX_TOKENS.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOKENS = 160
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -17,6 +17,7 @@ ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 class Weather(BaseModel):
     """The weather of a city."""
 
+    model_config = ConfigDict(extra="forbid")
     city: Literal["Paris", "Rome", "New York"]
     days: int = Field(ge=1, le=14)
     is_celsius: bool
