@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -187,7 +187,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, rest: AsyncIterator[str]):
+    def __init__(self, first: str, rest: AsyncGenerator[str, None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._rest = first, rest

@@ -9,7 +9,7 @@ is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -64,6 +64,9 @@ class Body(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
+    def check(self) -> None:
+        """Check rules that involve several fields. Raises ApiError."""
+
 
 class TextPart(Body):
     type: Literal["text"]
@@ -102,7 +105,7 @@ class Message(Body):
         message = {"role": self.role, "content": content, **(self.model_extra or {})}
         return template_message(message | ({"tool_calls": calls} if calls else {}))
 
-    def check(self, where: str) -> None:
+    def check_at(self, where: str) -> None:
         """Raise ApiError for a message that is wrong. where: the message's place in the request."""
         refuse_in_message(self.model_extra or {}, where)
         if self.tool_calls and self.role != "assistant":
@@ -215,7 +218,6 @@ class Request(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     def check(self) -> None:
-        """Check rules that involve several fields. Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
         if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
@@ -300,7 +302,7 @@ class CompletionRequest(Request):
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts of the request."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt
+        return cast("list[str] | list[list[int]]", [self.prompt] if is_one else self.prompt)
 
     def check(self) -> None:
         super().check()
@@ -348,9 +350,6 @@ class DetokenizeRequest(Body):
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
 
-    def check(self) -> None:
-        """Do nothing: single fields are checked already."""
-
 
 def num_characters(messages: list[Message]) -> int:
     """Return the characters of the messages' contents."""
@@ -359,7 +358,7 @@ def num_characters(messages: list[Message]) -> int:
 
 def _check_messages(messages: list[Message]) -> None:
     for i, message in enumerate(messages):
-        message.check(f"messages[{i}]")
+        message.check_at(f"messages[{i}]")
 
 
-AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=Body)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -60,7 +60,7 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
 }  # what a line of a batch may ask for
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
-Said = "Json | Exception | None"
+Said = Json | Exception | None
 
 
 class Threads:
@@ -141,11 +141,11 @@ class Service:
     async def tokens(self, request: TokenizeRequest) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        size = len(request.prompt) if request.messages is None else num_characters(request.messages)
+        size = len(request.prompt or "") if request.messages is None else num_characters(request.messages)
         return await self._readers.run(size, self._tokens_body, request)
 
     def _tokens_body(self, request: TokenizeRequest) -> bytes:
-        prompt, add_special_tokens = request.prompt, request.add_special_tokens
+        prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
         if request.messages is not None:
             messages = [message.plain() for message in request.messages]
             prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
@@ -207,7 +207,7 @@ class Service:
             refusal = api_error(error)
             return refusal.status, json_bytes(refusal.body())
 
-    async def events(self, asked: GenerationRequest) -> AsyncIterator[str]:
+    async def events(self, asked: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events in the engine's order. Before the first event it raises as answer does.
 
         A later error is sent as the last event.
@@ -236,7 +236,7 @@ class Service:
                 for task in tasks:
                     task.cancel()
 
-    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue) -> None:
+    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue[Said]) -> None:
         """Put one choice's chunks into the queue, followed by None or its error."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:

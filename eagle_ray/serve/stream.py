@@ -26,7 +26,7 @@ from typing import Any
 
 from eagle_ray.chat.answer import ChatEvent
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser
+from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import Json, call_key, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
@@ -211,7 +211,7 @@ class Steps:
 
     def _counts(self, step: int) -> dict[str, int]:
         """Return the candidates that the step verified and accepted, before any cut at the output's end."""
-        stats = self._sequence.stats
+        stats = stats_of(self._sequence)
         return {
             "step": step,
             "num_draft_tokens": stats.per_step_budget[step - 1] - 1 if step else 0,
@@ -223,6 +223,6 @@ def _places(sequence: Sequence) -> Iterator[Place]:
     """Place by place, each to be asked for once its token is there."""
     yield 0, 0
     for step in count(1):
-        for depth in range(1, sequence.stats.per_step_accepted[step - 1] + 1):
+        for depth in range(1, stats_of(sequence).per_step_accepted[step - 1] + 1):
             yield step, depth
         yield step, 0
