@@ -143,6 +143,7 @@ def schemathesis(bench: Bench) -> list[str]:
 CLIENTS = {
     "openai": program("openai"),
     "openai-tools": program("openai_tools"),
+    "openai-responses": program("openai_responses"),
     "instructor": program("instructor"),
     "langchain": program("langchain"),
     "litellm": program("litellm"),

@@ -33,6 +33,8 @@ from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.responses_api.response_events import response_body, response_events
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.service import Service
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
@@ -53,6 +55,8 @@ def build_app(service: Service, publish: Publish = alone, store: BatchStore | No
     routes = [
         Route("/v1/chat/completions", door.chat, methods=["POST"]),
         Route("/v1/completions", door.completions, methods=["POST"]),
+        Route("/v1/responses", door.responses, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", door.no_response, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", door.models),
         Route("/v1/models/{name:path}", door.model),
         *BatchRoutes(store, service.config.serving, door.owner).routes(),
@@ -91,12 +95,22 @@ class Routes:
         asked = await _while_there(request.receive, read)
         if not asked.request.stream:
             return _json(await _while_there(request.receive, self._service.answer(asked)))
-        events = self._service.events(asked)
-        try:
-            return EventStream(await _while_there(request.receive, anext(events)), events)
-        except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
-            await events.aclose()
-            raise
+        return await _event_stream(request, self._service.events(asked))
+
+    async def responses(self, request: Request) -> Response:
+        client = self._client(request)
+        body = await self._body(request, ResponsesRequest)
+        asked = await _while_there(request.receive, self._service.read(body.chat(), client=client))
+        if not body.stream:
+            answer = self._service.answer(asked, lambda asked, text: response_body(asked, body, text))
+            return _json(await _while_there(request.receive, answer))
+        events = response_events(self._service.chunks(asked), asked, body, self._service.text)
+        return await _event_stream(request, events)
+
+    async def no_response(self, request: Request) -> Response:
+        self._client(request)
+        message = f"{request.url.path}: this server keeps no responses. Send the whole conversation as input."
+        raise ApiError(404, message, code="responses_not_kept")
 
     async def models(self, request: Request) -> Response:
         self._client(request)
@@ -176,6 +190,15 @@ class Routes:
         if scheme.lower() != "bearer" or client is None:
             raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
         return client
+
+
+async def _event_stream(request: Request, events: AsyncGenerator[str, None]) -> Response:
+    """Return the response that sends the events, once the first of them is there."""
+    try:
+        return EventStream(await _while_there(request.receive, anext(events)), events)
+    except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
+        await events.aclose()
+        raise
 
 
 def _json(body: bytes) -> Response:

@@ -61,6 +61,8 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Said = Json | Exception | None
+BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
+"""Makes the body of a response from a request whose sequences are finished."""
 
 
 class Threads:
@@ -167,10 +169,10 @@ class Service:
 
         return await self._readers.run(len(request.tokens), make)
 
-    async def answer(self, asked: GenerationRequest) -> bytes:
+    async def answer(self, asked: GenerationRequest, body_of: BodyOf = answer_of) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
 
-        Raises ApiError, RequestError and EngineError.
+        body_of: makes the body, once every sequence is finished. Raises ApiError, RequestError and EngineError.
         """
         with self._admitted(asked):
             tasks = [asyncio.ensure_future(self._generate(asked, choice.sequence)) for choice in asked.choices]
@@ -179,10 +181,10 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            return await self._writers.run(_num_values(asked), self._body_of, asked)
+            return await self._writers.run(_num_values(asked), self._written, asked, body_of)
 
-    def _body_of(self, asked: GenerationRequest) -> bytes:
-        body = answer_of(asked, self.text)
+    def _written(self, asked: GenerationRequest, body_of: BodyOf) -> bytes:
+        body = body_of(asked, self.text)
         return json_bytes(without_nulls(body) if asked.is_typed else body)
 
     async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
@@ -208,30 +210,37 @@ class Service:
             return refusal.status, json_bytes(refusal.body())
 
     async def events(self, asked: GenerationRequest) -> AsyncGenerator[str, None]:
-        """Yield the stream's events in the engine's order. Before the first event it raises as answer does.
+        """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
+        is_begun = False
+        async with aclosing(self.chunks(asked)) as chunks:
+            try:
+                async for chunk in chunks:
+                    is_begun = True
+                    yield await self._event(without_nulls(chunk) if asked.is_typed else chunk)
+            except Exception as error:
+                if not is_begun:
+                    raise
+                yield error_event(api_error(error))
+                return
+        if wants_usage(asked):
+            yield event(last_chunk(asked))
+        yield DONE
 
-        A later error is sent as the last event.
-        """
+    async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:
+        """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(asked):
             said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
             tasks = [asyncio.ensure_future(self._follow(asked, choice, said)) for choice in asked.choices]
-            num_left, is_begun = len(tasks), False
+            num_left = len(tasks)
             try:
                 while num_left:
                     item = await said.get()
                     num_left -= item is None
                     if isinstance(item, Exception):
-                        if not is_begun:
-                            raise item
-                        yield error_event(api_error(item))
-                        return
+                        raise item
                     if item is not None:
-                        is_begun = True
-                        item = item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item)
-                        yield await self._event(without_nulls(item) if asked.is_typed else item)
-                if wants_usage(asked):
-                    yield event(last_chunk(asked))
-                yield DONE
+                        is_told_later = num_left > 1 or wants_usage(asked)
+                        yield item if is_told_later else self._with_metrics(asked, item)
             finally:
                 for task in tasks:
                     task.cancel()
