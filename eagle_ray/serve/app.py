@@ -33,9 +33,9 @@ from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from eagle_ray.serve.responses_api.response_events import response_body, response_events
+from eagle_ray.serve.responses_api.response_events import response_events
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
-from eagle_ray.serve.service import Service
+from eagle_ray.serve.service import Service, body_of
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -102,8 +102,7 @@ class Routes:
         body = await self._body(request, ResponsesRequest)
         asked = await _while_there(request.receive, self._service.read(body.chat(), client=client))
         if not body.stream:
-            answer = self._service.answer(asked, lambda asked, text: response_body(asked, body, text))
-            return _json(await _while_there(request.receive, answer))
+            return _json(await _while_there(request.receive, self._service.answer(asked, body_of(body))))
         events = response_events(self._service.chunks(asked), asked, body, self._service.text)
         return await _event_stream(request, events)
 

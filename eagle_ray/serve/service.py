@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.build import build_in_thread
@@ -48,15 +49,18 @@ from eagle_ray.serve.protocol import (
     num_characters,
 )
 from eagle_ray.serve.responses import Json, answer_of
+from eagle_ray.serve.responses_api.response_events import response_body
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.tokenizer import Tokenizer
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
-LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
 }  # what a line of a batch may ask for
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
@@ -202,9 +206,10 @@ class Service:
             request = await self.parse(LINE_KINDS[endpoint], body)
             if request.stream:
                 raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
-            asked = await self.read(request, client=client)
+            chat = request.chat() if isinstance(request, ResponsesRequest) else request
+            asked = await self.read(chat, client=client)
             await self._idle_slots.wait(need_of(asked, self.max_model_len))
-            return 200, await self.answer(asked)
+            return 200, await self.answer(asked, body_of(request))
         except Exception as error:
             refusal = api_error(error)
             return refusal.status, json_bytes(refusal.body())
@@ -300,6 +305,11 @@ class Service:
         for sequence in finished:
             self.meter.answered(sequence, arrived_at)
         self.meter.aborted(len(sequences) - len(finished))
+
+
+def body_of(request: ChatRequest | CompletionRequest | ResponsesRequest) -> BodyOf:
+    """Return what makes the body of a request's response."""
+    return partial(response_body, body=request) if isinstance(request, ResponsesRequest) else answer_of
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Need:

@@ -69,6 +69,18 @@ def check_tools(chat: ChatOpenAI) -> None:
     assert free.content or free.tool_calls
 
 
+def check_responses(chat: ChatOpenAI) -> None:
+    """The Responses API: a text, its stream, a form, and a call whose result goes back."""
+    answer = chat.invoke(ASK)
+    assert answer.text and "".join(piece.text for piece in chat.stream(ASK)) == answer.text
+    assert isinstance(chat.with_structured_output(Weather).invoke(ASK), Weather)
+    called = chat.bind_tools([get_weather], tool_choice="required", strict=True, parallel_tool_calls=False).invoke(ASK)
+    [call] = called.tool_calls
+    check_arguments(call["name"], call["args"])
+    history: list[BaseMessage] = [HumanMessage(ASK), called, get_weather.invoke(call)]
+    assert chat.bind_tools([get_weather], tool_choice="none").invoke(history).text
+
+
 async def check_async(chat: ChatOpenAI) -> None:
     forms: Any = chat.with_structured_output(Weather)
     assert all(isinstance(found, Weather) for found in await forms.abatch([ASK] * 4))
@@ -81,11 +93,13 @@ def main(url: str) -> None:
     chat = ChatOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120, **settings)
     for check in (check_messages, check_forms, check_tools):
         check(chat)
-    asyncio.run(check_async(chat))
-    print(
-        f"langchain-openai {importlib.metadata.version('langchain-openai')}: messages, streams, batch, "
-        "with_structured_output by json_schema and function_calling, bind_tools by each choice, calls sent back, async"
+    check_responses(
+        ChatOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120, use_responses_api=True, **settings)
     )
+    asyncio.run(check_async(chat))
+    version = importlib.metadata.version("langchain-openai")
+    parts = "messages, streams, batch, with_structured_output, bind_tools by each choice, calls sent back, async"
+    print(f"langchain-openai {version}: {parts}; by responses too")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,16 @@ def check_forms(provider: str, model: str, here: Settings) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in litellm.completion(stream=True, **body)) == content
 
 
+def check_responses(model: str, here: Settings) -> None:
+    body = {"model": f"openai/{model}", "input": "What is the weather in Paris?", "max_output_tokens": 12}
+    body |= {name: here[name] for name in ("api_base", "api_key", "timeout")}
+    whole: Any = litellm.responses(**body)
+    told = [
+        event.delta for event in litellm.responses(stream=True, **body) if event.type == "response.output_text.delta"
+    ]
+    assert "".join(told) == whole.output[0].content[0].text
+
+
 def check_batches(model: str, here: Settings) -> None:
     url: Any = "/v1/chat/completions"
     body = {"model": model, "messages": ASK, "tools": [TOOL], "tool_choice": "required", "max_tokens": MAX_TOKENS}
@@ -73,8 +83,9 @@ def main(url: str) -> None:
     check_tools("openai", model, here)  # hosted_vllm takes additionalProperties out, and a tiny target then adds many
     for provider in ("openai", "hosted_vllm"):
         check_forms(provider, model, here)
+    check_responses(model, here)
     check_batches(model, here)
-    print(f"litellm {importlib.metadata.version('litellm')}: tools, pydantic forms, both streamed too, batches")
+    print(f"litellm {importlib.metadata.version('litellm')}: tools, pydantic forms, responses, streams, batches")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def stream(app, **body):
 def without_ids(value):
     """Ids and times are of a request."""
     if isinstance(value, dict):
-        return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id", "item_id", "created_at")}
+        return {k: without_ids(v) for k, v in value.items() if k != "id" and not k.endswith(("_id", "_at"))}
     return [without_ids(one) for one in value] if isinstance(value, list) else value
 
 

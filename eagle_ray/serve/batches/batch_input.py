@@ -17,7 +17,7 @@ from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import LINE_KEYS, PROMPT_FIELD_BY_URL
 from eagle_ray.errors import RequestError
 
-ENDPOINTS = tuple(PROMPT_FIELD_BY_URL)
+ENDPOINTS = (*PROMPT_FIELD_BY_URL, "/v1/responses")
 MAX_ERRORS = 100  # of one batch that are stored and shown
 MAX_ID_CHARS = 512
 

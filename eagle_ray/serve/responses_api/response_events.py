@@ -1,8 +1,8 @@
 """The response to a request, whole or as events, made of a chat answer.
 
-body = response_body(asked, request, tokenizer)                    # every sequence is finished
+body = response_body(asked, tokenizer, request)                          # every sequence is finished
 async for event in response_events(chunks, asked, request, tokenizer):   # chunks: of a chat completion
-    ...                                                            # a server-sent event as text
+    ...                                                                  # a server-sent event as text
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eagle_ray.serve.sse import event
 from eagle_ray.tokenizer import Tokenizer
 
 
-def response_body(asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer | NullTokenizer) -> Json:
+def response_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer, body: ResponsesRequest) -> Json:
     """Return the body of a response that is not streamed."""
     [choice] = answer_of(asked, text)["choices"]
     response = _response(asked, body, text)
