@@ -17,7 +17,7 @@ from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api import responses_request
-from eagle_ray.serve.responses_api.response_schema import ResponseEvent, ResponseObject
+from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.unsupported import NO_TEXT, OFF, SAYS_NOTHING
 
@@ -26,7 +26,7 @@ AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, response_models.Completion),
-    "/v1/responses": (ResponsesRequest, ResponseObject),
+    "/v1/responses": (ResponsesRequest, ResponseBody),
     "/tokenize": (TokenizeRequest, response_models.Tokens),
     "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }

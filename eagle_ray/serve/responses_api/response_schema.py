@@ -73,7 +73,7 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(TypedDict):
+class ResponseBody(TypedDict):
     """A response and the request's parameters in force. metrics are there once it is over."""
 
     id: str
@@ -109,4 +109,4 @@ class ResponseEvent(TypedDict):
 
     type: str
     sequence_number: int
-    response: NotRequired[ResponseObject]
+    response: NotRequired[ResponseBody]
