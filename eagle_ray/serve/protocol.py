@@ -35,6 +35,13 @@ def _utf8(text: str) -> str:
     return text
 
 
+def _boolean(value: Any) -> Any:
+    """Refuse 0, which pydantic takes for false."""
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
 def _token_id_key(key: Any) -> Any:
     """Return a key of an object, a text in JSON, as the token id that it writes."""
     return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
@@ -49,6 +56,7 @@ BiasKey = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_token_id_key)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+No = Annotated[Literal[False], BeforeValidator(_boolean)]
 PENALTY_RANGE = f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
 
 MAX_SEQUENCES = 1024
@@ -130,8 +138,8 @@ class StreamOptions(Body):
         "is an accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
         "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells",
     )
-    continuous_usage_stats: Literal[False] = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: No = False
+    include_obfuscation: No = False
 
 
 class Request(Body):
@@ -217,9 +225,13 @@ class Request(Body):
     def stops(self) -> list[str] | None:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def check(self) -> None:
+    def check_stream_options(self) -> None:
+        """Raise ApiError for options of a stream without one."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
+
+    def check(self) -> None:
+        self.check_stream_options()
         if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
             message = f"min_tokens: must be at most max_tokens ({self.wanted_tokens}), got {self.min_tokens}"
             raise ApiError(400, message, "min_tokens", "bad_value")

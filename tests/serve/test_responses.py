@@ -189,6 +189,7 @@ def test_a_real_answer_is_the_chats(app):
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", "must be system"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "text alone"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].call_id", "must be a text"),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options", "the last event has the usage"),
         ({"input": 3}, "input", "must be a text or a list"),
         ({"input": "a", "temperature": -1}, "temperature", "must be a number"),
         ({"input": "a", "nothing": 1}, "nothing", "leave it out"),

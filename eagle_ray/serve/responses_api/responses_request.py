@@ -90,6 +90,7 @@ class ResponsesRequest(Request):
         for name, fix in INSTEAD.items():
             if name in self.model_fields_set:
                 raise unsupported(name, fix)
+        self.check_stream_options()
         if self.stream_options is not None and (self.stream_options.include_usage or self.stream_options.include_steps):
             raise unsupported("stream_options", "the last event has the usage; leave it out")
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in SAYS_NOTHING}
