@@ -32,7 +32,7 @@ bench-serve: $(VENV)/.installed ## many streams against a real endpoint, specula
 soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
 	$(BIN)/python -m jobs.soak
 
-clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, litellm, curl, lm-eval, aiperf, schemathesis on a real server
+clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, instructor, langchain, litellm, curl, lm-eval, aiperf, schemathesis on a real server
 	$(BIN)/python -m jobs.check_clients --python $(VENV)-clients/bin/python
 
 lint: style types               ## ruff and mypy

@@ -5,7 +5,8 @@
     python -m jobs.check_clients --python .venv-clients/bin/python --only lm-eval --target embedded:smollm2
 
 Each is a program of its own under tests/clients that knows nothing of eagle_ray; schemathesis, last, sends malformed
-requests by the hundred from the served OpenAPI document. Exit code 1 where one fails.
+requests by the hundred from the served OpenAPI document. The embedded targets were trained without tools, so the server
+gets a chat template that is the target's own unless a request has tools. Exit code 1 where one fails.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from eagle_ray.build import download
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = ROOT / "tests" / "clients"
+TEMPLATES = {f"embedded:{name}": PROGRAMS / "templates" / f"{name}.jinja" for name in ("tiny", "smollm2")}
 READY_WITHIN_S = 300.0
 ENDS_WITHIN_S = 90.0
 EACH_WITHIN_S = 600.0
@@ -58,6 +60,7 @@ def server(folder: Path, target: str) -> Iterator[str]:
         f"serving.batches.path={folder / 'batches'}",
         f"model.target={target}",
         f"model.draft={target}",
+        f"model.chat_template={TEMPLATES[target]}",
         "model.dtype=float32",
     ):
         command += ["--set", setting]
@@ -139,7 +142,12 @@ def schemathesis(bench: Bench) -> list[str]:
 
 CLIENTS = {
     "openai": program("openai"),
+    "openai-tools": program("openai_tools"),
+    "openai-responses": program("openai_responses"),
+    "instructor": program("instructor"),
+    "langchain": program("langchain"),
     "litellm": program("litellm"),
+    "litellm-tools": program("litellm_tools"),
     "curl": program("curl"),
     "lm-eval": lm_eval,
     "lm-eval-in-process": lm_eval_in_process,
@@ -166,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="of an environment that has infra/clients.txt")
     parser.add_argument("--only", default=",".join(CLIENTS), help=f"some of {','.join(CLIENTS)}")
-    parser.add_argument("--target", default="embedded:tiny", help="embedded:tiny or embedded:smollm2")
+    parser.add_argument("--target", default="embedded:tiny", choices=TEMPLATES)
     options = parser.parse_args()
     names, python = options.only.split(","), str(Path(options.python).absolute())
     if unknown := set(names) - CLIENTS.keys():

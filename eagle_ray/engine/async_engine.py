@@ -17,7 +17,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,7 +113,7 @@ class AsyncEngine:
         """
         return await self._answer(sequence, sequence.listener)
 
-    async def stream(self, sequence: Sequence) -> AsyncIterator[int]:
+    async def stream(self, sequence: Sequence) -> AsyncGenerator[int, None]:
         """Yield the number of output ids whenever it grows; up to it the sequence's lists may be read.
 
         Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader delays no

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -33,7 +33,9 @@ from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from eagle_ray.serve.service import Service
+from eagle_ray.serve.responses_api.response_events import response_events
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
+from eagle_ray.serve.service import Service, body_of
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -53,6 +55,8 @@ def build_app(service: Service, publish: Publish = alone, store: BatchStore | No
     routes = [
         Route("/v1/chat/completions", door.chat, methods=["POST"]),
         Route("/v1/completions", door.completions, methods=["POST"]),
+        Route("/v1/responses", door.responses, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", door.no_response, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", door.models),
         Route("/v1/models/{name:path}", door.model),
         *BatchRoutes(store, service.config.serving, door.owner).routes(),
@@ -91,12 +95,21 @@ class Routes:
         asked = await _while_there(request.receive, read)
         if not asked.request.stream:
             return _json(await _while_there(request.receive, self._service.answer(asked)))
-        events = self._service.events(asked)
-        try:
-            return EventStream(await _while_there(request.receive, anext(events)), events)
-        except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
-            await events.aclose()
-            raise
+        return await _event_stream(request, self._service.events(asked))
+
+    async def responses(self, request: Request) -> Response:
+        client = self._client(request)
+        body = await self._body(request, ResponsesRequest)
+        asked = await _while_there(request.receive, self._service.read(body.chat(), client=client))
+        if not body.stream:
+            return _json(await _while_there(request.receive, self._service.answer(asked, body_of(body))))
+        events = response_events(self._service.chunks(asked), asked, body, self._service.text)
+        return await _event_stream(request, events)
+
+    async def no_response(self, request: Request) -> Response:
+        self._client(request)
+        message = f"{request.url.path}: this server keeps no responses. Send the whole conversation as input."
+        raise ApiError(404, message, code="responses_not_kept")
 
     async def models(self, request: Request) -> Response:
         self._client(request)
@@ -178,6 +191,15 @@ class Routes:
         return client
 
 
+async def _event_stream(request: Request, events: AsyncGenerator[str, None]) -> Response:
+    """Return the response that sends the events, once the first of them is there."""
+    try:
+        return EventStream(await _while_there(request.receive, anext(events)), events)
+    except BaseException:  # cancelled after the first event came, it would hold its place until it is collected
+        await events.aclose()
+        raise
+
+
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
@@ -187,7 +209,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: str, rest: AsyncIterator[str]):
+    def __init__(self, first: str, rest: AsyncGenerator[str, None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._rest = first, rest

@@ -193,13 +193,14 @@ def application_of(
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    board = serve.deployment(MetricsReplica, name="board", ray_actor_options={"num_cpus": 0}).bind()
+    board = serve.deployment(name="board", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
     runner = None
     if store is not None:
         window = slots * shape.most  # enough for every slot; lines that find none free wait in the replicas
-        only_one = serve.deployment(BatchesReplica, name="batches", ray_actor_options={"num_cpus": 0})
+        only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(BatchesReplica)
         runner = only_one.bind(config, keys, store, window)
-    return serve.deployment(serve.ingress()(Replica), **options).bind(config, keys, shape.threads, board, store, runner)
+    engines = serve.deployment(**options)(serve.ingress()(Replica))
+    return engines.bind(config, keys, shape.threads, board, store, runner)
 
 
 def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:

@@ -15,13 +15,14 @@ replica that reports gives it the last known totals.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.serve.generation_request import stats_of
 
 PREFIX = "eagle_ray_"
 GAUGES = {
@@ -66,11 +67,14 @@ class Snapshot:
 
 
 def merge(parts: Iterable[Snapshot]) -> Snapshot:
-    counters: Counter[str] = Counter()
-    gauges: Counter[str] = Counter()
+    """Return the sums of counters and gauges."""
+    counters: defaultdict[str, float] = defaultdict(int)
+    gauges: defaultdict[str, float] = defaultdict(int)
     for part in parts:
-        counters.update(part.counters)
-        gauges.update(part.gauges)
+        for name, value in part.counters.items():
+            counters[name] += value
+        for name, value in part.gauges.items():
+            gauges[name] += value
     return Snapshot(dict(counters), dict(gauges))
 
 
@@ -105,7 +109,7 @@ RETIRED = ""
 
 
 class MetricsAggregator:
-    def __init__(self):
+    def __init__(self) -> None:
         self._last: dict[str, tuple[float, Snapshot]] = {}
 
     async def put(self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]) -> dict[str, Snapshot]:
@@ -135,12 +139,12 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 class ReplicaMetrics:
     """Counters of one replica, used only on its event loop."""
 
-    def __init__(self):
-        self._counts: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, float] = defaultdict(int)
 
     def answered(self, sequence: Sequence, arrived_at: float) -> None:
         """Count a finished sequence. arrived_at: when its request was admitted, by time.monotonic."""
-        stats = sequence.stats
+        stats = stats_of(sequence)
         self._add("prompt_tokens", len(sequence.prompt_ids))
         self._add("generation_tokens", len(sequence.output_ids))
         self._add("request_success", 1, f'finished_reason="{sequence.finish_reason}"')
@@ -150,6 +154,7 @@ class ReplicaMetrics:
         for place, count in enumerate(stats.accepted_by_depth):
             self._add("spec_decode_num_accepted_tokens_per_pos", count, f'position="{place}"')
         first, end = sequence.first_token_at, sequence.finished_at
+        assert first is not None and end is not None, "a finished sequence has both"
         self._observe("time_to_first_token_seconds", first - arrived_at)
         self._observe("e2e_request_latency_seconds", end - arrived_at)
         if len(sequence.output_ids) > 1:
@@ -167,7 +172,7 @@ class ReplicaMetrics:
         for name in COUNTERS:
             if name.startswith("engine_"):
                 counters[f"{name}_total"] = getattr(engine, f"num_{name.removeprefix('engine_')}")
-        gauges = {
+        gauges: dict[str, float] = {
             "num_requests_running": held.num_running,
             "num_requests_waiting": max(0, in_flight - held.num_running),
             "num_slots": engine.num_slots,
@@ -183,7 +188,8 @@ class ReplicaMetrics:
         self._counts[f"{name}_total{{{labels}}}" if labels else f"{name}_total"] += number
 
     def _observe(self, name: str, seconds: float) -> None:
-        for bound in (*BUCKETS_S, "+Inf"):
-            self._counts[f'{name}_bucket{{le="{bound}"}}'] += bound == "+Inf" or seconds <= bound
+        for bound in BUCKETS_S:
+            self._counts[f'{name}_bucket{{le="{bound}"}}'] += seconds <= bound
+        self._counts[f'{name}_bucket{{le="+Inf"}}'] += 1
         self._counts[f"{name}_sum"] += seconds
         self._counts[f"{name}_count"] += 1

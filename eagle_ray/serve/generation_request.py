@@ -35,6 +35,7 @@ from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.tokenizer import TextOptions, Tokenizer
+from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
@@ -88,7 +89,7 @@ class GenerationRequest:
 
     @property
     def echo(self) -> bool:
-        return not self.is_chat and self.request.echo
+        return isinstance(self.request, CompletionRequest) and self.request.echo
 
 
 def prepare_generation(
@@ -143,6 +144,12 @@ def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nu
     if not asked.is_chat or (text.chat_format.reasoning_parser is None and not asked.chat_options.has_tools):
         return None
     return AnswerParser.of(text.chat_format, asked.chat_options, text.prompt_end(choice.prompt.ids))
+
+
+def stats_of(sequence: Sequence) -> AcceptanceStats:
+    """Return the acceptance statistics of a sequence that the engine has accepted."""
+    assert sequence.stats is not None, "the engine sets them when it accepts a sequence"
+    return sequence.stats
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:

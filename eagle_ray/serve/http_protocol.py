@@ -7,6 +7,7 @@ process, before the server starts.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -15,6 +16,7 @@ from eagle_ray.serve.http_errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
+_Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported, so it has no type
 
 
 def install() -> None:
@@ -22,7 +24,7 @@ def install() -> None:
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{ErrorFormProtocol.__name__}"
 
 
-class ErrorFormProtocol(AutoHTTPProtocol):
+class ErrorFormProtocol(_Protocol):
     """uvicorn's protocol class, with refusals in OpenAI's form and a limit on the size of headers."""
 
     _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them

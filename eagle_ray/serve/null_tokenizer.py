@@ -16,7 +16,7 @@ from eagle_ray.tokenizer import DEFAULT_TEXT, TextOptions
 
 
 class NullTokenizer:
-    """What `text.Text` offers, as far as there is any."""
+    """What `Tokenizer` offers, as far as there is any."""
 
     chat_format = ChatFormat()
 
@@ -31,6 +31,12 @@ class NullTokenizer:
 
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
         return ""
+
+    def special_marker_ids(self) -> dict[str, int]:
+        return {}
+
+    def reasoning_end_id(self) -> NoReturn:
+        self.encode("")
 
     def render_chat(
         self,

@@ -16,6 +16,9 @@ from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.responses_api import responses_request
+from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.unsupported import NO_TEXT, OFF, SAYS_NOTHING
 
 Json = dict[str, Any]
@@ -23,6 +26,7 @@ AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, response_models.Completion),
+    "/v1/responses": (ResponsesRequest, ResponseBody),
     "/tokenize": (TokenizeRequest, response_models.Tokens),
     "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }
@@ -35,7 +39,11 @@ GETS = {
     "/version": ("this server's version", response_models.Version),
     "/openapi.json": ("this document", None),
 }
-STREAMS = {"/v1/chat/completions": response_models.ChatChunk, "/v1/completions": response_models.TextChunk}
+STREAMS: dict[str, type] = {
+    "/v1/chat/completions": response_models.ChatChunk,
+    "/v1/completions": response_models.TextChunk,
+    "/v1/responses": ResponseEvent,
+}
 OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
@@ -154,6 +162,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
         schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
+    _add_limits_of_responses(schemas["ResponsesRequest"])
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)
     for kind in (*requests, "StreamOptions", "TextPart"):
@@ -168,6 +177,13 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
     for ids in _token_ids(schemas["CompletionRequest"], schemas["DetokenizeRequest"]):
         ids["exclusiveMaximum"] = vocab_size
+
+
+def _add_limits_of_responses(schema: Json) -> None:
+    for name in responses_request.INSTEAD:
+        schema["properties"].pop(name)
+    schema["properties"] |= {name: {"enum": [*values]} for name, values in responses_request.OFF.items()}
+    schema["properties"] |= {name: {} for name in responses_request.SAYS_NOTHING}
 
 
 def _token_ids(*schemas: Any) -> Iterator[Json]:

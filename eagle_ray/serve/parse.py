@@ -35,7 +35,7 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
-        raise _as_api_error(kind, error) from None
+        raise validation_error(kind, error) from None
     request.check()
     if b"\\u" in body:
         _check_text(data)
@@ -64,7 +64,7 @@ def _check_text(data: dict[str, Any]) -> None:
             raise ApiError(400, f"{name}: has half a surrogate pair, which is no text", name, "bad_value") from None
 
 
-def _as_api_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
+def validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """Return the first validation error, by its parameter."""
     detail = error.errors(include_url=False, include_context=False)[0]
     if not detail["loc"]:

@@ -9,7 +9,7 @@ is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -35,6 +35,13 @@ def _utf8(text: str) -> str:
     return text
 
 
+def _boolean(value: Any) -> Any:
+    """Refuse 0, which pydantic takes for false."""
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
 def _token_id_key(key: Any) -> Any:
     """Return a key of an object, a text in JSON, as the token id that it writes."""
     return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
@@ -49,6 +56,7 @@ BiasKey = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_token_id_key)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+No = Annotated[Literal[False], BeforeValidator(_boolean)]
 PENALTY_RANGE = f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
 
 MAX_SEQUENCES = 1024
@@ -63,6 +71,9 @@ class Body(BaseModel):
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    def check(self) -> None:
+        """Check rules that involve several fields. Raises ApiError."""
 
 
 class TextPart(Body):
@@ -102,7 +113,7 @@ class Message(Body):
         message = {"role": self.role, "content": content, **(self.model_extra or {})}
         return template_message(message | ({"tool_calls": calls} if calls else {}))
 
-    def check(self, where: str) -> None:
+    def check_at(self, where: str) -> None:
         """Raise ApiError for a message that is wrong. where: the message's place in the request."""
         refuse_in_message(self.model_extra or {}, where)
         if self.tool_calls and self.role != "assistant":
@@ -127,8 +138,8 @@ class StreamOptions(Body):
         "is an accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
         "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells",
     )
-    continuous_usage_stats: Literal[False] = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: No = False
+    include_obfuscation: No = False
 
 
 class Request(Body):
@@ -222,10 +233,13 @@ class Request(Body):
     def stops(self) -> list[str] | None:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def check(self) -> None:
-        """Check rules that involve several fields. Raises ApiError."""
+    def check_stream_options(self) -> None:
+        """Raise ApiError for options of a stream without one."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
+
+    def check(self) -> None:
+        self.check_stream_options()
         if self.min_tokens and self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
             message = f"min_tokens: must be at most max_tokens ({self.wanted_tokens}), got {self.min_tokens}"
             raise ApiError(400, message, "min_tokens", "bad_value")
@@ -308,7 +322,7 @@ class CompletionRequest(Request):
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts of the request."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt
+        return cast("list[str] | list[list[int]]", [self.prompt] if is_one else self.prompt)
 
     def check(self) -> None:
         super().check()
@@ -356,9 +370,6 @@ class DetokenizeRequest(Body):
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
 
-    def check(self) -> None:
-        """Do nothing: single fields are checked already."""
-
 
 def num_characters(messages: list[Message]) -> int:
     """Return the characters of the messages' contents."""
@@ -367,7 +378,7 @@ def num_characters(messages: list[Message]) -> int:
 
 def _check_messages(messages: list[Message]) -> None:
     for i, message in enumerate(messages):
-        message.check(f"messages[{i}]")
+        message.check_at(f"messages[{i}]")
 
 
-AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+AnyRequest = TypeVar("AnyRequest", bound=Body)

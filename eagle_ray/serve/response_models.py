@@ -159,8 +159,10 @@ class DeltaCall(TypedDict):
 
 
 class Delta(TypedDict):
+    """A piece of a message. content is null in the first one, with the role, of a request with tools."""
+
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[DeltaCall]]
 

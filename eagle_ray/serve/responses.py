@@ -11,7 +11,7 @@ from typing import Any
 
 from eagle_ray.chat.answer import Answer
 from eagle_ray.chat.answer_parser import parse_answer
-from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser
+from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def usage_of(asked: GenerationRequest) -> Json:
 
 def metrics_of(asked: GenerationRequest) -> Json:
     """Return vLLM's speculation metrics over all choices; steps without drafts are not counted."""
-    stats = reduce(AcceptanceStats.merge, (choice.sequence.stats for choice in asked.choices))
+    stats = reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in asked.choices))
     num_steps = stats.num_steps - stats.num_plain_steps
     histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
     return {

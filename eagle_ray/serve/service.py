@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.build import build_in_thread
@@ -48,19 +49,24 @@ from eagle_ray.serve.protocol import (
     num_characters,
 )
 from eagle_ray.serve.responses import Json, answer_of
+from eagle_ray.serve.responses_api.response_events import response_body
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.tokenizer import Tokenizer
 
 LONG = 1 << 16  # characters; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
-LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
 }  # what a line of a batch may ask for
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
-Said = "Json | Exception | None"
+Said = Json | Exception | None
+BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
+"""Makes the body of a response from a request whose sequences are finished."""
 
 
 class Threads:
@@ -141,11 +147,11 @@ class Service:
     async def tokens(self, request: TokenizeRequest) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        size = len(request.prompt) if request.messages is None else num_characters(request.messages)
+        size = len(request.prompt or "") if request.messages is None else num_characters(request.messages)
         return await self._readers.run(size, self._tokens_body, request)
 
     def _tokens_body(self, request: TokenizeRequest) -> bytes:
-        prompt, add_special_tokens = request.prompt, request.add_special_tokens
+        prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
         if request.messages is not None:
             messages = [message.plain() for message in request.messages]
             prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
@@ -167,10 +173,10 @@ class Service:
 
         return await self._readers.run(len(request.tokens), make)
 
-    async def answer(self, asked: GenerationRequest) -> bytes:
+    async def answer(self, asked: GenerationRequest, body_of: BodyOf = answer_of) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
 
-        Raises ApiError, RequestError and EngineError.
+        body_of: makes the body, once every sequence is finished. Raises ApiError, RequestError and EngineError.
         """
         with self._admitted(asked):
             tasks = [asyncio.ensure_future(self._generate(asked, choice.sequence)) for choice in asked.choices]
@@ -179,10 +185,10 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            return await self._writers.run(_num_values(asked), self._body_of, asked)
+            return await self._writers.run(_num_values(asked), self._written, asked, body_of)
 
-    def _body_of(self, asked: GenerationRequest) -> bytes:
-        body = answer_of(asked, self.text)
+    def _written(self, asked: GenerationRequest, body_of: BodyOf) -> bytes:
+        body = body_of(asked, self.text)
         return json_bytes(without_nulls(body) if asked.is_typed else body)
 
     async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
@@ -200,43 +206,51 @@ class Service:
             request = await self.parse(LINE_KINDS[endpoint], body)
             if request.stream:
                 raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
-            asked = await self.read(request, client=client)
+            chat = request.chat() if isinstance(request, ResponsesRequest) else request
+            asked = await self.read(chat, client=client)
             await self._idle_slots.wait(need_of(asked, self.max_model_len))
-            return 200, await self.answer(asked)
+            return 200, await self.answer(asked, body_of(request))
         except Exception as error:
             refusal = api_error(error)
             return refusal.status, json_bytes(refusal.body())
 
-    async def events(self, asked: GenerationRequest) -> AsyncIterator[str]:
-        """Yield the stream's events in the engine's order. Before the first event it raises as answer does.
+    async def events(self, asked: GenerationRequest) -> AsyncGenerator[str, None]:
+        """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
+        is_begun = False
+        async with aclosing(self.chunks(asked)) as chunks:
+            try:
+                async for chunk in chunks:
+                    is_begun = True
+                    yield await self._event(without_nulls(chunk) if asked.is_typed else chunk)
+            except Exception as error:
+                if not is_begun:
+                    raise
+                yield error_event(api_error(error))
+                return
+        if wants_usage(asked):
+            yield event(last_chunk(asked))
+        yield DONE
 
-        A later error is sent as the last event.
-        """
+    async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:
+        """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(asked):
             said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
             tasks = [asyncio.ensure_future(self._follow(asked, choice, said)) for choice in asked.choices]
-            num_left, is_begun = len(tasks), False
+            num_left = len(tasks)
             try:
                 while num_left:
                     item = await said.get()
                     num_left -= item is None
                     if isinstance(item, Exception):
-                        if not is_begun:
-                            raise item
-                        yield error_event(api_error(item))
-                        return
+                        raise item
                     if item is not None:
-                        is_begun = True
-                        item = item if num_left > 1 or wants_usage(asked) else self._with_metrics(asked, item)
-                        yield await self._event(without_nulls(item) if asked.is_typed else item)
-                if wants_usage(asked):
-                    yield event(last_chunk(asked))
-                yield DONE
+                        is_told_later = num_left > 1 or wants_usage(asked)
+                        yield item if is_told_later else self._with_metrics(asked, item)
             finally:
                 for task in tasks:
                     task.cancel()
 
-    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue) -> None:
+    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue[Said]) -> None:
         """Put one choice's chunks into the queue, followed by None or its error."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:
@@ -291,6 +305,11 @@ class Service:
         for sequence in finished:
             self.meter.answered(sequence, arrived_at)
         self.meter.aborted(len(sequences) - len(finished))
+
+
+def body_of(request: ChatRequest | CompletionRequest | ResponsesRequest) -> BodyOf:
+    """Return what makes the body of a request's response."""
+    return partial(response_body, body=request) if isinstance(request, ResponsesRequest) else answer_of
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Need:

@@ -26,7 +26,7 @@ from typing import Any
 
 from eagle_ray.chat.answer import ChatEvent
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser
+from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import Json, call_key, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
@@ -97,9 +97,15 @@ class ChoiceChunks:
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
-        """Yield the first chunk: the role of a chat message, or an echoed prompt."""
+        """Yield the first chunk: the role of a chat message, or an echoed prompt.
+
+        With tools the content is null until there is some: clients that add up the deltas of a call alone get null,
+        which is its content in a response that is not streamed.
+        """
         if self._asked.is_chat:
-            yield self._with({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})
+            content = None if self._asked.chat_options.has_tools else ""
+            delta = {"role": "assistant", "content": content}
+            yield self._with({"delta": delta, "logprobs": None, "finish_reason": None})
         elif self._asked.echo:
             echo, logprobs = prompt_part(self._asked, self._choice, self._text)
             self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
@@ -205,7 +211,7 @@ class Steps:
 
     def _counts(self, step: int) -> dict[str, int]:
         """Return the candidates that the step verified and accepted, before any cut at the output's end."""
-        stats = self._sequence.stats
+        stats = stats_of(self._sequence)
         return {
             "step": step,
             "num_draft_tokens": stats.per_step_budget[step - 1] - 1 if step else 0,
@@ -217,6 +223,6 @@ def _places(sequence: Sequence) -> Iterator[Place]:
     """Place by place, each to be asked for once its token is there."""
     yield 0, 0
     for step in count(1):
-        for depth in range(1, sequence.stats.per_step_accepted[step - 1] + 1):
+        for depth in range(1, stats_of(sequence).per_step_accepted[step - 1] + 1):
             yield step, depth
         yield step, 0

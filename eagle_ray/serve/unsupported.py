@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from eagle_ray.serve.http_errors import unsupported
@@ -53,9 +54,22 @@ INSTEAD = {
 
 def refuse_unbuilt(extra: Mapping[str, Any]) -> None:
     """Raise ApiError for parameters that are not supported. extra: the request's other parameters."""
-    for name, value in extra.items():
-        if name not in SAYS_NOTHING and not _is_off(value, OFF.get(name, NO_TOOLS.get(name, ()))):
-            fix = INSTEAD.get(name, "leave it out")
+    others = {name: value for name, value in extra.items() if name not in SAYS_NOTHING}
+    refuse_values(others, NO_TOOLS | OFF, INSTEAD)
+
+
+def refuse_values(
+    values: Mapping[str, Any], off: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise ApiError for the first parameter that is not off.
+
+    Args:
+        off: parameters, each with the values that ask for nothing. Other parameters have none.
+        instead: what to do, by parameter; else to leave it out.
+    """
+    for name, value in values.items():
+        if not _is_off(value, off.get(name, ())):
+            fix = instead.get(name, "leave it out")
             raise unsupported(name, f"{reprlib.repr(value)} asks for what this server does not do; {fix}")
 
 

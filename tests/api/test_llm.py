@@ -5,8 +5,10 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Literal
 
+import jsonschema
 import pandas as pd
 import pyarrow as pa
 import pytest
@@ -19,6 +21,7 @@ from eagle_ray.config import JobConfig, SamplingConfig
 from tests.conftest import PAIR, token_rows
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"
 IDS = [row["prompt_token_ids"] for row in token_rows(6)]
 SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "budget": "uniform", "threads": 1}  # drafts on a busy machine, too
 HOT = SamplingParams(temperature=0.9, max_tokens=12)
@@ -76,6 +79,47 @@ def test_an_output_has_what_the_users_of_vllm_expect_and_its_acceptance(llm):
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert sample.mean_acceptance_length == 1 + sample.num_accepted_draft_tokens / sample.num_spec_steps
     assert sum(sample.acceptance_histogram) == sample.num_spec_steps and 0 < sample.ttft_s <= sample.e2e_s
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_chats_have_tools_by_each_choice(llm):
+    params = SamplingParams(max_tokens=120, temperature=0.9, seed=5)
+    with LLM("embedded:tiny", chat_template=str(TOOLS_TEMPLATE), **SMALL) as with_tools:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            outputs = with_tools.chat(
+                [CHAT, CHAT], params, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, raise_errors=True
+            )
+            for sample in (output.outputs[0] for output in outputs):
+                [call] = sample.tool_calls
+                assert call["type"] == "function" and call["function"]["name"] == "get_weather"
+                jsonschema.validate(json.loads(call["function"]["arguments"]), TOOL["function"]["parameters"])
+                assert sample.finish_reason == "tool_calls" and sample.content == "" and "<tool_call>" in sample.text
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "21"}
+        history = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+        [answer] = with_tools.chat(history, params, tools=[TOOL], tool_choice="none", raise_errors=True)
+        assert answer.outputs[0].content == answer.outputs[0].text and answer.outputs[0].tool_calls == []
+        [free] = with_tools.chat(CHAT, params, tools=[TOOL], raise_errors=True)
+        assert free.outputs[0].content or free.outputs[0].tool_calls
+        with pytest.raises(RequestError, match="tool_choice: "):
+            with_tools.chat(CHAT, params, tools=[TOOL], tool_choice="always", raise_errors=True)
+    [refused] = llm.chat(CHAT, tools=[TOOL])
+    assert refused.error.code == "unsupported_parameter" and "does not read them" in str(refused.error)
 
 
 def test_a_bad_prompt_does_not_lose_the_others(llm):

@@ -72,10 +72,9 @@ def check_errors(client: openai.OpenAI) -> None:
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt")
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=model, messages=FRANCE, tools=tools)
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+        client.chat.completions.create(model=model, messages=FRANCE, modalities=["audio"])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "modalities")
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as long:
             client.completions.create(model=model, prompt=[5] * 20_000, stream=stream)

@@ -5,10 +5,12 @@ import json
 
 import pytest
 
+from eagle_ray.build import download
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
-from tests.helpers.chat_templates import QWEN3
+from eagle_ray.tokenizer import Tokenizer
+from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.serve.client import post
 from tests.serve.conftest import SETTINGS
@@ -21,6 +23,8 @@ ADD = {
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
+LLAMA3_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
+LLAMA3_OTHER = '{"name": "f", "parameters": {}}'
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +60,11 @@ def streamed(app, **body):
     """The deltas, and the message that OpenAI's clients put together from them."""
     events = asyncio.run(post(app, CHAT, {"messages": ASK, "stream": True, **body})).events[:-1]
     choices = [event["choices"][0] for event in events]
-    message = {"role": "assistant", "content": "", "refusal": None}
+    message = {"role": "assistant", "content": None, "refusal": None}
     for delta in (choice["delta"] for choice in choices):
         for name in {"content", "reasoning_content"} & delta.keys():
-            message[name] = message.get(name, "") + delta[name]
+            if delta[name] is not None:
+                message[name] = (message.get(name) or "") + delta[name]
         for part in delta.get("tool_calls", []):
             calls = message.setdefault("tool_calls", [])
             if "id" in part:
@@ -67,15 +72,66 @@ def streamed(app, **body):
                 calls.append({name: part[name] for name in ("id", "type", "function")})
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    if message.get("tool_calls"):
-        message["content"] = message["content"] or None
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
     return choices, message, choices[-1]["finish_reason"]
 
 
 def without_ids(message):
-    calls = [call | {"id": call["id"][:5]} for call in message.get("tool_calls", [])]
+    """Ids are of a request: leave how they begin."""
+    calls = [call | {"id": call["id"][:5] if "_" in call["id"] else ""} for call in message.get("tool_calls", [])]
     return message | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.fixture
+def with_template(qwen, monkeypatch, tmp_path):
+    """A function that gives the endpoint another chat template, whose parsers it then chooses."""
+
+    def change(template):
+        (tmp_path / "other.jinja").write_text(template)
+        other = Tokenizer.load(download("embedded:tiny", "target"), str(tmp_path / "other.jinja"))
+        monkeypatch.setattr(qwen, "text", other)
+        return other.chat_format
+
+    return change
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("template", "text", "content", "names"),
+    [
+        (LLAMA3, LLAMA3_CALL, None, ["add"]),
+        (LLAMA3, f"<|python_tag|>{LLAMA3_CALL}; {LLAMA3_OTHER}", None, ["add", "f"]),
+        (MISTRAL, f'Well. [TOOL_CALLS][{{"name": "add", "arguments": {ARGUMENTS}}}]', "Well. ", ["add"]),
+        (MISTRAL, f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]f{{}}", None, ["add", "f"]),
+        (LLAMA3, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', []),
+        (MISTRAL, "[TOOL_CALLS]add{oops}", "[TOOL_CALLS]add{oops}", []),
+    ],
+)
+def test_each_form_of_calls_whole_and_streamed(with_template, answering, template, text, content, names, size):
+    tool_parser = with_template(template).tool_parser
+    app = answering(text, size)
+    tools = [ADD, {"type": "function", "function": {"name": "f"}}]
+    choice = whole(app, tools=tools)
+    message = choice["message"]
+    assert message["content"] == content
+    calls = message.get("tool_calls", [])
+    assert [call["function"] for call in calls] == [
+        {"name": name, "arguments": ARGUMENTS if name == "add" else "{}"} for name in names
+    ]
+    assert {len(call["id"]) for call in calls} <= {9 if tool_parser == "mistral" else 29}
+    _, told, reason = streamed(app, tools=tools)
+    assert told["content"] == content and reason == choice["finish_reason"] == ("tool_calls" if names else "stop")
+    if names:  # a call that turns out to be none was begun in the stream
+        assert without_ids(told) == without_ids(message)
+
+
+def test_reasoning_that_the_prompt_opens_is_streamed(with_template, answering):
+    assert with_template(R1).reasoning_parser == "qwen3"
+    app = answering("Hm.\n</think>\n\nFour.", 1)
+    message = {"role": "assistant", "content": "Four.", "refusal": None, "reasoning_content": "Hm."}
+    assert whole(app)["message"] == message
+    choices, told, _ = streamed(app)
+    assert told == message and choices[0]["delta"] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -90,6 +146,7 @@ def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
     assert first != second and len(first) == len(second) == 29
 
     choices, told, reason = streamed(app, tools=[ADD])
+    assert choices[0]["delta"] == {"role": "assistant", "content": None}
     assert without_ids(told) == without_ids(choice["message"]) and reason == "tool_calls"
     assert len({call["id"] for call in told["tool_calls"]}) == 2
     fragments = [c for c in choices if "arguments" in str(c["delta"]) and "id" not in str(c["delta"])]

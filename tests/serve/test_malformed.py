@@ -75,6 +75,11 @@ def test_what_is_no_json_is_refused(app, body):
         (b'{"prompt": "a", "max_tokens": 9, "min_tokens": 10}', "bad_value", "min_tokens"),
         (b'{"prompt": "a", "min_tokens": 1000}', "invalid_sampling", "min_tokens"),
         (b'{"prompt": "a", "stream": true, "stream_options": {"nonsense": 1}}', "bad_value", "stream_options.nonsense"),
+        (
+            b'{"prompt": "a", "stream": true, "stream_options": {"include_obfuscation": 0}}',
+            "bad_value",
+            "stream_options.include_obfuscation",
+        ),
     ],
 )
 def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code, param):

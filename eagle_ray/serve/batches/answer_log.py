@@ -37,9 +37,7 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    usage = json.loads(body).get("usage") if status == 200 else None
-    tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
-    return LineAnswer(custom_id, line, status == 200, tokens)
+    return LineAnswer(custom_id, line, status == 200, _tokens_of(json.loads(body)) if status == 200 else (0, 0))
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
@@ -112,6 +110,13 @@ def _parse(line: bytes) -> LineAnswer:
     found = json.loads(line)
     response = found["response"] or {}
     is_completed = response.get("status_code") == 200
-    usage = response["body"].get("usage") if is_completed else None
-    tokens = (usage["prompt_tokens"], usage["completion_tokens"]) if usage else (0, 0)
-    return LineAnswer(found["custom_id"], line, is_completed, tokens)
+    return LineAnswer(found["custom_id"], line, is_completed, _tokens_of(response["body"]) if is_completed else (0, 0))
+
+
+def _tokens_of(body: dict[str, Any]) -> tuple[int, int]:
+    """Return the prompt and output tokens of a response's body, by the names of its endpoint."""
+    usage = body.get("usage") or {}
+    return (
+        usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+        usage.get("completion_tokens", usage.get("output_tokens", 0)),
+    )

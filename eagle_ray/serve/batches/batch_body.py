@@ -37,7 +37,9 @@ class BatchBody(Body):
     """POST /v1/batches: answer every line of an uploaded file"""
 
     input_file_id: Text = Field(description="the id of an uploaded file of purpose batch")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(description=" or ".join(ENDPOINTS))
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = Field(
+        description=" or ".join(ENDPOINTS)
+    )
     completion_window: Annotated[str, Field(pattern=WINDOW)] = Field(
         description='"24h" or another duration of at most 30 days, as in "30m"'
     )

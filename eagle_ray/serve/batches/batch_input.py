@@ -17,7 +17,7 @@ from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import LINE_KEYS, PROMPT_FIELD_BY_URL
 from eagle_ray.errors import RequestError
 
-ENDPOINTS = tuple(PROMPT_FIELD_BY_URL)
+ENDPOINTS = (*PROMPT_FIELD_BY_URL, "/v1/responses")
 MAX_ERRORS = 100  # of one batch that are stored and shown
 MAX_ID_CHARS = 512
 
@@ -43,6 +43,9 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
         if found.total > max_lines:
             found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=position.line)
             break
+        if isinstance(line, RequestError):
+            found.add("invalid_json_line", str(line), line=position.line)
+            continue
         problem = _problem_of(line, endpoint)
         if problem is None and line["custom_id"] in ids:
             problem = (
@@ -69,10 +72,8 @@ def read_lines(stream: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
         yield line["custom_id"], line["body"]
 
 
-def _problem_of(line: Mapping[str, Any] | RequestError, endpoint: str) -> tuple[str, str, str | None] | None:
+def _problem_of(line: Mapping[str, Any], endpoint: str) -> tuple[str, str, str] | None:
     """Return code, message and parameter of what is wrong around a body; None for a right line."""
-    if isinstance(line, RequestError):
-        return "invalid_json_line", str(line), None
     if unknown := line.keys() - LINE_KEYS:
         name = min(unknown)
         return "unknown_parameter", f"{name}: a line has custom_id, method, url and body. Leave it out.", name

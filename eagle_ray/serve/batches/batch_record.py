@@ -70,8 +70,8 @@ class BatchRecord:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> BatchRecord:
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-        return cls(**values)
+        tuples = {name: tuple(value) for name, value in stored.items() if isinstance(value, list)}
+        return cls(**{**stored, **tuples})
 
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
         """Return OpenAI's batch object. cancelling_at: when its client cancelled it."""

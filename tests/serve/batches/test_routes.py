@@ -170,7 +170,6 @@ def test_pages_of_other_servers_can_neither_upload_nor_cancel(kept):
         ({"input_file_id": "file-" + "0" * 27}, "input_file_id"),
         ({"input_file_id": None}, "input_file_id"),
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
-        ({"endpoint": "/v1/responses"}, "endpoint"),
         ({"completion_window": "1 day"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"completion_window": None}, "completion_window"),
@@ -245,6 +244,24 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     assert error_of(answer) == (400, "input_file_id", "bad_value")
     assert ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
     assert ask(kept, "DELETE", f"/v1/files/{file}").json["deleted"]
+
+
+def test_a_batch_of_responses(service, kept, store):
+    body = {"input": "What is the capital of France?", "max_output_tokens": 6, "temperature": 0.9, "seed": 7}
+    lines = lines_of(body, body | {"background": True}, url="/v1/responses")
+    file = upload(kept, lines).json["id"]
+    made = create(kept, {"input_file_id": file, "endpoint": "/v1/responses"} | DAY).json
+    run(service, store)
+    batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    told = content_of(kept, batch["output_file_id"])["row 0"]["response"]["body"]
+    now = asyncio.run(post(kept, "/v1/responses", body)).json
+    assert told["object"] == "response" and told["status"] == now["status"]
+    assert [item["content"] for item in told["output"]] == [item["content"] for item in now["output"]]
+    usage = {name: told["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")}
+    assert {name: batch["usage"][name] for name in usage} == usage and usage["output_tokens"] > 0
+    [failed] = content_of(kept, batch["error_file_id"]).values()
+    assert failed["response"]["body"]["error"]["param"] == "background"
 
 
 def test_a_batch_can_be_cancelled_before_it_begins(service, kept, store):

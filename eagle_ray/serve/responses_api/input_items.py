@@ -1,0 +1,116 @@
+"""Input items of a response as messages of a chat.
+
+>>> messages_of([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
+[{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
+
+Items are those that a client writes, and those of an earlier response's output that it sends back. A reasoning item and
+function calls belong to the assistant's message that is next to them.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from eagle_ray.serve.http_errors import ApiError, unsupported
+
+Json = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]:
+    """Return the messages that the items and the instructions are. Raises ApiError that names the wrong item."""
+    messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for i, item in enumerate(items):
+        _add_item(messages, item, f"input[{i}]")
+    if not any(message["role"] != "system" for message in messages):
+        raise ApiError(400, "input: must be a text or at least one item, got []", "input", "bad_value")
+    return messages
+
+
+def _add_item(messages: list[Json], item: Json, where: str) -> None:
+    kind = item.get("type", "message")
+    if not isinstance(kind, str) or kind not in _ADDERS:
+        fix = f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
+        raise unsupported(f"{where}.type", fix)
+    _ADDERS[kind](messages, item, where)
+
+
+def _add_message(messages: list[Json], item: Json, where: str) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"must be {', '.join(ROLES)}", role)
+    content = _text(item.get("content"), f"{where}.content")
+    if role == "assistant":
+        _assistant_turn(messages, begins="content" in _last_turn(messages))["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _add_reasoning(messages: list[Json], item: Json, where: str) -> None:
+    """Add the text of an earlier answer's reasoning: templates that keep it read reasoning_content."""
+    text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
+    if text:
+        _assistant_turn(messages, begins=bool(_last_turn(messages)))["reasoning_content"] = text
+
+
+def _add_call(messages: list[Json], item: Json, where: str) -> None:
+    values = {}
+    for name in ("call_id", "name", "arguments"):
+        values[name] = item.get(name)
+        if not isinstance(values[name], str):
+            raise _wrong(f"{where}.{name}", "must be a text", values[name])
+    function = {"name": values["name"], "arguments": values["arguments"]}
+    call = {"id": values["call_id"], "type": "function", "function": function}
+    _assistant_turn(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_call_output(messages: list[Json], item: Json, where: str) -> None:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise _wrong(f"{where}.call_id", "must be the call_id of a function_call", call_id)
+    content = _text(item.get("output"), f"{where}.output")
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+_ADDERS: dict[str, Callable[[list[Json], Json, str], None]] = {
+    "message": _add_message,
+    "reasoning": _add_reasoning,
+    "function_call": _add_call,
+    "function_call_output": _add_call_output,
+}
+
+
+def _last_turn(messages: list[Json]) -> Json:
+    """Return the last message if it is the assistant's, else an empty one."""
+    return messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+
+
+def _assistant_turn(messages: list[Json], begins: bool = False) -> Json:
+    """Return the assistant's message that an item belongs to. begins: the item is the first of a new one."""
+    if begins or not _last_turn(messages):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the text of a content: a text, or a list of parts that are texts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, "must be a text or a list of text parts", content)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            raise unsupported(f"{where}[{i}]", f"this server reads text alone; got {reprlib.repr(kind)}")
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"{where}[{i}].text", "must be a text", part.get("text"))
+    return "".join(part["text"] for part in content)
+
+
+def _wrong(param: str, rule: str, value: Any) -> ApiError:
+    return ApiError(400, f"{param}: {rule}, got {reprlib.repr(value)}", param, "bad_value")
