@@ -186,7 +186,10 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     monkeypatch.undo()
     if change == "touched":
         return
-    assert f"stopped: {file} changed while the job read it (" in messages[-1] and "Put the file back" in messages[-1]
+    assert (
+        f"stopped: {file} changed while the job read it (" in messages[-1]
+        and "Run the same command again" in messages[-1]
+    )
     assert "\n" not in messages[-1] and not Path(config.output.path, "_SUCCESS").exists()
     file.write_bytes(content)
     assert run_job(config) == 0
