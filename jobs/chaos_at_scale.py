@@ -169,6 +169,7 @@ class ShardedChaos:
 
     def kill_all(self, deadline: float) -> None:
         """Until there were so many kills, or the deadline of the monotonic clock. Ended drivers are started again."""
+        self.rows.grow(self.rows.total // (1 + self.kills // KILLS_A_GROWTH))
         num_grown = 0
         while self.num_kills < self.kills and time.monotonic() < deadline:
             if self.num_kills >= KILLS_A_GROWTH * (num_grown + 1) or self._are_done():
