@@ -303,7 +303,7 @@ def ids_in(output: Path, total: int) -> tuple[int, int, int]:
     query = f"""select count(*), count(distinct request_id),
         count(*) filter (not (regexp_matches(request_id, '^p[0-9]+$') and try_cast(request_id[2:] as int) < {total}))
         from read_parquet('{output}/data/**/*.parquet', hive_partitioning = false)"""
-    return duckdb.sql(query).fetchone()
+    return duckdb.sql(query).fetchall()[0]
 
 
 def different_rows(directory: Path) -> int:
@@ -311,7 +311,7 @@ def different_rows(directory: Path) -> int:
     differs = " or ".join(f"a.{name} is distinct from b.{name}" for name in SAME)
     query = f"""select count(*) from read_parquet('{directory}/out/data/**/*.parquet', hive_partitioning = false) a
         full join read_parquet('{directory}/alone/data/*.parquet') b using (request_id, sample_index) where {differs}"""
-    return duckdb.sql(query).fetchone()[0]
+    return duckdb.sql(query).fetchall()[0][0]
 
 
 def success(directory: Path) -> bool:
