@@ -55,7 +55,8 @@ NODE = MODEST | {"num_gpus": 2}  # fake ones, one for each engine
 ENGINES = 2  # of each shard
 SHARDS = JobShard.all_of(2)
 KILLS_A_GROWTH = 5
-PAUSE_S = (1.0, 6.0)  # between two kills
+PAUSE_S = (0.0, 5.0)  # before a kill, once a file has appeared since the last one
+PATIENCE_S = 45.0  # a kill does not wait longer for a file: starts are killed, too
 VICTIMS = {"driver": 4, "actor": 3, "engine": 3, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
 FINISH_KILLS = 3
 FINISH_KILLED_AFTER_S = (0.5, 6.0)
@@ -178,7 +179,7 @@ class ShardedChaos:
                 left = max(1, (self.kills - self.num_kills) // KILLS_A_GROWTH)
                 self.rows.grow((self.rows.total - self.rows.num_rows) // left)
                 num_grown += 1
-            self._restart()
+            self._wait_for_a_file(deadline)
             time.sleep(self.killer.chance.uniform(*PAUSE_S))
             self._kill_one()
 
@@ -188,6 +189,18 @@ class ShardedChaos:
 
     def _are_done(self) -> bool:
         return all(driver.is_done(self.rows.num_rows) for driver in self.drivers)
+
+    def _wait_for_a_file(self, deadline: float) -> None:
+        """Start the drivers that ended, until one of them adds a file, both are done, or PATIENCE_S is over."""
+        end = min(deadline, time.monotonic() + PATIENCE_S)
+        before = self._num_files
+        while self._num_files == before and time.monotonic() < end and not self._are_done():
+            self._restart()
+            time.sleep(LOOK_EVERY_S)
+
+    @property
+    def _num_files(self) -> int:
+        return sum(len(driver.watcher.seen) for driver in self.drivers)
 
     def _restart(self) -> None:
         for driver in self.drivers:

@@ -25,6 +25,7 @@ from eagle_ray.batch.output.part_files import next_schema, part_name
 from eagle_ray.batch.row_index import INDEX
 from eagle_ray.batch.run import run_to_completion
 from eagle_ray.config import JobConfig
+from eagle_ray.storage.path import parquet_bytes
 from tests.conftest import MakeJob
 
 ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}
@@ -51,8 +52,8 @@ class ToyEngine:
             if number == self.max_files:
                 raise Killed
             rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
-            file = Path(run.data.text) / part_name(run.attempt, number)
-            pq.write_table(pa.Table.from_pylist(rows, schema), file)
+            table = pa.Table.from_pylist(rows, schema)
+            (run.data / part_name(run.attempt, number)).create(parquet_bytes(table, config.output.compression))
             self.made += [row["request_id"] for row in rows]
 
     def _answer(self, row: dict[str, Any], run: Any, schema: pa.Schema) -> dict[str, Any]:
