@@ -144,6 +144,13 @@ class ShardDriver:
         """Whether it has ended with 0, having read an input of so many rows."""
         return self.process is not None and self.process.poll() == 0 and self.asked == num_rows
 
+    def close(self) -> None:
+        """End the driver, if it runs, and the watcher, after a last look."""
+        if self.is_running:
+            self.process.kill()
+        self.watcher.__exit__()
+        self.watcher.look()
+
     def note_end(self) -> None:
         """Count the exit code of a driver that was not killed. A grown input is the only MISMATCH there should be."""
         code = self.process.poll() if self.process is not None else None
@@ -230,8 +237,12 @@ class ShardedChaos:
             driver.note_end()
         return True
 
-    def finish(self, command: list[str], log: Path) -> int:
+    def finish(self, directory: Path) -> int:
         """Kill `eagle-ray finish` some times, and return its exit code when nothing kills it."""
+        command, log = (
+            [sys.executable, "-m", "eagle_ray.cli", "finish", str(directory / "out")],
+            directory / "finish.log",
+        )
         for _ in range(FINISH_KILLS):
             process = _start(command, log)
             time.sleep(self.killer.chance.uniform(*FINISH_KILLED_AFTER_S))
@@ -264,16 +275,15 @@ def run(directory: Path, args: argparse.Namespace, started: float) -> int:
         drivers = list(drivers_of(directory, nodes.address))
         chaos = ShardedChaos(Killer(nodes, chance, NODE), drivers, rows, args.kills)
         print(f"{args.rows:,} rows, {args.kills} kills, {len(SHARDS)} shards, {NODES} nodes; seed {args.seed}")
-        chaos.kill_all(started + args.seconds)
-        is_complete = chaos.complete()
-        output, log = directory / "out", directory / "finish.log"
-        finish = [sys.executable, "-m", "eagle_ray.cli", "finish", str(output)]
-        code = chaos.finish(finish, log) if is_complete else None
-        alone = [*command(directory, "alone", nodes.address), "--set", f"execution.actors={len(SHARDS) * ENGINES}"]
-        undisturbed = _start(alone, directory / "alone.log").wait() if code == 0 else None
-        for driver in drivers:
-            driver.watcher.__exit__()
-            driver.watcher.look()
+        try:
+            chaos.kill_all(started + args.seconds)
+            is_complete = chaos.complete()
+            code = chaos.finish(directory) if is_complete else None
+            alone = [*command(directory, "alone", nodes.address), "--set", f"execution.actors={len(SHARDS) * ENGINES}"]
+            undisturbed = _start(alone, directory / "alone.log").wait() if code == 0 else None
+        finally:
+            for driver in drivers:
+                driver.close()
     failed = report(chaos, directory, code, undisturbed)
     if failed:
         for path in sorted(directory.glob("*.log")):

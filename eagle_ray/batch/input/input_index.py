@@ -52,7 +52,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 1
+VERSION = 2
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
     "request": np.empty(0, np.uint64),  # digest of the values that the request is made of

@@ -287,6 +287,7 @@ class RowScanner:
 
     def _scan(self, file: InputFile, part: FilePart) -> tuple[FileScan, Table]:
         needed = needed_columns(self.columns)
+        needed_names = frozenset(needed)
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
         n = self.config.sampling.n
@@ -294,7 +295,7 @@ class RowScanner:
         def on_row(position: RowPosition, row: InputRow) -> None:
             nonlocal ids
             ids += digest(id_of(row, self.columns, _row_location(file, position)))
-            requests.append(request_digest(row, needed))
+            requests.append(request_digest(row, needed_names))
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
             rows.append(self._num_rows(row, _row_location(file, position)) if own else n)
 
@@ -310,9 +311,14 @@ class RowScanner:
         return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
 
 
-def request_digest(row: InputRow, needed: Iterable[str]) -> int:
-    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it."""
-    values = [row.get(name) for name in needed] if isinstance(row, dict) else repr(row)
+def request_digest(row: InputRow, needed: frozenset[str]) -> int:
+    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it.
+
+    A column that is null is like one that is absent.
+    """
+    values: Any = repr(row)
+    if isinstance(row, dict):
+        values = [(name, row[name]) for name in sorted(needed.intersection(row)) if row[name] is not None]
     return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
