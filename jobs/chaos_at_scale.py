@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -158,11 +157,11 @@ class ShardDriver:
             return
         self.codes[code] += 1
         text = self.log.read_text()
-        last = re.sub(r"\x1b\[\d+m", "", text.strip().splitlines()[-1] if text.strip() else "")
-        if code and not (code == MISMATCH.code and CHANGED in last):
-            print(f"  shard {self.shard} ended with {code}: {last[:300]}", flush=True)
-        is_expected = code in EXPECTED_CODES or (code == MISMATCH.code and CHANGED in last)
-        if not is_expected or "Traceback" in text:
+        reason = next((line for line in text.splitlines() if line.startswith("eagle-ray:")), text[-300:])
+        if code:
+            print(f"  shard {self.shard} ended with {code}: {reason[:300]}", flush=True)
+        has_grown = code == MISMATCH.code and CHANGED in reason
+        if not (has_grown or code in EXPECTED_CODES) or "Traceback" in text:
             self.unexpected.append(f"shard {self.shard}, exit code {code}: {text[-3000:]}")
 
 
