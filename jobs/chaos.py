@@ -45,6 +45,7 @@ NAME = f"chaos-{os.getpid()}"  # of the job, in the command lines of its driver 
 VICTIMS = {"driver": 3, "actor": 2, "engine": 2, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
 TITLES = {"actor": "EngineActor", "engine": NAME, "write task": "Write", "progress": "ProgressActor"}  # of processes
 LOOK_EVERY_S = 0.1  # at the files
+NODE_STARTS = 5
 LOOK_FOR_S = 15.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
 # What a row is. Times, the worker and what the drafts happened to do depend on the rest of the batch.
@@ -119,7 +120,7 @@ class Killer:
         if victim == "node":
             self.cluster.remove_node(self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False)
             time.sleep(self.chance.uniform(0, 3))
-            self.cluster.add_node(**self.node)
+            self._add_node()
         elif not self._kill_worker(TITLES[victim]):
             return
         self.count(victim)
@@ -132,6 +133,14 @@ class Killer:
     def count(self, victim: str) -> None:
         self.killed[victim] += 1
         print(f"  killed: {victim}", flush=True)
+
+    def _add_node(self) -> None:
+        """Ray gives a node 30 s to start, which a busy machine may exceed."""
+        for _ in range(NODE_STARTS - 1):
+            with suppress(Exception):  # Ray's class for it
+                self.cluster.add_node(**self.node)
+                return
+        self.cluster.add_node(**self.node)
 
     def _kill_worker(self, title: str) -> bool:
         raylets = {raylet_of(node) for node in self.cluster.list_all_nodes()}

@@ -51,12 +51,11 @@ from jobs.chaos import (
 )
 
 NODE = MODEST | {"num_gpus": 2}  # fake ones, one for each engine
-ENGINES = 2  # of each shard
 SHARDS = JobShard.all_of(2)
 KILLS_A_GROWTH = 5
 PAUSE_S = (0.0, 5.0)  # before a kill, once a file has appeared since the last one
 PATIENCE_S = 45.0  # a kill does not wait longer for a file: starts are killed, too
-VICTIMS = {"driver": 4, "actor": 3, "engine": 3, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
+VICTIMS = {"driver": 4, "actor": 3, "engine": 3, "write task": 3, "progress": 1, "node": 1}  # how often each is chosen
 FINISH_KILLS = 3
 FINISH_KILLED_AFTER_S = (0.5, 6.0)
 MOST_STARTS_AT_THE_END = 5  # of a driver, when nothing is killed any more
@@ -254,6 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--engines", type=int, default=2, help="of each shard (2)")
     parser.add_argument("--seconds", type=float, default=7200.0, help="no kill after so long (7200)")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
     args = parser.parse_args()
@@ -271,14 +271,14 @@ def run(directory: Path, args: argparse.Namespace, started: float) -> int:
     (directory / "in").mkdir()
     rows = GrowingInput(directory / "in", args.rows, chance)
     with cluster(NODE) as nodes:
-        drivers = list(drivers_of(directory, nodes.address))
+        drivers = list(drivers_of(directory, nodes.address, args.engines))
         chaos = ShardedChaos(Killer(nodes, chance, NODE), drivers, rows, args.kills)
         print(f"{args.rows:,} rows, {args.kills} kills, {len(SHARDS)} shards, {NODES} nodes; seed {args.seed}")
         try:
             chaos.kill_all(started + args.seconds)
             is_complete = chaos.complete()
             code = chaos.finish(directory) if is_complete else None
-            alone = [*command(directory, "alone", nodes.address), "--set", f"execution.actors={len(SHARDS) * ENGINES}"]
+            alone = command(directory, "alone", nodes.address, len(SHARDS) * args.engines)
             undisturbed = _start(alone, directory / "alone.log").wait() if code == 0 else None
         finally:
             for driver in drivers:
@@ -344,15 +344,15 @@ def run_file(directory: Path, shard: JobShard) -> Path:
     return directory / "out" / "_shards" / shard.name / "_run.json"
 
 
-def drivers_of(directory: Path, address: str) -> Iterator[ShardDriver]:
+def drivers_of(directory: Path, address: str, engines: int) -> Iterator[ShardDriver]:
     for shard in SHARDS:
         data = directory / "out" / "data" / f"shard-{shard.name}"
         watcher = Watcher(fs.LocalFileSystem(), str(data), KEPT, LOOK_EVERY_S).__enter__()
-        own = [*command(directory, "out", address), "--shard", str(shard)]
+        own = [*command(directory, "out", address, engines), "--shard", str(shard)]
         yield ShardDriver(shard, own, directory / f"shard-{shard.index}.log", watcher)
 
 
-def command(directory: Path, output: str, address: str) -> list[str]:
+def command(directory: Path, output: str, address: str, engines: int) -> list[str]:
     settings = {
         "name": NAME,
         "model.target": directory / "toy",
@@ -363,7 +363,7 @@ def command(directory: Path, output: str, address: str) -> list[str]:
         "sampling.temperature": 0.8,
         "execution.ray_address": address,
         "execution.gpus_per_actor": 1,
-        "execution.actors": ENGINES,
+        "execution.actors": engines,
         "execution.slots": 64,
         "execution.rows_per_file": 500,
         "logging.progress_every_s": 2.0,
