@@ -351,6 +351,7 @@ def command(prompts: Path, output: str, nodes: object) -> list[str]:
 def cluster(node: dict = NODE) -> Iterator:
     """A head and NODES nodes on loopback; what was started is ended. node: what a node is made with."""
     prepare_ray_environment(LOCAL)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else engines starve on a busy machine
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)

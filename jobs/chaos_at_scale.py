@@ -166,12 +166,13 @@ class ShardDriver:
 
 @dataclass
 class ShardedChaos:
-    """The drivers of both shards, the input, and what kills."""
+    """The drivers of both shards, the input, and what kills. weights: how often each victim is chosen."""
 
     killer: Killer
     drivers: list[ShardDriver]
     rows: GrowingInput
     kills: int
+    weights: dict[str, int]
 
     def kill_all(self, deadline: float) -> None:
         """Until there were so many kills, or the deadline of the monotonic clock. Ended drivers are started again."""
@@ -216,7 +217,7 @@ class ShardedChaos:
     def _kill_one(self) -> None:
         """A driver is killed once it has added a file, so that the job gets on."""
         ready = [driver for driver in self.drivers if driver.is_running and driver.has_added_files]
-        victim = self.killer.choose(VICTIMS | ({} if ready else {"driver": 0}))
+        victim = self.killer.choose(self.weights | ({} if ready else {"driver": 0}))
         if victim == "driver":
             self.killer.kill_driver(self.killer.chance.choice(ready).process)
         else:
@@ -254,6 +255,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--engines", type=int, default=2, help="of each shard (2)")
+    parser.add_argument(
+        "--keep-nodes", action="store_true", help="kill none: Ray gives a new one 30 s, too few if busy"
+    )
     parser.add_argument("--seconds", type=float, default=7200.0, help="no kill after so long (7200)")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (0)")
     args = parser.parse_args()
@@ -272,7 +276,8 @@ def run(directory: Path, args: argparse.Namespace, started: float) -> int:
     rows = GrowingInput(directory / "in", args.rows, chance)
     with cluster(NODE) as nodes:
         drivers = list(drivers_of(directory, nodes.address, args.engines))
-        chaos = ShardedChaos(Killer(nodes, chance, NODE), drivers, rows, args.kills)
+        weights = VICTIMS | ({"node": 0} if args.keep_nodes else {})
+        chaos = ShardedChaos(Killer(nodes, chance, NODE), drivers, rows, args.kills, weights)
         print(f"{args.rows:,} rows, {args.kills} kills, {len(SHARDS)} shards, {NODES} nodes; seed {args.seed}")
         try:
             chaos.kill_all(started + args.seconds)
