@@ -139,7 +139,7 @@ class ShardDriver:
         return len(self.watcher.seen) > self.files
 
     def is_done(self, num_rows: int) -> bool:
-        """Whether it has ended with 0, having read an input of so many rows."""
+        """Whether it has ended with 0, having read an input of num_rows."""
         return self.process is not None and self.process.poll() == 0 and self.asked == num_rows
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class ShardedChaos:
     weights: dict[str, int]
 
     def kill_all(self, deadline: float) -> None:
-        """Until there were so many kills, or the deadline of the monotonic clock. Ended drivers are started again."""
+        """Kill until there were enough kills, or until the deadline of the monotonic clock. Ended drivers are started again."""
         self.rows.grow(self.rows.total // (1 + self.kills // KILLS_A_GROWTH))
         num_grown = 0
         while self.num_kills < self.kills and time.monotonic() < deadline:
