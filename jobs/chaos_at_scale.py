@@ -175,7 +175,10 @@ class ShardedChaos:
     weights: dict[str, int]
 
     def kill_all(self, deadline: float) -> None:
-        """Kill until there were enough kills, or until the deadline of the monotonic clock. Ended drivers are started again."""
+        """Kill until there were enough kills, or the deadline is over. Drivers that ended are started again.
+
+        deadline: on the monotonic clock.
+        """
         self.rows.grow(self.rows.total // (1 + self.kills // KILLS_A_GROWTH))
         num_grown = 0
         while self.num_kills < self.kills and time.monotonic() < deadline:
