@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo check test test-ray test-rest test-slow chaos clients bench-serve soak lint style types install clean
+.PHONY: help demo check test test-ray test-rest test-slow chaos chaos-at-scale clients bench-serve soak lint style types install clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-slow: $(VENV)/.installed   ## the slow tests too
 
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
 	$(BIN)/python -m jobs.chaos
+
+chaos-at-scale: $(VENV)/.installed  ## a hundred kills over two shards of 100,000 rows whose input grows, an hour
+	$(BIN)/python -m jobs.chaos_at_scale
 
 bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes
 	$(BIN)/python -m jobs.bench.serve

@@ -37,6 +37,7 @@ from eagle_ray.batch.signals import interruptible
 
 NODES = 3  # with one fake GPU each; the head has none and holds the driver
 MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}
+NODE = MODEST | {"num_gpus": 1}
 SAMPLES = 2
 KILLING = 0.5  # the share of the time in which things are killed
 PAUSE_S = (2.0, 9.0)  # between two kills
@@ -44,6 +45,7 @@ NAME = f"chaos-{os.getpid()}"  # of the job, in the command lines of its driver 
 VICTIMS = {"driver": 3, "actor": 2, "engine": 2, "write task": 3, "progress": 1, "node": 2}  # how often each is chosen
 TITLES = {"actor": "EngineActor", "engine": NAME, "write task": "Write", "progress": "ProgressActor"}  # of processes
 LOOK_EVERY_S = 0.1  # at the files
+NODE_STARTS = 5
 LOOK_FOR_S = 15.0  # write tasks live for a moment
 WORDS = ["ship", "lamp", "river", "stone", "cloud", "garden", "letter", "window", "winter", "silver"]
 # What a row is. Times, the worker and what the drafts happened to do depend on the rest of the batch.
@@ -53,10 +55,18 @@ SAME += ["prompt_tokens", "temperature", "top_p", "top_k", "max_tokens", "seed",
 
 @dataclass
 class Watcher:
-    """Opens every data file as it appears, and keeps what it held. files: path -> (mtime, table), newest last."""
+    """Opens every data file as it appears, and keeps what it held.
+
+    Attributes:
+        columns: the columns that are kept; None: all.
+        look_every_s: at the files.
+        files: (mtime, table) of each, newest last.
+    """
 
     where: fs.FileSystem
     data: str
+    columns: list[str] | None = None
+    look_every_s: float = LOOK_EVERY_S
     seen: set = field(default_factory=set)
     files: list = field(default_factory=list)
     unreadable: list = field(default_factory=list)
@@ -72,8 +82,9 @@ class Watcher:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
-            self.look()
+        while not self._over.wait(self.look_every_s):
+            with suppress(OSError):  # a server that is too busy: the next look will tell
+                self.look()
 
     def look(self) -> None:
         for info in self.where.get_file_info(fs.FileSelector(self.data, allow_not_found=True)):
@@ -84,7 +95,8 @@ class Watcher:
 
     def _open(self, info: fs.FileInfo) -> None:
         try:
-            self.files.append((info.mtime_ns / 1e9, pq.read_table(info.path, filesystem=self.where, partitioning=None)))
+            table = pq.read_table(info.path, filesystem=self.where, partitioning=None, columns=self.columns)
+            self.files.append((info.mtime_ns / 1e9, table))
         except FileNotFoundError:
             return  # rewritten or removed since it was listed
         except (OSError, pa.ArrowInvalid) as error:
@@ -92,59 +104,45 @@ class Watcher:
 
 
 @dataclass
-class Chaos:
-    """The cluster, the job's command, and the processes killed so far."""
+class Killer:
+    """Kills processes of a cluster with SIGKILL, and counts them. node: what a new node is made with."""
 
     cluster: object
-    command: list[str]
-    log: Path
     chance: random.Random
+    node: dict
     killed: Counter = field(default_factory=Counter)
-    driver: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        with open(self.log, "a") as log:
-            self.driver = subprocess.Popen(self.command, stdout=log, stderr=log)
+    def choose(self, weights: dict[str, int]) -> str:
+        return self.chance.choices(list(weights), list(weights.values()))[0]
 
-    def kill_for(self, seconds: float, watcher: Watcher) -> None:
-        """Until the time is over or the job is done. A driver is killed once it has added a file, and started again."""
-        end, files = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
-            time.sleep(self.chance.uniform(*PAUSE_S))
-            if self.driver.poll() == 0:
-                return
-            if self.driver.poll() is not None:
-                files = len(watcher.seen)
-                self.start()
-                continue
-            weights = VICTIMS | ({"driver": 0} if len(watcher.seen) == files else {})
-            self._kill(self.chance.choices(list(weights), weights.values())[0])
-
-    def finish(self, seconds: float) -> int | None:
-        """Nothing is killed any more: the same command, once more if need be. Its exit code; None: it took too long."""
-        if self.driver.poll() not in (None, 0):
-            self.start()
-        try:
-            return self.driver.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.driver.kill()
-            return None
-
-    def _kill(self, victim: str) -> None:
-        if victim == "driver":
-            self.driver.kill()
-            self.driver.wait()
-        elif victim == "node":
+    def kill(self, victim: str) -> None:
+        """Kill a node, which is replaced, or a process of the cluster, should there be one within LOOK_FOR_S."""
+        if victim == "node":
             self.cluster.remove_node(self.chance.choice(sorted(self.cluster.worker_nodes, key=raylet_of)), False)
             time.sleep(self.chance.uniform(0, 3))
-            self.cluster.add_node(**MODEST | {"num_gpus": 1})
+            self._add_node()
         elif not self._kill_worker(TITLES[victim]):
             return
+        self.count(victim)
+
+    def kill_driver(self, driver: subprocess.Popen, name: str = "driver") -> None:
+        driver.kill()
+        driver.wait()
+        self.count(name)
+
+    def count(self, victim: str) -> None:
         self.killed[victim] += 1
         print(f"  killed: {victim}", flush=True)
 
+    def _add_node(self) -> None:
+        """Ray gives a node 30 s to start, which a busy machine may exceed."""
+        for _ in range(NODE_STARTS - 1):
+            with suppress(Exception):  # Ray's class for it
+                self.cluster.add_node(**self.node)
+                return
+        self.cluster.add_node(**self.node)
+
     def _kill_worker(self, title: str) -> bool:
-        """One process of the cluster by its title, should there be one within LOOK_FOR_S."""
         raylets = {raylet_of(node) for node in self.cluster.list_all_nodes()}
         end = time.monotonic() + LOOK_FOR_S
         while time.monotonic() < end:
@@ -156,6 +154,47 @@ class Chaos:
                 return True
             time.sleep(0.005)
         return False
+
+
+@dataclass
+class Chaos:
+    """The job's command and its driver, and what kills them."""
+
+    killer: Killer
+    command: list[str]
+    log: Path
+    driver: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        with open(self.log, "a") as log:
+            self.driver = subprocess.Popen(self.command, stdout=log, stderr=log)
+
+    def kill_for(self, seconds: float, watcher: Watcher) -> None:
+        """Until the time is over or the job is done. A driver is killed once it has added a file, and started again."""
+        end, files = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            time.sleep(self.killer.chance.uniform(*PAUSE_S))
+            if self.driver.poll() == 0:
+                return
+            if self.driver.poll() is not None:
+                files = len(watcher.seen)
+                self.start()
+                continue
+            victim = self.killer.choose(VICTIMS | ({"driver": 0} if len(watcher.seen) == files else {}))
+            if victim == "driver":
+                self.killer.kill_driver(self.driver)
+            else:
+                self.killer.kill(victim)
+
+    def finish(self, seconds: float) -> int | None:
+        """Nothing is killed any more: the same command, once more if need be. Its exit code; None: it took too long."""
+        if self.driver.poll() not in (None, 0):
+            self.start()
+        try:
+            return self.driver.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.driver.kill()
+            return None
 
 
 def main() -> int:
@@ -170,7 +209,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory, store(Path(directory)) as (where, output):
         prompts = write_prompts(Path(directory), args.rows)
         with cluster() as nodes, Watcher(where, f"{output.removeprefix('s3://')}/data") as watcher:
-            chaos = Chaos(nodes, command(prompts, output, nodes), Path(directory) / "log", random.Random(args.seed))
+            killer = Killer(nodes, random.Random(args.seed), NODE)
+            chaos = Chaos(killer, command(prompts, output, nodes), Path(directory) / "log")
             print(f"{args.rows} prompts, {SAMPLES} samples each, on {NODES} nodes into {output}; seed {args.seed}")
             chaos.start()
             chaos.kill_for(args.seconds * KILLING, watcher)
@@ -198,8 +238,16 @@ def report(chaos: Chaos, code: int, watcher: Watcher, where: fs.FileSystem, rows
         f"rows that were computed twice ({twice(watcher)}) are the same rows": same_rows(watcher),
         f"no process is left of those that were started ({len(named(NAME))})": not named(NAME),
     }
-    victims = ", ".join(f"{count} x {victim}" for victim, count in chaos.killed.items()) or "nothing"
-    print(f"killed: {victims}; {len(attempts)} attempts")
+    print(f"killed: {victims(chaos.killer.killed)}; {len(attempts)} attempts")
+    return show(checks)
+
+
+def victims(killed: Counter) -> str:
+    return ", ".join(f"{count} x {victim}" for victim, count in killed.items()) or "nothing"
+
+
+def show(checks: dict[str, bool]) -> int:
+    """Print a line for each check and return how many failed."""
     for words, kept in checks.items():
         print(f"  {'ok    ' if kept else 'FAILED'} {words}")
     return sum(not kept for kept in checks.values())
@@ -300,16 +348,17 @@ def command(prompts: Path, output: str, nodes: object) -> list[str]:
 
 
 @contextmanager
-def cluster() -> Iterator:
-    """A head and NODES nodes on loopback; what was started is ended."""
+def cluster(node: dict = NODE) -> Iterator:
+    """A head and NODES nodes on loopback; what was started is ended. node: what a node is made with."""
     prepare_ray_environment(LOCAL)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else engines starve on a busy machine
     from ray.cluster_utils import Cluster
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     nodes = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
     try:
         for _ in range(NODES):
-            nodes.add_node(**MODEST | {"num_gpus": 1})
+            nodes.add_node(**node)
         yield nodes
     finally:
         nodes.shutdown()

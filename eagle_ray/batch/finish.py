@@ -11,8 +11,10 @@ is read, because it says which ids there must be.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,7 @@ from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig, upgrade_config
 from eagle_ray.report.cost import cost
 from eagle_ray.report.text import number, render, run_table
-from eagle_ray.storage.path import StoragePath, read_json_object, write_json
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -97,10 +99,10 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
         )
     outputs = shard_outputs(root, plan["count"])
     with ExitStack() as held:
-        check_lock = held.enter_context(lock_output(root))
-        manifests = _lock_finished(outputs, held)
+        locks = [held.enter_context(lock_output(root))]
+        manifests = _lock_finished(outputs, held, locks)
         config = _config_of(root, plan["config"], manifests, input_path, limit)
-        return _finish(root, outputs, manifests, config, check_lock)
+        return _finish(root, outputs, manifests, config, partial(_check_all, locks))
 
 
 def finish_text(summary: dict[str, Any]) -> str:
@@ -110,8 +112,16 @@ def finish_text(summary: dict[str, Any]) -> str:
     return f"{render(['shard', *names, 'finished'], lines)}\n\n{run_table(summary)}"
 
 
-def _lock_finished(outputs: Outputs, held: ExitStack) -> dict[JobShard, dict[str, Any]]:
-    """Hold the lock of every shard and return their manifests. Raises for all unfinished shards together."""
+def _check_all(locks: Iterable[CheckLock]) -> None:
+    for check in locks:
+        check()
+
+
+def _lock_finished(outputs: Outputs, held: ExitStack, locks: list[CheckLock]) -> dict[JobShard, dict[str, Any]]:
+    """Hold the lock of every shard, append their checks to locks, and return the manifests.
+
+    Raises for all unfinished shards together.
+    """
     manifests: dict[JobShard, dict[str, Any]] = {}
     problems: list[str] = []
     is_running = False
@@ -121,7 +131,7 @@ def _lock_finished(outputs: Outputs, held: ExitStack) -> dict[JobShard, dict[str
             problems.append(f"shard {shard} has not started")
             continue
         try:
-            held.enter_context(lock_output(output))
+            locks.append(held.enter_context(lock_output(output)))
         except OutputLocked as error:
             is_running = True
             problems.append(f"shard {shard} is running: {error}")
@@ -192,10 +202,9 @@ def _finish(
         shards = [_verify(shard, output, manifests[shard], plan) for shard, output in outputs.items()]
         summary = summarize_run(run)
         summary |= {"shards": [shard.as_json() for shard in shards], "cost": _cost(config, outputs, summary["total"])}
-        run.check_current()
-        write_json(root / SUMMARY, summary, run.check_current)
+        run.publish(SUMMARY, json_bytes(summary))
         check_error_rate(summary["total"], config.execution.max_error_rate)
-        (root / SUCCESS).write_atomic(b"", run.check_current)
+        run.publish(SUCCESS, b"")
     if config.report.html:
         store_report(run, summary)
     return summary

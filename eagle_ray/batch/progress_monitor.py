@@ -30,7 +30,7 @@ from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
 from eagle_ray.engine.counters import choice_text
-from eagle_ray.storage.path import StoragePath, read_json_object, write_json
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -165,8 +165,7 @@ class ProgressMonitor:
     def _write(self, facts: Facts) -> None:
         """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
         try:
-            self._run.check_current()  # first: an output that was deleted is not made again
-            write_json(self._run.output / PROGRESS, facts)
+            self._run.publish(PROGRESS, json_bytes(facts))
             self._write_error = ""
         except JobError as error:
             self._stop(error)

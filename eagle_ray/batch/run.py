@@ -80,7 +80,7 @@ from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.start_log import configure_logging
-from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json_object, write_json
+from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes, read_json_object
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -256,11 +256,10 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
         summary = there | summarize_run(run)
     summary |= _checks(config, plan, run, there)
-    run.check_current()  # checks take minutes: do not recreate a deleted output
-    write_json(run.output / SUMMARY, summary, run.check_current)
+    run.publish(SUMMARY, json_bytes(summary))
     if config.execution.shard is None:  # a share of few rows says little: `finish` judges all shards together
         check_error_rate(summary["total"], config.execution.max_error_rate)
-    (run.output / SUCCESS).write_atomic(b"", run.check_current)
+    run.publish(SUCCESS, b"")
     record_finished(run.output, plan.key, counted)
     return summary
 

@@ -34,7 +34,7 @@ def parse_run_path(text: str) -> StoragePath:
 
 
 def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
-    """Write the run's report and return its table and scores. Raises ConfigError if there is no run.
+    """Write the run's report and return its table, both with the scores. Raises ConfigError if there is no run.
 
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
@@ -42,7 +42,7 @@ def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
     table = run_table(numbers) + (f"\n\n{scores_text(scores)}\n" if scores else "")
     place = (output / REPORT).display_path
     try:
-        write_report(output, numbers)
+        write_report(output, numbers | {"scores": scores})
     except OSError as error:
         return f"{table}\n{place} could not be written: {error.strerror or error}"
     return f"{table}\nreport in {place}"

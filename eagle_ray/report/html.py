@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle_ray.report import figures
 from eagle_ray.report.cost import duration, money
+from eagle_ray.report.scores import score_table
 from eagle_ray.report.style import STYLE
 from eagle_ray.report.svg import percent, sparkline
 from eagle_ray.report.text import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
@@ -26,12 +27,13 @@ MOST_DIFFERENCES = 50
 
 
 def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
-    """Return the whole HTML file. It omits sections without numbers."""
+    """Return the whole HTML file. It omits sections without numbers. summary may have `scores`, too."""
     title = f"{escape(record['name'])} · eagle_ray"
     sections = [
         _head(summary, record),
         _facts(summary),
         _categories(summary),
+        _scores(summary),
         _drafts(summary),
         _budget(summary),
         _over_time(summary, record),
@@ -108,6 +110,17 @@ def _category(name: str, counts: Counts, longest: float) -> list[str]:
         number(tau, 2),
         bar,
     ]
+
+
+def _scores(summary: dict[str, Any]) -> str:
+    """Return the section on the scores that `eagle-ray report` was asked for."""
+    scores = summary.get("scores")
+    if not scores:
+        return ""
+    table = score_table(scores)
+    cells = [[escape(cell) for cell in line] for line in [*table.groups, table.total]]
+    note = escape(table.note[0].upper() + table.note[1:])
+    return _section("Scores", _table(table.header, cells[:-1], total=cells[-1]), f"{note}.")
 
 
 def _drafts(summary: dict[str, Any]) -> str:

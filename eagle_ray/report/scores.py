@@ -153,28 +153,50 @@ def _estimate(values: list[float]) -> dict[str, Any]:
     return {"mean": float(array.mean()), "interval": list(interval) if interval else None}
 
 
-def scores_text(scores: dict[str, Any]) -> str:
-    """Return a table with a line for each group and a total, and a note on the samples without a score."""
+@dataclass(frozen=True, slots=True)
+class ScoreTable:
+    """Scores as text, for a terminal or a page.
+
+    Attributes:
+        groups: a line for each group, empty if the scores are not grouped.
+        total: the line of all problems.
+        note: what the numbers are, and how many samples have no score.
+    """
+
+    header: list[str]
+    groups: list[list[str]]
+    total: list[str]
+    note: str
+
+
+def score_table(scores: dict[str, Any]) -> ScoreTable:
+    """Return what `scores_of` found as a table. scores: score_report's, with the columns "column" and "by"."""
     total = scores["total"]
     ks = list(total["pass_at"])
     votes = ["majority"] if total["majority"] else []
     header = [scores["by"] or "", "problems", "samples", "mean", *(f"pass@{k}" for k in ks), *votes]
-    lines = [
-        [
-            name,
-            number(group["problems"]),
-            number(group["samples"]),
-            *map(_estimate_text, [group["mean"], *(group["pass_at"].get(k) for k in ks)]),
-            *([_estimate_text(group["majority"])] if votes else []),
-        ]
-        for name, group in (scores["groups"] | {"all": total}).items()
-    ]
+
+    def line(name: str, group: dict[str, Any]) -> list[str]:
+        counts = [number(group["problems"]), number(group["samples"])]
+        estimates = [group["mean"], *(group["pass_at"].get(k) for k in ks), *([group["majority"]] if votes else [])]
+        return [name, *counts, *map(_estimate_text, estimates)]
+
+    groups = [line(name, group) for name, group in scores["groups"].items()]
+    return ScoreTable(header, groups, line("all", total), _note(scores))
+
+
+def scores_text(scores: dict[str, Any]) -> str:
+    """Return a table with a line for each group and a total, and a note on the samples without a score."""
+    table = score_table(scores)
+    return f"{render(table.header, [*table.groups, table.total])}\n{table.note}"
+
+
+def _note(scores: dict[str, Any]) -> str:
+    total, passing = scores["total"], scores["pass_at_score"]
     left = total["samples"] - total["scored"]
     note = f"scores: column {scores['column']}, means over problems with 95 % intervals"
-    passing = scores["pass_at_score"]
-    note += f", a sample passes from {passing:g}" if ks else ""
-    note += f"; {left:,} of {total['samples']:,} samples have no score and are left out" if left else ""
-    return f"{render(header, lines)}\n{note}"
+    note += f", a sample passes from {passing:g}" if total["pass_at"] else ""
+    return note + (f"; {left:,} of {total['samples']:,} samples have no score and are left out" if left else "")
 
 
 def _estimate_text(estimate: dict[str, Any] | None) -> str:

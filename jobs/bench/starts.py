@@ -1,12 +1,16 @@
-"""What a start costs before its first row and after its last: python -m jobs.bench.starts ROWS [--dir DIR]
+"""What a start costs before its first row and after its last: python -m jobs.bench.starts ROWS [--files N] [--dir DIR]
 
-    makes ROWS toy rows (JSONL) and the run that answered them: no engine, but the job's own files, and then measures
+    makes ROWS toy rows (JSONL, in one file or N) and the run that answered them: no engine, but the job's own files,
+    and then measures
     first       the first start that meets the rows: nothing is indexed yet
     second      the same command again
+    killed      the same command after the last part file was lost: it compares all rows, and stops where it would load
+                a model
     grown       the same command after 1 % more rows were appended and a second file of 1 % was added; it stops where
                 it would load a model
 
-CPU seconds (user and system), the largest resident memory and the bytes read are each process's own. Wall-clock times
+CPU seconds (user and system), the largest resident memory, the bytes read and the times that an input file was opened
+are each process's own. Wall-clock times
 are not shown, since other work shares the machine. The table is on stdout.
 """
 
@@ -33,6 +37,11 @@ ROWS_PER_FILE = 10_000
 TEXT = "the quick brown fox jumps over the lazy dog "
 START = """
 import json, sys
+opened = 0
+def count(event, arguments):
+    global opened
+    opened += event == "open" and str(arguments[0]).startswith(sys.argv[3])
+sys.addaudithook(count)
 from eagle_ray.batch import run
 from eagle_ray.config import load_config
 def generate(config, plan, run, *rest):
@@ -44,35 +53,45 @@ if sys.argv[2] == "stop":
     from eagle_ray.batch import pipeline
     pipeline.generate = generate
 code = run.run_job(load_config(None, env={}, overrides=json.loads(sys.argv[1])))
-print(json.dumps({"code": code, "read": int(open("/proc/self/io").readline().split()[1])}))
+print(json.dumps({"code": code, "opened": opened, "read": int(open("/proc/self/io").readline().split()[1])}))
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int)
+    parser.add_argument("--files", type=int, default=1, help="of the input")
     parser.add_argument("--dir", type=Path, help="where the files are made; a temporary directory by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="starts-") as temporary:
         directory = options.dir or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        _measure_all(directory, options.rows)
+        _measure_all(directory, options.rows, options.files)
 
 
-def _measure_all(directory: Path, num_rows: int) -> None:
-    make_input(directory / "in" / "a.jsonl", 0, num_rows)
+def _measure_all(directory: Path, num_rows: int, num_files: int) -> None:
+    for number, rows in enumerate(np.array_split(np.arange(num_rows), num_files)):
+        make_input(directory / "in" / f"{number:06d}.jsonl", int(rows[0]), len(rows))
     make_run(directory, num_rows)
-    print("| start | exit | CPU s | us a row | max MB | read MB | index MB |\n|---|---|---|---|---|---|---|")
+    print(
+        "| start | exit | CPU s | us a row | max MB | read MB | input opened | index MB |" + "\n|---" + "|---" * 7 + "|"
+    )
     _show("first", num_rows, directory, "run")
     _show("second", num_rows, directory, "run")
+    _lose_a_file(directory)
+    _show("killed", num_rows, directory, "stop")
     more = max(1, num_rows // 100)
-    make_input(directory / "in" / "a.jsonl", num_rows, more)
-    make_input(directory / "in" / "b.jsonl", num_rows + more, more)
+    make_input(directory / "in" / "000000.jsonl", num_rows, more)
+    make_input(directory / "in" / "more.jsonl", num_rows + more, more)
     _show("grown", num_rows + 2 * more, directory, "stop")
 
 
+def _lose_a_file(directory: Path) -> None:
+    max((directory / "out" / "data").glob("*.parquet")).unlink()
+
+
 def _show(name: str, num_rows: int, directory: Path, mode: str) -> None:
-    command = [sys.executable, "-c", START, json.dumps(settings(directory)), mode]
+    command = [sys.executable, "-c", START, json.dumps(settings(directory)), mode, str(directory / "in") + "/"]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     printed = done.stdout.read()
     _, _, used = os.wait4(done.pid, 0)
@@ -80,7 +99,8 @@ def _show(name: str, num_rows: int, directory: Path, mode: str) -> None:
     index = sum(file.stat().st_size for file in (directory / "out" / "_index").rglob("*") if file.is_file())
     cpu = used.ru_utime + used.ru_stime
     cells = [name, found["code"], f"{cpu:.1f}", f"{1e6 * cpu / num_rows:.2f}", f"{used.ru_maxrss / 1e3:.0f}"]
-    print("| " + " | ".join(map(str, [*cells, f"{found['read'] / 1e6:.0f}", f"{index / 1e6:.1f}"])) + " |", flush=True)
+    cells += [f"{found['read'] / 1e6:.0f}", f"{found['opened']:,}", f"{index / 1e6:.1f}"]
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def settings(directory: Path) -> dict[str, Any]:
@@ -123,7 +143,7 @@ def _answers(first: int, num_rows: int, run_id: str, directory: str) -> pa.Table
     began = datetime(2026, 11, 26, tzinfo=timezone.utc) + timedelta(seconds=first / 1000)
     common = {
         "sample_index": 0,
-        "source_file": f"{directory}/in/a.jsonl",
+        "source_file": f"{directory}/in/000000.jsonl",
         "run_id": run_id,
         "attempt": 1,
         "status": "ok",

@@ -50,9 +50,9 @@ def ids_of(config: JobConfig) -> list[str]:
     return sorted(row["request_id"] for row in rows_of(config))
 
 
-def start_driver(config: JobConfig) -> subprocess.Popen:
-    """The job in a process, and a Ray, of its own."""
-    config = with_changes(config, execution={"ray_address": "local"})
+def start_driver(config: JobConfig, ray_address: str = "local") -> subprocess.Popen:
+    """The job in a process of its own. ray_address: of the session's Ray, which saves the start of another."""
+    config = with_changes(config, execution={"ray_address": ray_address})
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -186,7 +186,10 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     monkeypatch.undo()
     if change == "touched":
         return
-    assert f"stopped: {file} changed while the job read it (" in messages[-1] and "Put the file back" in messages[-1]
+    assert (
+        f"stopped: {file} changed while the job read it (" in messages[-1]
+        and "Run the same command again" in messages[-1]
+    )
     assert "\n" not in messages[-1] and not Path(config.output.path, "_SUCCESS").exists()
     file.write_bytes(content)
     assert run_job(config) == 0
@@ -264,7 +267,7 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
     rows = token_rows(24)
     config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     for number, last_words in ((signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, "")):
-        driver = start_driver(config)
+        driver = start_driver(config, ray.get_runtime_context().gcs_address)
         wait_for_another_file(config)
         driver.send_signal(number)
         out, err = driver.communicate(timeout=60)
@@ -279,7 +282,7 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
 def test_a_job_whose_output_is_deleted_ends_and_does_not_make_it_again(ray_session, make_job):
     limits = {"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80}
     config = make_job(token_rows(400), **limits)
-    driver = start_driver(config)
+    driver = start_driver(config, ray.get_runtime_context().gcs_address)
     wait_for_another_file(config)
     shutil.rmtree(config.output.path, ignore_errors=True)  # a writer may be in the middle of a file
     shutil.rmtree(config.output.path, ignore_errors=True)

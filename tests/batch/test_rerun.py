@@ -1,3 +1,4 @@
+# ruff: noqa: F401, F811
 """The same command again, with other flags: --limit, --retry-errors, --overwrite, through the command line."""
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from eagle_ray.batch.output import verification as module
 from eagle_ray.batch.output.schema import ADDED_COLUMNS
 from eagle_ray.batch.output.verification import run_checks
 from eagle_ray.cli import main as cli
+from tests.batch.test_starts import engine
 from tests.conftest import PAIR, token_rows
 
 NEVER = ["--set", "execution.row_timeout_s=0.001"]  # nothing is done so soon after its admission
 
 
 @pytest.fixture
-def job(ray_session, tmp_path) -> list[str]:
+def flags(tmp_path) -> list[str]:
     """Flags of a job over eight good rows and a bad one in the middle."""
     rows = token_rows(8)
     rows.insert(2, {"id": "bad", "prompt": "needs a tokenizer"})
@@ -34,6 +36,18 @@ def job(ray_session, tmp_path) -> list[str]:
     }
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     return ["-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out", *sets]
+
+
+@pytest.fixture
+def job(ray_session, flags) -> list[str]:
+    return flags
+
+
+@pytest.fixture
+def toy_job(engine, flags) -> list[str]:
+    """Flags of a job that a toy engine answers, where the subject is what stands in the files."""
+    engine.bad = {"bad"}
+    return flags
 
 
 def table(output: Path) -> dict[str, tuple[str | None, int]]:
@@ -68,9 +82,9 @@ def test_other_limits_and_inputs_errors_tried_again_and_a_new_beginning(job, tmp
     assert table(tmp_path / "out") == {"q0": (None, 5)}
 
 
-def test_answers_to_other_rows_of_the_same_ids_are_not_taken_for_these(job, tmp_path, capsys):
+def test_answers_to_other_rows_of_the_same_ids_are_not_taken_for_these(toy_job, tmp_path, capsys):
     """Tomorrow's file has today's name and ids; today's file, moved, is still today's."""
-    command, output, later = ["run", *job, "--limit", "3"], tmp_path / "out", tmp_path / "later"
+    command, output, later = ["run", *toy_job, "--limit", "3"], tmp_path / "out", tmp_path / "later"
     assert cli.main(command) == 0
     assert "error row bad: " in capsys.readouterr().err
     before = table(output)
@@ -136,10 +150,10 @@ def as_an_earlier_version_left_it(output: Path) -> None:
         pq.write_table(pq.read_table(file).drop_columns(list(ADDED_COLUMNS)), file)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(job, tmp_path):
-    assert cli.main(["run", *job, "--limit", "3"]) == 0
+def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(toy_job, tmp_path):
+    assert cli.main(["run", *toy_job, "--limit", "3"]) == 0
     as_an_earlier_version_left_it(tmp_path / "out")
-    assert cli.main(["run", *job, "--limit", "6"]) == 0
+    assert cli.main(["run", *toy_job, "--limit", "6"]) == 0
     assert len(table(tmp_path / "out")) == 6
     columns = {tuple(pq.read_schema(file).names) for file in (tmp_path / "out" / "data").glob("*.parquet")}
     [names] = columns
@@ -147,17 +161,17 @@ def test_a_run_of_an_earlier_version_is_resumed_with_the_columns_of_its_files(jo
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_rows_made_without_their_min_p_are_not_mixed_with_rows_made_with_it(job, tmp_path, capsys, carried):
+def test_rows_made_without_their_min_p_are_not_mixed_with_rows_made_with_it(toy_job, tmp_path, capsys, carried):
     """An earlier version carried min_p through as data, or left it out with input.passthrough."""
     path = tmp_path / "in.jsonl"
     rows = [json.loads(line) | {"min_p": 0.2} for line in path.read_text().splitlines()]
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert cli.main(["run", *job, "--limit", "3"]) == 0
+    assert cli.main(["run", *toy_job, "--limit", "3"]) == 0
     values = [pq.read_table(file)["min_p"] for file in sorted((tmp_path / "out" / "data").glob("*.parquet"))]
     as_an_earlier_version_left_it(tmp_path / "out")
     for file, column in zip(sorted((tmp_path / "out" / "data").glob("*.parquet")), values, strict=True):
         if carried:
             pq.write_table(pq.read_table(file).append_column("min_p", column), file)
-    assert cli.main(["run", *job, "--limit", "3"]) == 0  # nothing is missing
-    assert cli.main(["run", *job, "--limit", "6"]) == 6
+    assert cli.main(["run", *toy_job, "--limit", "3"]) == 0  # nothing is missing
+    assert cli.main(["run", *toy_job, "--limit", "6"]) == 6
     assert "did not read the input's min_p. Choose another output.path" in capsys.readouterr().err

@@ -16,15 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch import pipeline
+from eagle_ray.batch import fingerprints, pipeline
 from eagle_ray.batch import run as run_module
+from eagle_ray.batch.finished import previous_run
 from eagle_ray.batch.input import plan as plan_module
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.output import output_index
+from eagle_ray.batch.output.manifest import output_of
 from eagle_ray.batch.output.part_files import next_schema, part_name
 from eagle_ray.batch.row_index import INDEX
 from eagle_ray.batch.run import run_to_completion
 from eagle_ray.config import JobConfig
+from eagle_ray.storage.path import parquet_bytes
 from tests.conftest import MakeJob
 
 ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}
@@ -51,8 +56,8 @@ class ToyEngine:
             if number == self.max_files:
                 raise Killed
             rows = [self._answer(row, run, schema) for row in left[start : start + self.rows_per_file]]
-            file = Path(run.data.text) / part_name(run.attempt, number)
-            pq.write_table(pa.Table.from_pylist(rows, schema), file)
+            table = pa.Table.from_pylist(rows, schema)
+            (run.data / part_name(run.attempt, number)).create(parquet_bytes(table, config.output.compression))
             self.made += [row["request_id"] for row in rows]
 
     def _answer(self, row: dict[str, Any], run: Any, schema: pa.Schema) -> dict[str, Any]:
@@ -356,3 +361,26 @@ def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
     with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
         run_to_completion(make_job(rows("a")))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_start_opens_no_input_file_and_a_new_batch_file_is_detected(make_job, engine, tmp_path, monkeypatch):
+    (directory := tmp_path / "in").mkdir()
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    batch = json.dumps({"custom_id": "b0", "url": "/v1/chat/completions", "method": "POST", "body": body}) + "\n"
+    for name, text in (("a", json.dumps(rows("a0")[0]) + "\n"), ("b", batch)):
+        (directory / f"{name}.jsonl").write_text(text)
+    monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))  # files that changed just now are settled, too
+    config = make_job(**{"input.path": str(directory)})
+    run_to_completion(config)
+    opened = []
+    open_file = InputFile.open
+    monkeypatch.setattr(InputFile, "open", lambda file: opened.append(file.name) or open_file(file))
+    run_to_completion(config)
+    assert sorted(engine.made) == ["a0", "b0"] and opened == []
+    (directory / "c.jsonl").write_text(batch.replace("b0", "c0"))
+    assert [file.format for file in plan_input(config, previous_run(output_of(config), config)).files] == [
+        "jsonl",
+        "openai_batch",
+        "openai_batch",
+    ]
+    assert set(opened) == {"c.jsonl"}

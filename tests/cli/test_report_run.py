@@ -46,6 +46,12 @@ def test_a_running_run_is_added_up_and_has_its_report(run, capsys):
     assert not (run / "_summary.json").exists()
 
 
+def test_the_report_has_the_scores_that_were_asked_for(run, capsys):
+    assert cli.main(["report", str(run), "--score", "completion_tokens"]) == 0
+    shown, html = capsys.readouterr().out, (run / "report.html").read_text()
+    assert "scores: column completion_tokens" in shown and "Scores: column completion_tokens" in html
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_report_that_cannot_be_written_leaves_the_table(run, capsys, monkeypatch, number):
     def refuse(*_: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from eagle_ray.config import load_config
 from eagle_ray.report.html import page
+from eagle_ray.report.scores import ScoredSample, score_report
 from eagle_ray.report.summary import RunStats, summary_json
 
 VOID = {"meta", "br"}
@@ -203,3 +204,14 @@ def test_a_speed_up_has_its_interval_or_says_that_rows_were_too_few(interval, sa
     (speeds,) = SECTIONS["Against plain decoding"].values()
     shown = Outline(page(summary(baseline_rows=speeds | {"speed_up_interval": interval}), record()))
     assert says in " ".join(shown.words)
+
+
+def test_scores_are_a_table_with_a_total():
+    samples = [ScoredSample(f"q{i}", "a & b" if i % 2 else "c", float(i < 3), None) for i in range(4)]
+    scores = score_report([*samples, ScoredSample("q9", "c", None, None)]) | {"by": "category", "column": "passed"}
+    outline = Outline(page(summary(scores=scores), record()))
+    assert "Scores" in outline.headings
+    assert "Scores: column passed, means over problems" in " ".join(outline.words)
+    assert "1 of 5 samples have no score and are left out." in " ".join(outline.words)
+    assert {"a & b", "all", "0.750 [0.301, 0.954]"} <= set(outline.words)
+    assert "Scores" not in Outline(page(summary(scores=None), record())).headings

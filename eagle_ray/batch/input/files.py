@@ -29,8 +29,8 @@ FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv":
 UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in other ways
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
 CHANGED_REMEDY = (
-    "Put the file back as it was and run the same command again to resume, or run it with another output.path or "
-    "--overwrite to answer the file as it is now."
+    "Run the same command again once the file is as it should be: new rows are answered, and it is refused only if an "
+    "answered row changed. --overwrite answers the whole file as it is now."
 )
 _ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
 EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}

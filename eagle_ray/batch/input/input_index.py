@@ -4,7 +4,8 @@ For each file: its fingerprint, the types of its columns and its shards. For eac
 digests of its id and of its request, its file, its place there, and how many output rows it has. An entry is used only
 for a file with the same fingerprint. A file that grew at its end is scanned from its last shard on.
 
-    >>> index = InputIndex.load(run.output / INDEX, key).with_files(files, fingerprints(files, {}), scan_file)
+    >>> index = InputIndex.load(run.output / INDEX, key).with_rows()
+    >>> index.add(files, fingerprints(files, {}), RowScanner(config, columns), Growth(prints))
     >>> index.save(run.output / INDEX)
 """
 
@@ -52,7 +53,8 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 1
+VERSION = 2
+DAMAGE = (IndexDamaged, KeyError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
     "request": np.empty(0, np.uint64),  # digest of the values that the request is made of
@@ -130,11 +132,8 @@ class InputIndex:
     _temporary: tempfile.TemporaryDirectory | None = None
 
     @classmethod
-    def load(cls, directory: StoragePath, key: str, with_rows: bool = True) -> InputIndex:
-        """Return the index of a run; an empty one if there is none that can be used.
-
-        with_rows: whether to read the rows now, and to return an empty index if they are damaged.
-        """
+    def load(cls, directory: StoragePath, key: str) -> InputIndex:
+        """Return the index of a run, whose rows are not read yet; an empty one if there is none that can be used."""
         facts = read_index_file(directory / FILE)
         if facts is None or (facts.get("version"), facts.get("key")) != (VERSION, key):
             return cls(key)
@@ -142,13 +141,29 @@ class InputIndex:
             files = {entry["path"]: IndexedFile.from_json(entry) for entry in facts["files"]}
             segments = [(directory, segment) for segment in segments_in(facts["segments"])]
             vanished = tuple(facts["vanished"]) if facts["vanished"] else None
-            index = cls(key, files, facts["next_number"], vanished, segments)
-            if with_rows:
-                index._tables = index._read()
-        except (IndexDamaged, KeyError, TypeError, ValueError, binascii.Error, pa.ArrowException) as error:
-            log.warning("the index of the input is built again: %s", error)
-            return cls(key)
-        return index
+            return cls(key, files, facts["next_number"], vanished, segments)
+        except DAMAGE as error:
+            return cls._replacing(key, error)
+
+    @classmethod
+    def _replacing(cls, key: str, error: Exception) -> InputIndex:
+        log.warning("the index of the input is built again: %s", error)
+        return cls(key)
+
+    def with_rows(self) -> InputIndex:
+        """Read the rows and return the index, or an empty one if they are damaged."""
+        try:
+            self._tables = self._read()
+        except DAMAGE as error:
+            return self._replacing(self.key, error)
+        return self
+
+    def known_format(self, file: InputFile, fingerprint: Fingerprint) -> str | None:
+        """Return the format that a file with this content was read in, or None."""
+        entry = self.files.get(file.path)
+        if entry is None or not entry.describes(replace(file, format=entry.format), fingerprint):
+            return None
+        return entry.format
 
     @property
     def tables(self) -> list[Table]:

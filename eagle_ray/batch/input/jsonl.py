@@ -17,6 +17,8 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.errors import RequestError
 
+BYTE_ORDER_MARK = "\ufeff"
+
 
 def rows_in_jsonl(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
@@ -34,7 +36,8 @@ def rows_in_jsonl(
 
 def _parse_line(line: bytes) -> InputRow:
     try:
-        row = parse_json(line.rstrip().decode("utf-8-sig"))  # behind a line break, errors are at its first character
+        text = line.rstrip().decode().removeprefix(BYTE_ORDER_MARK)
+        row = parse_json(text)  # behind a line break, errors are at its first character
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:

@@ -14,6 +14,7 @@ import difflib
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 from eagle_ray.storage.path import StoragePath
 
+DETECTING_THREADS = 16  # each waits for one object's first line
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -177,17 +179,23 @@ def plan_input(
     parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
     again. scan_with: makes the scan of new files from one that scans them here.
     """
-    files = _files_of(config.input)
+    files = find_files(config.input.path, config.input.format, config.input.allow_unfinished)
     of_run = any(file.format == RUN_FORMAT for file in files)
     columns = request_columns(config.input.columns, template_of(config.input), of_run)
     job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
     noted = previous.inputs if previous is not None else {}
     prints = fingerprints(files, noted)
+    detects = _detects_batches(config.input)
+    settings = {"columns": columns, "n": config.sampling.n, "detects": detects, "version": __version__}
+    index = InputIndex(index_key(settings))
+    if previous is not None:
+        index = InputIndex.load(previous.index, index.key)
+    if detects:
+        files = _with_formats(files, prints, index)
     key = _plan_key(config, files, prints)
     finished = previous is not None and key == previous.finished_key
-    index = InputIndex(index_key({"columns": columns, "n": config.sampling.n, "version": __version__}))
-    if previous is not None:
-        index = InputIndex.load(previous.index, index.key, with_rows=not finished)
+    if not finished:
+        index = index.with_rows()
     scanner = RowScanner(config, columns)
     changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
     if job_shard is not None:
@@ -287,6 +295,7 @@ class RowScanner:
 
     def _scan(self, file: InputFile, part: FilePart) -> tuple[FileScan, Table]:
         needed = needed_columns(self.columns)
+        needed_names = frozenset(needed)
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
         n = self.config.sampling.n
@@ -294,7 +303,7 @@ class RowScanner:
         def on_row(position: RowPosition, row: InputRow) -> None:
             nonlocal ids
             ids += digest(id_of(row, self.columns, _row_location(file, position)))
-            requests.append(request_digest(row, needed))
+            requests.append(request_digest(row, needed_names))
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
             rows.append(self._num_rows(row, _row_location(file, position)) if own else n)
 
@@ -310,18 +319,35 @@ class RowScanner:
         return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
 
 
-def request_digest(row: InputRow, needed: Iterable[str]) -> int:
-    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it."""
-    values = [row.get(name) for name in needed] if isinstance(row, dict) else repr(row)
+def request_digest(row: InputRow, needed: frozenset[str]) -> int:
+    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it.
+
+    A column that is null is like one that is absent.
+    """
+    values: Any = repr(row)
+    if isinstance(row, dict):
+        values = [(name, row[name]) for name in sorted(needed.intersection(row)) if row[name] is not None]
     return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def _files_of(config: InputConfig) -> tuple[InputFile, ...]:
-    """Return the input files. An OpenAI batch file is detected unless the configuration says how to read its lines."""
-    files = find_files(config.path, config.format, config.allow_unfinished)
-    if config.format != "auto" or config.template is not None or any(config.columns.model_dump().values()):
-        return files
-    return tuple(detect_batch(file) for file in files)
+def _detects_batches(config: InputConfig) -> bool:
+    """Return whether OpenAI batch files are detected: unless the configuration says how to read a file's lines."""
+    return config.format == "auto" and config.template is None and not any(config.columns.model_dump().values())
+
+
+def _with_formats(
+    files: Iterable[InputFile], prints: Mapping[str, Fingerprint], index: InputIndex
+) -> tuple[InputFile, ...]:
+    """Return the files with the format that the index has for their content. Others are opened."""
+    known = [index.known_format(file, prints[file.path]) for file in files]
+    with ThreadPoolExecutor(DETECTING_THREADS) as threads:
+        opened = threads.map(
+            detect_batch, [file for file, format_ in zip(files, known, strict=True) if format_ is None]
+        )
+        return tuple(
+            next(opened) if format_ is None else replace(file, format=format_)
+            for file, format_ in zip(files, known, strict=True)
+        )
 
 
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:

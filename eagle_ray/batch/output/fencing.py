@@ -3,7 +3,10 @@
 Every writer reads ``_run.json`` right before it publishes, so a stale writer can only do harm between that read and
 the end of its one rename or PUT. That harm is limited:
 - It overwrites nothing. A part file is created only if it does not exist, under a name with its attempt and task;
-  ``_run.json`` and rewritten part files are replaced by compare-and-swap. So nothing of a newer attempt is lost.
+  ``_run.json``, rewritten part files, ``_SUCCESS``, ``_summary.json`` and ``_progress.json`` are replaced by
+  compare-and-swap. So nothing of a newer attempt is lost.
+- A late ``_SUCCESS`` may appear while the newer attempt works. That attempt removes it once such PUTs must be over, and
+  writes its own after its count.
 - A late file of the same run has ids that other files have too, with the same tokens, since sampling is keyed. The
   recount before ``_SUCCESS`` removes the duplicates. On S3 a PUT takes time, so the recount waits until the PUTs
   that were under way when this attempt began must be over. A local rename takes no time.
@@ -22,6 +25,7 @@ import time
 from datetime import datetime, timezone
 from itertools import pairwise
 
+from eagle_ray.batch.output.layout import SUCCESS
 from eagle_ray.batch.output.manifest import RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 
@@ -49,4 +53,6 @@ def wait_for_stale_writers(run: RunHandle) -> None:
         if remaining_s > 0:
             log.info("waiting %.0f s for writers of a killed attempt to end", remaining_s)
             time.sleep(remaining_s)
+    if fenced:
+        (run.output / SUCCESS).remove()
     remove_stale_files(run)

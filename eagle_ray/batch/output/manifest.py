@@ -98,6 +98,23 @@ class RunHandle:
             found = f"run {manifest['run_id']} attempt {manifest['attempt']}"
             raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
 
+    def publish(self, name: str, data: bytes) -> None:
+        """Write one of the run's own records, if this is the current attempt.
+
+        The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
+        attempt's driver sends late replaces nothing that a later attempt has written since. Raises as check_current
+        does.
+        """
+        file = self.output / name
+        written = None
+        while written is None:  # another driver wrote in between: the next check says whether it is a later attempt
+            version = version_of(file)
+            self.check_current()  # first: an output that was deleted is not made again
+            if version is None:
+                written = file.create(data, self.check_current)
+            else:
+                written = file.replace(data, version, self.check_current)
+
 
 def output_of(config: JobConfig) -> StoragePath:
     """Return the directory of the run's record, absolute since workers run in another working directory.

@@ -112,7 +112,7 @@ def test_a_file_that_changed_is_not_read_on(tree):
     [file] = find_files(str(tree / "a.jsonl"), "auto")
     file.check_unchanged()
     (tree / "a.jsonl").write_text("{}\n{}")
-    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it .*\. Put the file back"):
+    with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it .*\. Run the same command again"):
         file.check_unchanged()
     (tree / "a.jsonl").unlink()
     with pytest.raises(InputChanged, match=r"a\.jsonl changed while the job read it \(it is gone\)"):

@@ -7,9 +7,10 @@ import pytest
 
 from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked
-from eagle_ray.batch.output.fencing import remove_stale_files
+from eagle_ray.batch.output import fencing
+from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_writers
 from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import RUN, SUCCESS, open_run, read_manifest, record_outcome
+from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, open_run, read_manifest, record_outcome
 from eagle_ray.batch.output.nested_rows import nest
 from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.batch.output.sink import AtomicParquetSink
@@ -110,6 +111,37 @@ def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old
     sink(second).write([block("a")], TASK)
     remove_stale_files(second)
     assert [file.name for file in second.data.glob("**/*.parquet")] == ["part-002-000007.parquet"]
+
+
+@pytest.mark.parametrize("name", [SUCCESS, SUMMARY, PROGRESS])
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_record_that_an_overtaken_driver_writes_late_replaces_nothing(job, monkeypatch, name, was_there):
+    first = start(job())
+    if was_there:
+        first.publish(name, b"of the first, earlier")
+    checked, looks = type(first).check_current, iter(range(9))
+
+    def overtake_after(run) -> None:
+        """The first driver is frozen between its last check and its write, and another finishes meanwhile."""
+        checked(run)
+        if next(looks) == 1:
+            monkeypatch.setattr(type(first), "check_current", checked)
+            second = start(job())
+            second.publish(name, b"of the second")
+
+    monkeypatch.setattr(type(first), "check_current", overtake_after)
+    with pytest.raises(FencedError):
+        first.publish(name, b"of the first")
+    assert (first.output / name).read_bytes() == b"of the second"
+
+
+def test_a_success_that_a_killed_attempt_wrote_late_is_removed_before_the_count(job, monkeypatch):
+    monkeypatch.setattr(fencing, "MAX_PUT_S", 0.0)
+    first = start(job())
+    second = start(job())
+    (first.output / SUCCESS).write_atomic(b"")
+    wait_for_stale_writers(second)
+    assert not (first.output / SUCCESS).exists()
 
 
 def test_the_lock_holds_on_both(job):

@@ -1,0 +1,76 @@
+# ruff: noqa: F401, F811
+"""Two shards in a bucket: each with its own lease and index there, and finished together. A toy engine answers."""
+
+from __future__ import annotations
+
+import pyarrow.dataset
+import pytest
+
+from eagle_ray.batch.finish import finish_shards
+from eagle_ray.batch.job_errors import Incomplete, OutputLocked, OutputMismatch
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import SUCCESS, output_of
+from eagle_ray.batch.row_index import INDEX
+from eagle_ray.batch.run import run_to_completion
+from eagle_ray.config import JobConfig
+from eagle_ray.storage.path import StoragePath, json_bytes
+from tests.batch.test_starts import Killed, engine, reads, rows, scans
+from tests.conftest import small_job
+
+NAMES = [f"id{i}" for i in range(20)]
+ADDED = [f"new{i}" for i in range(8)]
+
+
+def write_input(bucket: StoragePath, lines: list[dict[str, str]]) -> None:
+    (bucket / "in.jsonl").write_atomic(b"".join(json_bytes(line).replace(b"\n", b"") + b"\n" for line in lines))
+
+
+@pytest.fixture
+def shards(bucket, tmp_path, engine) -> list[JobConfig]:
+    write_input(bucket, rows(*NAMES))
+    paths = {"input.path": f"{bucket}/in.jsonl", "output.path": f"{bucket}/out"}
+    return [small_job(tmp_path, None, **paths | {"execution.shard": f"{i}/2"}) for i in (1, 2)]
+
+
+def prompts(outside, output: StoragePath) -> dict[str, str]:
+    """The prompt that each id's answer is to, by another library; an id that stands twice fails."""
+    data = pyarrow.dataset.dataset(f"{output}/data".removeprefix("s3://"), filesystem=outside)
+    found = data.to_table(columns=["request_id", "prompt"]).to_pylist()
+    assert len({row["request_id"] for row in found}) == len(found)
+    return {row["request_id"]: row["prompt"] for row in found}
+
+
+def test_two_shards_in_a_bucket_lock_start_again_grow_and_are_finished(bucket, shards, engine, scans, reads, outside):
+    first, second = shards
+    output = bucket / "out"
+    engine.max_files = 1
+    with pytest.raises(Killed):
+        run_to_completion(first)
+    engine.max_files = None
+    with lock_output(output_of(first)):
+        run_to_completion(second)  # they share no lock
+        with pytest.raises(OutputLocked):
+            run_to_completion(first)
+        with pytest.raises(OutputLocked, match="shard 1/2 is running"):
+            finish_shards(output)
+    with pytest.raises(Incomplete, match="shard 1/2 is not complete"):
+        finish_shards(output)
+    run_to_completion(first)
+    assert sorted(engine.made) == sorted(NAMES)  # nothing twice
+    assert finish_shards(output)["total"]["rows"] == 20 and (output / SUCCESS).exists()
+    assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES}
+    assert all((output_of(config) / INDEX / "input.json").exists() for config in shards)
+
+    made, read, scanned = len(engine.made), len(reads), len(scans)
+    assert run_to_completion(first)["attempt"] == 3
+    assert (made, read, scanned) == (len(engine.made), len(reads), len(scans))
+    assert not (output / SUCCESS).exists()  # until it is finished again
+
+    write_input(bucket, rows(*NAMES, *ADDED))  # an object is replaced: its rows are compared
+    run_to_completion(first)
+    with pytest.raises(OutputMismatch, match="since shard 2/2 read it"):
+        finish_shards(output)
+    run_to_completion(second)
+    assert sorted(engine.made) == sorted(NAMES + ADDED)
+    assert finish_shards(output)["total"]["rows"] == 28 and (output / SUCCESS).exists()
+    assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES + ADDED}
