@@ -38,6 +38,19 @@ def without_ids(value):
     return [without_ids(one) for one in value] if isinstance(value, list) else value
 
 
+def nearly(value):
+    """A log-probability is rounded as the pass that verified its token, and drafts may differ."""
+    if isinstance(value, dict):
+        return {k: nearly(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [nearly(one) for one in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+def logprobs(tokens):
+    return [token["logprob"] for token in tokens]
+
+
 def texts(response):
     """What the items say, by their types."""
     said = []
@@ -158,9 +171,9 @@ def test_a_real_answer_is_the_chats(app):
         [choice] = asyncio.run(post(app, "/v1/chat/completions", chat_body)).json["choices"]
         [part] = whole["output"][0]["content"]
         assert part["text"] == choice["message"]["content"]
-        assert [one["logprob"] for one in part["logprobs"]] == [one["logprob"] for one in choice["logprobs"]["content"]]
+        assert logprobs(part["logprobs"]) == pytest.approx(logprobs(choice["logprobs"]["content"]), abs=1e-4)
         assert added_up(events) == events[-1]["response"]["output"]
-        assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
+        assert without_ids(events[-1]["response"]["output"]) == nearly(without_ids(whole["output"]))
         assert (whole["temperature"], whole["top_p"], whole["store"]) == (0.8, 0.9, False)
         assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] > 0
     assert json.loads(part["text"])["a"] in (1, 2) and whole["text"]["format"] == form

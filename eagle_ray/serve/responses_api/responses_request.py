@@ -51,8 +51,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "truncation": ("disabled",),
 }  # what is not built, and the values with which it changes nothing
-INSTEAD = {"store": STATELESS, "previous_response_id": STATELESS, "conversation": STATELESS}
-INSTEAD |= {"background": "the response comes with this request; for work without a client use /v1/batches"}
+WHY = {"store": STATELESS, "previous_response_id": STATELESS, "conversation": STATELESS}
+WHY |= {"background": "the response comes with this request; for work without a client use /v1/batches"}
 TOOL_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 
@@ -94,7 +94,7 @@ class ResponsesRequest(Request):
         if self.stream_options is not None and (self.stream_options.include_usage or self.stream_options.include_steps):
             raise unsupported("stream_options", "the last event has the usage; leave it out")
         extra = {name: value for name, value in (self.model_extra or {}).items() if name not in SAYS_NOTHING}
-        refuse_values(extra, OFF, INSTEAD)
+        refuse_values(extra, OFF, WHY)
         for name, value in (self.reasoning or {}).items():
             if value is not None:
                 raise unsupported(f"reasoning.{name}", "give chat_template_kwargs, which the target's template reads")
