@@ -164,7 +164,7 @@ class GrammarState:
 
     def _consume_predicted(self, context: Sequence[int], most: int) -> list[PredictedToken]:
         """Consume and return the forced tokens, or else one that came after this context before."""
-        if forced := self._matcher.compute_ff_tokens()[:most]:
+        if forced := self.forced_tokens()[:most]:
             num_consumed = self._matcher.try_consume_tokens(forced)
             return [PredictedToken(token, True) for token in forced[:num_consumed]]
         mask = np.zeros(self._num_words, np.int32)

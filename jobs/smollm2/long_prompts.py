@@ -12,14 +12,13 @@ prompt, where answers often quote it. As there, nothing is taken from any benchm
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.dataset as dataset
 
-from jobs.smollm2.prompts import PARTS
+from jobs.smollm2.prompts import PARTS, write_rows
 
 SEED = 20261126
 SHORTEST = 400  # characters of an article that is worth a question
@@ -86,8 +85,7 @@ def main() -> None:
         rows = passages(arguments.rows, arguments.seed)
     else:
         rows = prompts(arguments.run, arguments.rows, arguments.seed)
-    with arguments.out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_rows(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ def prompts(run: Path) -> Iterator[dict[str, object]]:
         }  # fmt: skip
 
 
+def write_rows(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    """Write rows as JSONL."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["starts", "turns"])
@@ -112,8 +118,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=SEED)
     arguments = parser.parse_args()
     rows = starts(arguments.rows, arguments.seed) if arguments.step == "starts" else prompts(arguments.run)
-    with arguments.out.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_rows(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """speculative.method auto: whatever it tries and keeps, every output is plain decoding's."""
 
-import itertools
 import logging
 from dataclasses import replace
 
@@ -8,13 +7,12 @@ import pytest
 
 from eagle_ray.build import build_engine, check_models
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.head_checkpoint import save_head
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.registry import method_of_draft
-from tests.engine.test_drafters import check_lossless, oracle_of, weights_for
-from tests.engine.test_lossless import Oracle, differing, some_params, some_prompts
+from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of, weights_for
+from tests.engine.test_lossless import Oracle, some_params, some_prompts
 from tests.helpers.dflash_checkpoints import published_head, zlab_config
 from tests.helpers.toy_models import head, llama
 
@@ -45,19 +43,8 @@ def test_the_trial_changes_no_output(oracle, draft, num_slots):
 
 
 def test_sequences_are_preempted_during_the_trial(oracle):
-    prompts, params, plain = oracle
     engine = auto_engine(head(), 4)
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
-    for sequence in sequences:
-        engine.add(sequence)
-    for number in itertools.count(1):
-        engine.step()
-        if not engine.has_work:
-            break
-        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
-        if number % 9 == 0 and len(running) > 1:
-            engine.scheduler._preempt(running[-1])
-    assert differing([s.output_ids for s in sequences], plain) == []
+    check_lossless_when_preempted(engine, oracle, every=9)
     assert engine.counters.num_preemptions > 9
 
 

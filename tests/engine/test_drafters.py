@@ -1,5 +1,6 @@
 """EAGLE's rivals on the same engine: whatever drafts, every output is plain decoding's, token for token."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,7 @@ from torch import nn
 
 from eagle_ray.build import build_engine, build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -68,6 +69,22 @@ def check_lossless(engine: Engine, oracle: Oracle) -> list[Sequence]:
     assert differing([s.output_ids for s in sequences], plain) == []
     assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
     return sequences
+
+
+def check_lossless_when_preempted(engine: Engine, oracle: Oracle, every: int) -> None:
+    """Send the youngest running sequence back every few steps."""
+    prompts, params, plain = oracle
+    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    for sequence in sequences:
+        engine.add(sequence)
+    for number in itertools.count(1):
+        engine.step()
+        if not engine.has_work:
+            break
+        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
+        if number % every == 0 and len(running) > 1:
+            engine.scheduler._preempt(running[-1])
+    assert differing([s.output_ids for s in sequences], plain) == []
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from eagle_ray.build import build_engine, check_models
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
-from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
@@ -22,8 +21,8 @@ from eagle_ray.models.head_checkpoint import save_head
 from eagle_ray.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.conftest import PAIR
-from tests.engine.test_drafters import check_lossless, oracle_of
-from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
+from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of
+from tests.engine.test_lossless import Oracle, Whimsical, some_params, some_prompts
 from tests.helpers.dflash_checkpoints import published_head, zlab_config
 from tests.helpers.toy_models import head, head3, llama, run
 
@@ -70,20 +69,9 @@ def test_outputs_are_those_of_plain_decoding(oracle, tmp_path, method, num_slots
 @pytest.mark.parametrize("method", METHODS)
 def test_no_plan_and_no_preemption_changes_an_output(oracle, tmp_path, method):
     """Some members, any width and depth, plain steps between; the youngest sequence is sent back now and then."""
-    prompts, params, plain = oracle
     engine = merged_engine(method, weights_of(method, tmp_path), 4)
     engine.planner = Whimsical(3)
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
-    for sequence in sequences:
-        engine.add(sequence)
-    for number in itertools.count(1):
-        engine.step()
-        if not engine.has_work:
-            break
-        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
-        if number % 5 == 0 and len(running) > 1:
-            engine.scheduler._preempt(running[-1])
-    assert differing([s.output_ids for s in sequences], plain) == []
+    check_lossless_when_preempted(engine, oracle, every=5)
     assert engine.counters.num_preemptions > 1
 
 
