@@ -106,6 +106,7 @@ IGNORE_PATTERNS = [
 WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 RECORDING = "recording steps as CUDA graphs"
 MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
+MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 
 
@@ -210,7 +211,8 @@ def load_causal_lm(
         pack_linears(causal_lm)
     if device == "cpu":
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            tune_num_threads(partial(_trial_pass, causal_lm, usual_slots(slots, on_gpu=False)))
+            num_rows = max(usual_slots(slots, on_gpu=False), MIN_TRIAL_ROWS)
+            tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
     return causal_lm
 
 

@@ -141,6 +141,16 @@ def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_cali
     assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
 
 
+@pytest.mark.parametrize(("slots", "rows"), [(1, 8), (32, 32)])
+def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
+    """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
+    passes = []
+    monkeypatch.setattr(pair_module, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(pair_module, "tune_num_threads", lambda run: run())
+    load_causal_lm(ModelConfig(device="cpu"), slots=slots)
+    assert passes == [rows]
+
+
 def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
     """A directory of nothing but a target's config."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
