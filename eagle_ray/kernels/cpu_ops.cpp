@@ -12,7 +12,13 @@
 
 namespace {
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16;  // of the processor's vectors: wider ones are emulated, at ten times the cost
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
 constexpr int BLOCK = 4;              // queries that read a key together
 constexpr int ROWS_PER_TASK = 16;     // rows of one sequence that a thread takes at once
 constexpr int64_t SMALL = 1 << 14;    // numbers below which starting threads costs more than they save
@@ -21,6 +27,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef float Floats16 __attribute__((vector_size(64)));
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats4 __attribute__((vector_size(16)));
 
@@ -78,21 +85,26 @@ inline Floats rounded(Floats value, const bf16 *) {
     return load(kept);
 }
 
+// The sums of a vector's lanes by their number modulo 4.
+inline Floats4 folded(Floats4 v) { return v; }
+
+inline Floats4 folded(Floats8 v) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+}
+
+inline Floats4 folded(Floats16 v) {
+    return folded(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                  __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
 inline float sum(Floats v) {
-    Floats8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    Floats4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    Floats4 b = folded(v);
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 // The sums of four vectors, each in the order of `sum`.
 inline Floats4 sums(const Floats *v) {
-    Floats4 b[4];
-    for (int i = 0; i < 4; i++) {
-        Floats8 a = __builtin_shufflevector(v[i], v[i], 0, 1, 2, 3, 4, 5, 6, 7) +
-                    __builtin_shufflevector(v[i], v[i], 8, 9, 10, 11, 12, 13, 14, 15);
-        b[i] = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    }
+    Floats4 b[4] = {folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
     Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5), low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
     Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7), high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
     Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
@@ -117,6 +129,21 @@ inline Floats exp_of(Floats x) {
     p = p * r * r + r + 1.0f;
     Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
     return p * (Floats)exponent;
+}
+
+inline float largest(const float *from, int64_t count) {
+    Floats wide = broadcast(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Floats x = load(from + i);
+        wide = x > wide ? x : wide;
+    }
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++)
+        most = std::max(most, wide[lane]);
+    for (; i < count; i++)
+        most = std::max(most, from[i]);
+    return most;
 }
 
 // --- norms and activation -------------------------------------------------------------------------------------------
@@ -274,44 +301,49 @@ template <typename T> struct Attention {  // of one pass and layer
         return sum(total);
     }
 
-    // BLOCK queries against KEYS keys that lie `step` numbers apart, each summed as `dot` sums.
-    template <int KEYS>
-    void dots(const float *q, int64_t stride, const T *k, int64_t step, Floats4 *scores) const {
-        Floats total[KEYS][BLOCK] = {};
-        int64_t i = 0;
-        for (; i < heads.key_dim; i += LANES) {
+    // BLOCK queries against KEYS keys that lie `step` numbers apart, each summed as `dot` sums: scores[j][m] of query j
+    // and key m.
+    template <int KEYS> void dots(const Scratch &s, const T *k, int64_t step, float *const *scores) const {
+        Floats total[BLOCK][KEYS] = {};
+        for (int64_t i = 0; i < heads.key_dim; i += LANES) {
             Floats x[KEYS];
             for (int m = 0; m < KEYS; m++)
                 x[m] = load_upto(k + m * step + i, heads.key_dim - i);
             for (int j = 0; j < BLOCK; j++) {
-                Floats y = load(q + j * stride + i);
+                Floats y = load(s.queries.data() + j * s.key_size + i);
                 for (int m = 0; m < KEYS; m++)
-                    total[m][j] += y * x[m];
+                    total[j][m] += y * x[m];
             }
         }
-        for (int m = 0; m < KEYS; m++)
-            scores[m] = sums(total[m]);
+        for (int j = 0; j < BLOCK; j++)
+            if (KEYS == 4) {
+                Floats4 found = sums(total[j]);
+                memcpy(scores[j], &found, sizeof(found));
+            } else {
+                for (int m = 0; m < KEYS; m++)
+                    scores[j][m] = sum(total[j][m]);
+            }
     }
 
     // Scores of BLOCK queries for columns [from, to) of a slot.
     void score_common(Scratch &s, int64_t slot, int64_t head, int64_t from, int64_t to, const int64_t *offset) const {
         int64_t step = heads.kv_heads * heads.key_dim;
+        float *scores[BLOCK];
+        for (int j = 0; j < BLOCK; j++)
+            scores[j] = s.scores.data() + j * s.num_scores + from - offset[j];
         for (int64_t column = from; column < to;) {
             int64_t stop = std::min(to, (column / rows.block_size + 1) * rows.block_size);
             const T *k = key(cell(slot, column), head);
-            Floats4 found[2];
-            for (; column + 1 < stop; column += 2, k += 2 * step) {
-                dots<2>(s.queries.data(), s.key_size, k, step, found);
-                for (int j = 0; j < BLOCK; j++) {
-                    s.scores[j * s.num_scores + column - offset[j]] = found[0][j];
-                    s.scores[j * s.num_scores + column + 1 - offset[j]] = found[1][j];
-                }
-            }
-            if (column < stop) {
-                dots<1>(s.queries.data(), s.key_size, k, step, found);
+            while (column < stop) {
+                int num_keys = stop - column >= 4 ? 4 : 1;
+                if (num_keys == 4)
+                    dots<4>(s, k, step, scores);
+                else
+                    dots<1>(s, k, step, scores);
+                column += num_keys;
+                k += num_keys * step;
                 for (int j = 0; j < BLOCK; j++)
-                    s.scores[j * s.num_scores + column - offset[j]] = found[0][j];
-                column++;
+                    scores[j] += num_keys;
             }
         }
     }
@@ -346,13 +378,13 @@ template <typename T> struct Attention {  // of one pass and layer
 
     // Turns scores into weights whose sum is returned.
     float softmax(float *scores, int64_t count, float sink, bool has_sink) const {
-        float most = has_sink ? sink : -INFINITY;
-        for (int64_t i = 0; i < count; i++) {
-            scores[i] *= heads.scaling;
-            if (heads.softcap)
-                scores[i] = std::tanh(scores[i] / heads.softcap) * heads.softcap;
-            most = std::max(most, scores[i]);
-        }
+        if (heads.softcap)
+            for (int64_t i = 0; i < count; i++)
+                scores[i] = std::tanh(scores[i] * heads.scaling / heads.softcap) * heads.softcap;
+        else
+            for (int64_t i = 0; i < count; i += LANES)
+                store(scores + i, load(scores + i) * heads.scaling);
+        float most = std::max(largest(scores, count), has_sink ? sink : -INFINITY);
         Floats total = {};
         for (int64_t i = 0; i < count; i += LANES) {
             Floats weight = exp_of(load(scores + i) - most);

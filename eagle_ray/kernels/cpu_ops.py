@@ -188,14 +188,26 @@ def _library() -> ctypes.CDLL | None:
     """Load the best library that was built for this processor; log once if there is none."""
     if os.environ.get(SWITCH) == "off":
         return None
-    for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["base"]):
-        for suffix in EXTENSION_SUFFIXES:
-            path = Path(__file__).parent / f"_cpu_{level}{suffix}"
-            if path.exists() and (library := _loaded(path)) is not None:
-                return library
+    for level in levels():
+        if (library := library_of(level)) is not None:
+            return library
     log.info(
         "cpu_ops: no compiled library for this processor. Install eagle_ray with a C++ compiler for faster CPU steps."
     )
+    return None
+
+
+def levels() -> list[str]:
+    """Return the levels that this processor runs, the best one first."""
+    return LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["base"])
+
+
+def library_of(level: str) -> ctypes.CDLL | None:
+    """Load a level's library, or return None if it was not built or cannot be loaded."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).parent / f"_cpu_{level}{suffix}"
+        if path.exists() and (library := _loaded(path)) is not None:
+            return library
     return None
 
 

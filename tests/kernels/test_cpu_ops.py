@@ -1,4 +1,4 @@
-"""The C++ operations compute what torch does, and a row's bits do not depend on the rows beside it."""
+"""The C++ operations of every level compute what torch does, and a row's bits do not depend on the other rows."""
 
 import pytest
 import torch
@@ -12,6 +12,20 @@ pytestmark = pytest.mark.skipif(
 )
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # and how far results of size 1 may be apart
 SLOTS, BLOCK_SIZE = 4, 32
+
+
+@pytest.fixture(autouse=True, params=["avx512", "avx2", "base"])
+def level(request, monkeypatch):
+    """Run the library of one level of vector instructions, which another processor would choose."""
+    if request.param not in cpu_ops.levels():
+        pytest.skip("not on this processor")
+    library = cpu_ops.library_of(request.param)
+    if library is None:
+        pytest.skip("the compiler does not build it")
+    monkeypatch.setattr(cpu_ops, "_library", lambda: library)
+    cpu_ops._functions.cache_clear()
+    yield
+    cpu_ops._functions.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
