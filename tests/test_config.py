@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_ray.build import download
 from eagle_ray.config import (
     ConfigError,
     JobConfig,
@@ -19,6 +20,7 @@ from eagle_ray.config import (
     load_train_config,
     recorded,
 )
+from eagle_ray.config.job import EMBEDDED_HEADS
 
 NEEDED = ("input.path=a.jsonl", "output.path=runs/a")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -217,6 +219,16 @@ def test_a_name_that_can_be_no_model_is_refused_with_the_nearest(tmp_path):
     (tmp_path / "target").mkdir()
     assert f"did you mean {tmp_path}/target?" in refusal(f"model.target={tmp_path}/targte")
     assert "model.draft: must be embedded:tiny" in refusal("model.target=org/model", f"model.draft={tmp_path}/head")
+
+
+@pytest.mark.parametrize("name", EMBEDDED_HEADS)
+def test_every_embedded_head_is_a_draft(name):
+    assert load("model.target=embedded:smollm2", f"model.draft={name}").model.draft == name
+    assert (download(name, "draft") / "config.json").is_file()
+
+
+def test_an_embedded_head_is_no_target():
+    assert "model.target: must be embedded:tiny" in refusal("model.target=embedded:smollm2/eagle2")
 
 
 def test_local_models_are_made_absolute(tmp_path, monkeypatch):

@@ -139,6 +139,7 @@ class InputConfig(StrictModel):
 
 
 EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
+EMBEDDED_HEADS = (*EMBEDDED_PAIRS, "embedded:smollm2/eagle2")  # names of model.draft
 
 
 class ModelConfig(StrictModel):
