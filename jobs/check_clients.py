@@ -133,11 +133,11 @@ def lm_eval_in_process(bench: Bench) -> list[str]:
 
 
 def aiperf(bench: Bench) -> list[str]:
-    return [*program("aiperf")(bench), bench.target_directory, str(bench.folder / "aiperf")]
+    return [*program("aiperf")(bench), bench.target, bench.target_directory, str(bench.folder / "aiperf")]
 
 
 def schemathesis(bench: Bench) -> list[str]:
-    return [str(Path(bench.python).with_name("schemathesis")), "run", f"{bench.url}/openapi.json", *SCHEMATHESIS]
+    return [bench.python, "-m", "schemathesis.cli", "run", f"{bench.url}/openapi.json", *SCHEMATHESIS]
 
 
 CLIENTS = {

@@ -68,7 +68,7 @@ def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
     given = body.get("structured_outputs")
     if not isinstance(given, dict):
         return body
-    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
     if not asked.keys() <= KEY_BY_VLLM_NAME.keys():
         return body
     own = {KEY_BY_VLLM_NAME[name]: value for name, value in asked.items()}

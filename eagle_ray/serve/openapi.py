@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
+from eagle_ray.config.structured import KEY_BY_VLLM_NAME
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
@@ -121,11 +122,10 @@ def _batch_operation(kept: BatchOperation) -> Json:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": kept.body}}}
     elif kept.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(kept.body)}
+    parameters: list[Json] = [{"name": name, "in": "query", "schema": schema} for name, schema in kept.query.items()]
     if "{id}" in kept.path:
-        operation["parameters"] = [
-            {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
-    return operation
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+    return operation | ({"parameters": parameters} if parameters else {})
 
 
 def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
@@ -168,6 +168,8 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     for kind in (*requests, "StreamOptions", "TextPart"):
         schemas[kind]["additionalProperties"] = {"type": "null"}  # whatever its name, it is not given
     schemas["Message"]["properties"] |= {name: {"enum": [*values, None]} for name, values in NO_TEXT.items()}
+    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
+        schemas[kind]["properties"]["structured_outputs"] = _structured_outputs(schemas[kind])
     for kind in (*requests, "Message", "StreamOptions"):
         schema = schemas[kind]
         for name, field in schema["properties"].items():
@@ -177,6 +179,17 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
     for ids in _token_ids(schemas["CompletionRequest"], schemas["DetokenizeRequest"]):
         ids["exclusiveMaximum"] = vocab_size
+
+
+def _structured_outputs(schema: Json) -> Json:
+    """Return the schema of vLLM's spelling of the structured keys."""
+    keys = {name: schema["properties"][own] for name, own in KEY_BY_VLLM_NAME.items()}
+    nothing = {"enum": [None, False]}
+    return {
+        "type": "object",
+        "properties": {name: {"anyOf": [key, nothing]} for name, key in keys.items()},
+        "additionalProperties": nothing,
+    }
 
 
 def _add_limits_of_responses(schema: Json) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
 from eagle_ray.chat.template_messages import template_message
@@ -47,6 +47,26 @@ def _token_id_key(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
 
 
+JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
+SCHEMA_FORM: dict[str, Any] = {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
+RESPONSE_FORMAT_FORM: dict[str, Any] = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": {"type": ["object", "boolean"]}},
+                },
+            },
+        },
+        JSON_TEXT,
+    ]
+}
 Text = Annotated[str, AfterValidator(_utf8)]
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
@@ -57,6 +77,14 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 No = Annotated[Literal[False], BeforeValidator(_boolean)]
+MAX_METADATA = 16  # pairs
+Metadata = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+]
+METADATA_FORM = f"an object of at most {MAX_METADATA} texts: keys of 64, values of 512 characters"
+JsonSchema = Annotated[Text, BeforeValidator(schema_text), WithJsonSchema(SCHEMA_FORM)]
+ResponseFormat = Annotated[Text, BeforeValidator(response_format_text), WithJsonSchema(RESPONSE_FORMAT_FORM)]
 PENALTY_RANGE = f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
 
 MAX_SEQUENCES = 1024
@@ -191,16 +219,14 @@ class Request(Body):
     )
     include_stop_str_in_output: bool | None = Field(default=None, description="true or false")
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
-    json_schema: Annotated[Text, BeforeValidator(schema_text)] | None = Field(
-        default=None, description="a JSON schema, as an object or as JSON text"
-    )
+    json_schema: JsonSchema | None = Field(default=None, description="a JSON schema, as an object or as JSON text")
     json_object: bool | None = Field(default=None, description="true or false")
     regex: Stop | None = Field(default=None, description="a regular expression")
     choice: Annotated[list[Stop], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="a list of 1 to 1024 texts, none of them empty"
     )
     grammar: Stop | None = Field(default=None, description="a grammar in Lark's syntax or GBNF")
-    response_format: Annotated[Text, BeforeValidator(response_format_text)] | None = Field(
+    response_format: ResponseFormat | None = Field(
         default=None,
         description="{type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}",
     )

@@ -1,4 +1,4 @@
-"""NVIDIA AIPerf against a server: its table of speculative decoding. python aiperf_client.py URL TOKENIZER FOLDER.
+"""NVIDIA AIPerf against a server, its table of speculative decoding: python aiperf_client.py URL MODEL TOKENIZER FOLDER
 
 Run in an environment that has `aiperf`; knows nothing of eagle_ray.
 """
@@ -17,9 +17,9 @@ LOAD = ["--concurrency", "4", "--request-count", str(REQUESTS), "--synthetic-inp
 LOAD += ["--output-tokens-mean", "32", "--extra-inputs", "ignore_eos:true", "--ui", "none"]
 
 
-def main(url: str, tokenizer: str, folder: str) -> None:
-    aiperf = str(Path(sys.executable).with_name("aiperf"))
-    command = [aiperf, "profile", "-m", "embedded:tiny", "--url", url, "--endpoint-type", "chat", "--streaming"]
+def main(url: str, model: str, tokenizer: str, folder: str) -> None:
+    command = [sys.executable, "-m", "aiperf", "profile", "-m", model, "--url", url, "--endpoint-type", "chat"]
+    command += ["--streaming"]
     command += ["--tokenizer", tokenizer, *LOAD, "--artifact-dir", folder]
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_OFFLINE")}  # its own cache
     said = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)

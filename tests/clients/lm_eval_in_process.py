@@ -11,12 +11,13 @@ import importlib.metadata
 import json
 import logging
 import math
+import site
 import sys
 from pathlib import Path
 from typing import Any
 
 if len(sys.argv) > 3:
-    sys.path.append(sys.argv[3])  # behind this environment's own packages
+    site.addsitedir(sys.argv[3])  # behind this environment's own packages
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -45,7 +46,7 @@ def evaluate(folder: Path, target: str, tasks: list[str], **settings: Any) -> di
         (folder / f"{name}.yaml").write_text(COMMON.format(folder=folder) + task)
     found = simple_evaluate(
         model="eagle_ray",
-        model_args={"target": target, "dtype": "float32", **settings},
+        model_args={"target": target, "draft": target, "dtype": "float32", **settings},
         tasks=tasks,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         bootstrap_iters=0,

@@ -116,7 +116,7 @@ def test_keys_are_in_the_openapi_document():
     assert "security" not in json.dumps(openapi(MODEL, 1024)["paths"])
 
 
-POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("path", POSTS)

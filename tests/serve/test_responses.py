@@ -188,6 +188,7 @@ def test_a_real_answer_is_the_chats(app):
         ({"background": True}, "background", "/v1/batches"),
         ({"truncation": "auto"}, "truncation", "leave it out"),
         ({"max_tokens": 3}, "max_tokens", "give max_output_tokens"),
+        ({"metadata": [None]}, "metadata", "an object of at most 16 texts"),
         ({"n": 2}, "n", "one answer"),
         ({"response_format": {"type": "text"}}, "response_format", "give text.format"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "must be {type: text}"),

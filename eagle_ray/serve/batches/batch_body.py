@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -13,19 +14,16 @@ from pydantic import Field
 
 from eagle_ray.serve.batches.batch_input import ENDPOINTS
 from eagle_ray.serve.batches.batch_store import BatchRequest
-from eagle_ray.serve.batches.file_store import FILE, is_id
+from eagle_ray.serve.batches.file_store import BATCH, FILE, is_id
 from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.protocol import Body, Text
+from eagle_ray.serve.protocol import METADATA_FORM, Body, Metadata, Text
 
 WINDOW = r"^[1-9][0-9]{0,6}[smhd]$"
 MAX_WINDOW_S = 30 * 86_400
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-MAX_METADATA = 16
-Metadata = Annotated[
-    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
-    Field(max_length=MAX_METADATA),
-]
+LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
+ORDERS = ("asc", "desc")
 
 
 class ExpiresAfter(Body):
@@ -43,9 +41,7 @@ class BatchBody(Body):
     completion_window: Annotated[str, Field(pattern=WINDOW)] = Field(
         description='"24h" or another duration of at most 30 days, as in "30m"'
     )
-    metadata: Metadata | None = Field(
-        default=None, description=f"an object of at most {MAX_METADATA} texts: keys of 64, values of 512 characters"
-    )
+    metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
     output_expires_after: ExpiresAfter | None = Field(
         default=None, description=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}'
     )
@@ -77,12 +73,13 @@ def page_of(ids: list[str], query: Mapping[str, str], prefix: str) -> tuple[list
 
     ids: oldest first. Raises ApiError for a wrong parameter.
     """
-    most, usual = (10_000, 10_000) if prefix == FILE else (100, 20)
+    most, usual = LIST_LIMITS[prefix]
     limit = query.get("limit", str(usual))
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit) <= most):
-        raise ApiError(400, f"limit: must be 1 to {most}, got {limit!r}", "limit", "bad_value")
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most))
+    if not (is_number and 1 <= int(limit) <= most):
+        raise ApiError(400, f"limit: must be 1 to {most}, got {reprlib.repr(limit)}", "limit", "bad_value")
     order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
+    if order not in ORDERS:
         raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
     after = query.get("after")
     if after is not None and not is_id(after, prefix):

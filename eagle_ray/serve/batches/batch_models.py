@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic reads no others before Python 3.12
 
-from eagle_ray.serve.batches.batch_body import BatchBody
+from eagle_ray.serve.batches.batch_body import LIST_LIMITS, ORDERS, BatchBody
 from eagle_ray.serve.batches.batch_record import OVER
+from eagle_ray.serve.batches.file_store import BATCH, FILE
 
 
 class FileObject(TypedDict):
@@ -115,6 +116,7 @@ class BatchOperation:
         answer: None for bytes.
         body: a request model, or a schema of a multipart form.
         statuses: of its refusals, besides 401, 404, 500 and 503.
+        query: the schemas of its query's parameters, by name; none is required.
     """
 
     path: str
@@ -123,6 +125,17 @@ class BatchOperation:
     answer: type | None
     body: type | dict[str, Any] | None = None
     statuses: tuple[str, ...] = ()
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def page_query(prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the parameters of a list of ids with this prefix (``batch_body.page_of`` reads them)."""
+    most, default = LIST_LIMITS[prefix]
+    return {
+        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
+        "after": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{27}}$"},
+        "order": {"enum": [*ORDERS], "default": "desc"},
+    }
 
 
 UPLOAD = {
@@ -136,17 +149,23 @@ UPLOAD = {
     },
     "additionalProperties": False,
 }
-FILE, BATCH = "/v1/files/{id}", "/v1/batches/{id}"
+ONE_FILE, ONE_BATCH = "/v1/files/{id}", "/v1/batches/{id}"
 OPERATIONS = (
     BatchOperation(
         "/v1/files", "post", "store a file for a batch", FileObject, UPLOAD, ("400", "403", "408", "413", "415")
     ),
     BatchOperation(
-        "/v1/files", "get", "the files, newest first: limit, after, order, purpose", FileList, None, ("400",)
+        "/v1/files",
+        "get",
+        "the files, newest first",
+        FileList,
+        None,
+        ("400",),
+        page_query(FILE) | {"purpose": {"type": "string"}},
     ),
-    BatchOperation(FILE, "get", "a file's description", FileObject),
-    BatchOperation(FILE, "delete", "delete a file", FileDeleted, None, ("409",)),
-    BatchOperation(f"{FILE}/content", "get", "a file's bytes", None),
+    BatchOperation(ONE_FILE, "get", "a file's description", FileObject),
+    BatchOperation(ONE_FILE, "delete", "delete a file", FileDeleted, None, ("409",)),
+    BatchOperation(f"{ONE_FILE}/content", "get", "a file's bytes", None),
     BatchOperation(
         "/v1/batches",
         "post",
@@ -155,9 +174,9 @@ OPERATIONS = (
         BatchBody,
         ("400", "408", "413", "415", "429"),
     ),
-    BatchOperation("/v1/batches", "get", "batches, newest first: limit, after", BatchList, None, ("400",)),
-    BatchOperation(BATCH, "get", "a batch", BatchObject),
+    BatchOperation("/v1/batches", "get", "the batches, newest first", BatchList, None, ("400",), page_query(BATCH)),
+    BatchOperation(ONE_BATCH, "get", "a batch", BatchObject),
     BatchOperation(
-        f"{BATCH}/cancel", "post", f"end a batch that is not {', '.join(OVER)}", BatchObject, None, ("403", "409")
+        f"{ONE_BATCH}/cancel", "post", f"end a batch that is not {', '.join(OVER)}", BatchObject, None, ("403", "409")
     ),
 )

@@ -6,7 +6,7 @@ routes = BatchRoutes(store, config.serving, client_of, owner_of).routes()
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ from eagle_ray.serve.parse import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class BatchRoutes:
@@ -36,15 +37,12 @@ class BatchRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/files", self.upload, methods=["POST"]),
-            Route("/v1/files", self.files),
-            Route("/v1/files/{id}", self.file),
-            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", self.content),
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches", self.batches),
-            Route("/v1/batches/{id}", self.batch),
-            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
+            _route("/v1/files", POST=self.upload, GET=self.files),
+            _route("/v1/files/{id}", GET=self.file, DELETE=self.delete),
+            _route("/v1/files/{id}/content", GET=self.content),
+            _route("/v1/batches", POST=self.create, GET=self.batches),
+            _route("/v1/batches/{id}", GET=self.batch),
+            _route("/v1/batches/{id}/cancel", POST=self.cancel),
         ]
 
     async def upload(self, request: Request) -> Response:
@@ -123,6 +121,15 @@ class BatchRoutes:
         if file.purpose != PURPOSE:
             message = f"input_file_id: {id} has the purpose {file.purpose!r}. Upload the file with purpose {PURPOSE!r}."
             raise ApiError(400, message, "input_file_id", "bad_value")
+
+
+def _route(path: str, **handlers: Handler) -> Route:
+    """Return one route with a handler for each method, so that a refusal names all of them (Allow)."""
+
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, handle, methods=[*handlers])
 
 
 def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _begun(asked: GenerationRequest, body: ResponsesRequest, id: str) -> Json:
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": (body.model_extra or {}).get("metadata") or {},
+        "metadata": body.metadata or {},
         "model": asked.model,
         "output": [],
         "parallel_tool_calls": options.parallel_tool_calls,

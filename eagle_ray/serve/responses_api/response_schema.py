@@ -86,7 +86,7 @@ class ResponseBody(TypedDict):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, Any]
+    metadata: dict[str, str]
     model: str
     output: list[MessageItem | ReasoningItem | FunctionCallItem]
     parallel_tool_calls: bool

@@ -18,7 +18,7 @@ from eagle_ray.config.structured import response_format_text
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
-from eagle_ray.serve.protocol import ChatRequest, Request, Text
+from eagle_ray.serve.protocol import METADATA_FORM, ChatRequest, Metadata, Request, Text
 from eagle_ray.serve.responses_api.input_items import messages_of
 from eagle_ray.serve.unsupported import refuse_values
 
@@ -32,7 +32,6 @@ INSTEAD = {
 }  # parameters of the other endpoints
 SAYS_NOTHING = (
     "user",
-    "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
     "prompt_cache_options",
@@ -77,6 +76,7 @@ class ResponsesRequest(Request):
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
     )
     reasoning: Json | None = Field(default=None, description="{}")
+    metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
 
     @property
     def wanted_tokens(self) -> int | None:

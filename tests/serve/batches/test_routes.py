@@ -185,9 +185,25 @@ def test_a_wrong_batch_is_refused_by_its_field(kept, store, changes, param):
     assert answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=101", "after=batch_", "order=up"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=x", "limit=101", "limit=" + "9" * 5000, "after=batch_", "order=up"]
+)
 def test_a_wrong_page_is_refused_by_its_field(kept, query):
     assert error_of(ask(kept, "GET", f"/v1/batches?{query}")) == (400, query.partition("=")[0], "bad_value")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/files", {"GET", "HEAD", "POST"}),
+        ("/v1/files/a", {"GET", "HEAD", "DELETE"}),
+        ("/v1/batches/a/cancel", {"POST"}),
+    ],
+)
+def test_a_method_that_a_path_lacks_is_refused_with_those_it_has(kept, path, methods):
+    answer = ask(kept, "OPTIONS", path)
+    assert error_of(answer) == (405, None, "no_route")
+    assert set(answer.headers["allow"].split(", ")) == methods
 
 
 def run(service, store, *ids):
