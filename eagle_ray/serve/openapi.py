@@ -60,6 +60,19 @@ REFUSALS = {
     "500": "a fault of this server",
     "503": "no replica can answer: try again after Retry-After",
 }
+MESSAGE_FORMS: list[Json] = [
+    {
+        "required": ["content"],
+        "properties": {
+            "content": {"type": ["string", "array"]},
+            "tool_calls": {"type": ["array", "null"], "maxItems": 0},
+        },
+    },
+    {
+        "required": ["tool_calls"],
+        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+    },
+]  # a text, or an assistant's calls with or without one
 RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
@@ -161,7 +174,8 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
     for kind in ("ChatRequest", "CompletionRequest"):
         schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
-        schemas[kind]["properties"] |= {name: {} for name in SAYS_NOTHING}
+        schemas[kind]["properties"] = {name: {} for name in SAYS_NOTHING} | schemas[kind]["properties"]
+    schemas["Message"]["anyOf"] = MESSAGE_FORMS
     _add_limits_of_responses(schemas["ResponsesRequest"])
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)

@@ -76,6 +76,16 @@ BiasKey = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_token_id_key)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+LogitBias = Annotated[
+    dict[BiasKey, Bias],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+        }
+    ),
+]
 No = Annotated[Literal[False], BeforeValidator(_boolean)]
 MAX_METADATA = 16  # pairs
 Metadata = Annotated[
@@ -206,7 +216,7 @@ class Request(Body):
         default=None,
         description=f"a number between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, 1 is off",
     )
-    logit_bias: dict[BiasKey, Bias] | None = Field(
+    logit_bias: LogitBias | None = Field(
         default=None,
         description=f"an object of token ids and numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
     )

@@ -3,12 +3,16 @@
 import asyncio
 import json
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from pydantic import TypeAdapter
 
 from eagle_ray.serve import response_models
+from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.parse import parse
+from eagle_ray.serve.protocol import ChatRequest
 from tests.serve.client import get, post
 
 httpx2, openai, schemathesis = map(pytest.importorskip, ("httpx2", "openai", "schemathesis"))  # Python 3.11 or newer
@@ -114,6 +118,43 @@ def test_keys_are_in_the_openapi_document():
     guarded = {path for path, item in paths.items() for operation in item.values() if "security" in operation}
     assert guarded == {path for path in paths if path.startswith(("/v1", "/token", "/detoken"))}
     assert "security" not in json.dumps(openapi(MODEL, 1024)["paths"])
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"json_schema": SCHEMA},
+        {"json_schema": "true"},
+        {"json_schema": 5},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema"}},
+        {"structured_outputs": {"json": SCHEMA, "regex": None}},
+        {"structured_outputs": {"json": 5}},
+        {"structured_outputs": {"structural_tag": 0}},
+        {"logit_bias": {"5": 1}},
+        {"logit_bias": {"x": 1}},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": 3},
+        {"metadata": {"a": "b"}},
+        {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [HI[0] | {"tool_calls": [CALL]}]},
+    ],
+)
+def test_the_openapi_document_and_the_server_take_the_same_bodies(body):
+    body = {"messages": HI} | body
+    document = {"$ref": "#/components/schemas/ChatRequest", "components": openapi(MODEL, 1024)["components"]}
+    try:
+        parse(ChatRequest, json.dumps(body).encode())
+    except ApiError:
+        is_read = False
+    else:
+        is_read = True
+    assert jsonschema.Draft202012Validator(document).is_valid(body) == is_read
 
 
 POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, WithJsonSchema
 
 from eagle_ray.chat.chat_options import KWARGS_FORM
 from eagle_ray.config.structured import response_format_text
@@ -24,6 +24,7 @@ from eagle_ray.serve.unsupported import refuse_values
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
+NO_VALUES: Json = {"type": "object", "additionalProperties": {"type": "null"}}
 INSTEAD = {
     "max_tokens": "give max_output_tokens",
     "n": "a response has one answer; send several requests",
@@ -71,11 +72,13 @@ class ResponsesRequest(Request):
     tool_choice: Text | Json | None = Field(default=None, description=CHOICE_FORM)
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
     chat_template_kwargs: Json | None = Field(default=None, description=KWARGS_FORM)
-    include: list[Text] | None = Field(default=None, description=f"[] or [{LOGPROBS!r}]")
+    include: list[Annotated[Text, WithJsonSchema({"const": LOGPROBS})]] | None = Field(
+        default=None, description=f"[] or [{LOGPROBS!r}]"
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
     )
-    reasoning: Json | None = Field(default=None, description="{}")
+    reasoning: Annotated[Json, WithJsonSchema(NO_VALUES)] | None = Field(default=None, description="{}")
     metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
 
     @property
