@@ -172,7 +172,7 @@ def check(name: str, bench: Bench) -> bool:
         print(f"FAIL  {name} after {seconds:.0f} s\n{ran.stdout}\n{ran.stderr}", flush=True)
         return False
     said = ran.stdout.strip().splitlines()
-    line = next((line.strip() for line in said if "generated" in line), said[-1])  # schemathesis has no last line
+    line = next((line.strip() for line in said if " generated, " in line), said[-1])  # schemathesis has no last line
     print(f"ok    {line if name != 'schemathesis' else f'schemathesis: {line}'} ({seconds:.0f} s)", flush=True)
     return True
 
