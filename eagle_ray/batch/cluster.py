@@ -14,8 +14,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -27,12 +27,14 @@ from eagle_ray.batch.signals import check_not_interrupted
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
 
+log = logging.getLogger("eagle_ray")
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
 GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
+RECONNECT_AFTER_S = 0.01
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_OPTIONS = {
@@ -197,6 +199,54 @@ class GcsWatch:
                     f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
                     f"({error}). Run the same command again to resume, on this cluster or another."
                 ) from None
+
+
+def raylet_socket() -> str | None:
+    """Return the path of the socket of the driver's raylet; None for a Ray Client, which has none."""
+    node = ray._private.worker._global_node
+    return node.raylet_socket_name if node else None
+
+
+class RayletWatch:
+    """Reports at once that the raylet of the driver's node has ended. It holds a connection and waits for its end.
+
+    Ray's core ends a driver without a raylet with exit code 1, at its next use of the object store.
+
+    Args:
+        path: of the raylet's Unix socket; None: nothing is watched.
+        on_loss: called with a ClusterError, from a thread of the watch.
+    """
+
+    def __init__(self, path: str | None, on_loss: Callable[[ClusterError], None]):
+        self._on_loss = on_loss
+        self._closing = threading.Event()
+        self._connection = socket.socket(socket.AF_UNIX)
+        if path is not None:
+            threading.Thread(target=self._watch, args=(path,), name="eagle-ray-raylet", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+        with suppress(OSError):  # not connected, or closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, path: str) -> None:
+        """Wait until nothing listens at the path. A raylet that only dropped the connection is connected again."""
+        try:
+            while not self._closing.wait(RECONNECT_AFTER_S):
+                with self._connection as connection, suppress(ConnectionResetError):
+                    connection.connect(path)
+                    while connection.recv(1024):
+                        pass
+                self._connection = socket.socket(socket.AF_UNIX)
+        except (ConnectionRefusedError, FileNotFoundError):
+            self._on_loss(
+                ClusterError(
+                    f"the raylet of this driver's Ray node has ended ({path}; was the node lost, or out of memory?). "
+                    "Run the same command again to resume, on this cluster or another."
+                )
+            )
+        except OSError as error:  # such as a socket of another user
+            log.debug("the raylet at %s is not watched: %s", path, error)
 
 
 def plan_workers(

@@ -6,6 +6,8 @@ ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable
 
 from eagle_ray.batch.input.files import InputFile, resolve_pattern, split_at_wildcard
@@ -42,10 +44,17 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
 
 
 def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
-    """Raise ConfigError naming an input file that is one of the output's own files."""
-    run_outputs = [file.path for file in files if file.storage_path.relative_to(output / DATA) is not None]
-    if run_outputs:
-        raise ConfigError(f"input.path: {run_outputs[0]} is a file of output.path {output}: {REMEDY}")
+    """Raise ConfigError naming an input file that is one of the output's own files.
+
+    Links are followed once for each directory, since following them costs a system call for each part of a path.
+    """
+    data = output / DATA
+    is_inside = functools.cache(lambda path: path.relative_to(data) is not None)
+    for file in files:
+        path = file.storage_path
+        is_link = path.is_local and os.path.islink(path.text)
+        if is_inside(path if is_link else path.parent):
+            raise ConfigError(f"input.path: {file.path} is a file of output.path {output}: {REMEDY}")
 
 
 def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.batch.cluster import GcsWatch, WorkerPlan, check_alive, gcs_address
+from eagle_ray.batch.cluster import GcsWatch, RayletWatch, WorkerPlan, check_alive, gcs_address, raylet_socket
 from eagle_ray.batch.display import Facts, display
 from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
@@ -88,10 +88,12 @@ class ProgressMonitor:
 
     def __enter__(self) -> ProgressMonitor:
         self._thread.start()
+        self._raylet = RayletWatch(raylet_socket(), self._stop_without_raylet)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         self._closing.set()
+        self._raylet.close()
         self._thread.join()
         if self._stop_reason is not None:
             raise self._stop_reason from None
@@ -212,6 +214,12 @@ class ProgressMonitor:
         reason = self._limits.exceeded_by(progress)
         if reason is not None:
             self._stop(reason)
+
+    def _stop_without_raylet(self, reason: ClusterError) -> None:
+        """Stop, and log the reason before: Ray's core may end this process before the main thread reports it."""
+        if not self._closing.is_set():
+            log.error("eagle-ray: %s", reason)
+        self._stop(reason)
 
     def _stop(self, reason: Exception) -> None:
         if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then

@@ -1,5 +1,6 @@
 """How many engines a cluster carries, and how rows are shared out among them."""
 
+import queue
 import socket
 import time
 from functools import partial
@@ -14,6 +15,7 @@ from eagle_ray.batch.actor import as_config_error
 from eagle_ray.batch.cluster import (
     GROWTH,
     GcsWatch,
+    RayletWatch,
     WorkerPlan,
     _check_answers,
     _send_ray_output_to_stderr,
@@ -22,7 +24,7 @@ from eagle_ray.batch.cluster import (
     threads_wanted,
 )
 from eagle_ray.batch.error_classifier import SMALLER
-from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
+from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit, outcome_of
 from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
 from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.config import ConfigError, ExecutionConfig
@@ -163,6 +165,38 @@ def test_a_cluster_elsewhere_whose_gcs_stops_answering_is_lost_after_a_while(mon
     with pytest.raises(ClusterError, match=f"the Ray cluster at {address} is lost: .*Run the same command again"):
         watch.check()
     GcsWatch(None).check()
+
+
+def test_the_end_of_the_raylet_is_reported_at_once_and_a_dropped_connection_is_not(tmp_path):
+    path, lost = str(tmp_path / "raylet"), queue.Queue()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    RayletWatch(path, lost.put)
+    server.accept()[0].close()  # as a raylet drops an idle client
+    connection, _ = server.accept()
+    assert lost.empty()
+    server.close()
+    connection.close()
+    error = lost.get(timeout=10)
+    assert isinstance(error, ClusterError) and outcome_of(error).code == 5
+    assert f"raylet of this driver's Ray node has ended ({path}" in str(error)
+    assert "Run the same command again to resume" in str(error)
+
+
+def test_a_closed_watch_of_a_raylet_reports_nothing(tmp_path):
+    lost = queue.Queue()
+    RayletWatch(None, lost.put).close()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "raylet"))
+        server.listen()
+        watch = RayletWatch(str(tmp_path / "raylet"), lost.put)
+        connection, _ = server.accept()
+        watch.close()
+        assert connection.recv(1) == b""
+    connection.close()
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.1)
 
 
 @pytest.mark.parametrize("address", ["auto", "local"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -80,3 +82,17 @@ def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
     assert (
         f"the Ray cluster at {config.execution.ray_address} is lost" in err.splitlines()[-1] and "Traceback" not in err
     )
+
+
+def test_a_driver_that_loses_its_own_node_is_exit_5_and_names_it(make_job, tmp_path):
+    """Ray itself would end the process at its next use of the object store, with exit code 1 and without a word."""
+    settings = {"sampling.max_tokens": 200, "sampling.ignore_eos": True, "execution.rows_per_file": 1}
+    with cluster_of(1) as cluster:
+        config = make_job(token_rows(60), **ON_FAKE_GPUS | settings | {"execution.ray_address": cluster.address})
+        driver = start_run(config, tmp_path, "--set", "execution.slots=1")
+        until(lambda: len(rows_of(config)) > 1, driver)
+        os.kill(raylet_of(cluster.head_node), signal.SIGKILL)  # the driver's, and its engine runs on the other node
+        _, err = driver.communicate(timeout=PATIENCE_S)
+    assert driver.returncode == 5, err
+    assert "stopped: the raylet of this driver's Ray node has ended" in err and "Traceback" not in err
+    assert "Run the same command again to resume" in err

@@ -31,6 +31,18 @@ def test_a_glob_that_finds_the_outputs_files_is_refused_by_name(tmp_path):
     check_not_run_output(files, StoragePath.of(tmp_path / "elsewhere"))
 
 
+@pytest.mark.parametrize("link", ["in", "in/part-001-000000.parquet"])
+def test_links_to_the_outputs_files_are_refused(tmp_path, link):
+    part = tmp_path / "out" / "data" / "part-001-000000.parquet"
+    part.parent.mkdir(parents=True)
+    part.touch()
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(part.parent if link == "in" else part)
+    files = find_files(str(tmp_path / "in" / "*.parquet"), "auto")
+    with pytest.raises(ConfigError, match=r"part-001-000000\.parquet is a file of output\.path"):
+        check_not_run_output(files, StoragePath.of(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("pattern", "output"),
     [("in/**", "in/out"), ("in/**/*.parquet", "in/out"), ("in/*", "in"), ("*/*", "in"), ("in/out/data/*", "in/out")],
