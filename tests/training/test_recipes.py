@@ -207,7 +207,7 @@ def dflash(model, *, causal: bool = False, token_ids: list[int] | None = None) -
 
 
 @pytest.mark.parametrize(
-    ("causal", "token_ids"), [(False, None), (True, None), (False, DRAFTED)], ids=["block", "causal", "draft vocabulary"]
+    ("causal", "token_ids"), [(False, None), (True, None), (False, DRAFTED)], ids=["block", "causal", "draft vocab"]
 )
 def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids):
     recipe = dflash(model, causal=causal, token_ids=token_ids)
