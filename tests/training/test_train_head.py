@@ -217,7 +217,7 @@ def test_a_dflash_head_is_published_and_runs(make_config, tmp_path, target_direc
     assert not {"lm_head.weight", "d2t", "t2d"} & read_shapes(tmp_path / "head").keys()
 
 
-def test_a_dflash_head_drafts_its_draft_vocabulary_only(make_config, tmp_path, target_directory):
+def test_a_dflash_head_has_its_draft_vocabulary_and_named_layers(make_config, tmp_path, target_directory):
     sizes = {"head.num_layers": 1, "head.block_size": 4, "head.target_layer_ids": [1, 4, 6]}
     record = run(make_config(**{"head.method": "dflash", **sizes}))
     assert record["draft_vocab_size"] == 60 and record["curves"]["held_out"][-1][1]["tau"] >= 1
