@@ -101,12 +101,14 @@ class HeadConfig(StrictModel):
     """The head's method and shape.
 
     draft_vocab_size: tokens that the head can draft, the most frequent ones of the answers. null is 32,000 for eagle3,
-        or all if the target has no more, and all tokens for eagle2. An eagle2 head gets a draft_vocab.txt.
+        or all if the target has no more, and all tokens for eagle2 and dflash. An eagle2 head gets a draft_vocab.txt,
+        and a dflash head an lm_head of its own, in speculators' layout.
     intermediate_size: width of the head's MLP; null is the target's.
     num_levels: heads of medusa and hydra.
     start: eagle2 or eagle3 head that is trained further, of the same method; its shape and draft vocabulary are kept.
-    num_layers, block_size: layers of dflash, each of which reads one of the target's, and rows of its block, the last
-        token included.
+    num_layers, block_size: layers of dflash, and rows of its block, the last token included.
+    target_layer_ids: layers of the target, from 0, whose outputs a dflash head reads. null spreads as many as the head
+        has layers, as published.
     mask_token: the token that stands for what is not known yet in a block of dflash; null is the target's padding or
         end token. Its embedding is the target's.
     causal_head: a row of a dflash block attends to no later row, as in JetSpec's heads.
@@ -122,6 +124,9 @@ class HeadConfig(StrictModel):
     start: Name | None = Field(default=None, description="a head's directory or hub id, or null for a new head")
     num_layers: PositiveInt = Field(default=5, description="a number of layers, 1 or more")
     block_size: Annotated[int, Field(ge=2, le=64)] = Field(default=8, description="a number of rows, 2 to 64")
+    target_layer_ids: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = Field(
+        default=None, description="a list of the target's layers, from 0, or null"
+    )
     mask_token: NonNegativeInt | None = Field(default=None, description="a token id of the target, or null")
     causal_head: bool = Field(default=False, description="true or false")
     layout: Literal["published", "sglang"] = Field(default="published", description="published or sglang")

@@ -8,6 +8,10 @@ The loss of a row is the cross-entropy with the target's distribution of its tok
 losses/utils.py at c05b95b3; JetSpec's forward divergence, arXiv 2606.18394), the k-th after the anchor weighted by
 exp(-(k - 1) / gamma). Anchors are spread over the answers: one of every `anchor_every` tokens, at another offset in
 each document.
+
+With a draft vocabulary the head has an lm_head of its own over it, which starts as the target's rows and is trained, as
+an EAGLE-3 head's is. Both distributions are then over these tokens, and a position counts if the target's preferred
+token is one of them.
 """
 
 from __future__ import annotations
@@ -58,9 +62,10 @@ class Blocks:
 
 
 class DFlashRecipe:
-    """Trains a DFlash head that reads the target's lm_head and embedding.
+    """Trains a DFlash head that reads the target's embedding, and its lm_head unless it has a draft vocabulary.
 
     Args:
+        head: with an lm_head of its own if the target's draft vocabulary is not every token.
         raw_config: the head's config.json.
         feature_scale: factor of each number of the target's concatenated features.
         dtype: of matrix products.
@@ -81,13 +86,13 @@ class DFlashRecipe:
         self._block = head.block
         self.num_counts = self._block.num_levels
         self.names = ("loss", "token_loss", *agreement_names(self.num_counts))
-        initialize_dflash(self.head)
+        initialize_dflash(self.head, target)
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
         """Return the predicted tokens at each distance from an anchor."""
         counts = torch.zeros(self.num_counts, dtype=torch.float64)
         for blocks in blocks_of(batch.packed, self._loss.anchor_every):
-            counts += self._counted(batch.packed, blocks).sum(0).cpu()
+            counts += self._counted(batch, blocks).sum(0).cpu()
         return counts
 
     def losses(self, batch: FeatureBatch, counts: Float[Tensor, " L"], seed: int) -> Losses:
@@ -100,7 +105,7 @@ class DFlashRecipe:
                 context = self.head.project_features(batch.features[rows].float() * self._feature_scale)
                 for anchors in blocks.anchors.split(ANCHORS_PER_PASS):
                     part = Blocks(blocks.begin, blocks.length, anchors)
-                    counted = self._counted(batch.packed, part)
+                    counted = self._counted(batch, part)
                     logits = self._logits(ids[rows], context, anchors)[counted].float()
                     wanted_rows = self._predicted_rows(part)[counted] - 1
                     level = counted.nonzero()[:, 1]
@@ -117,8 +122,8 @@ class DFlashRecipe:
         return Losses(total, sums)
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return all matrices: the lm_head is the target's."""
-        return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
+        """Return all matrices but an lm_head, whose rows are classes."""
+        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
@@ -131,10 +136,16 @@ class DFlashRecipe:
         distance = torch.arange(1, self.num_counts + 1, device=blocks.anchors.device)
         return blocks.begin + blocks.anchors[:, None] + distance
 
-    def _counted(self, packed: PackedBatch, blocks: Blocks) -> Bool[Tensor, "A L"]:
-        """Return whether the predicted token exists and belongs to an answer."""
-        rows, end = self._predicted_rows(blocks), blocks.begin + blocks.length
-        return (rows < end) & packed.is_answer[rows.clamp(max=end - 1)]
+    def _counted(self, batch: FeatureBatch, blocks: Blocks) -> Bool[Tensor, "A L"]:
+        """Return whether the predicted token exists, belongs to an answer and can be drafted.
+
+        It can if the token that the target prefers there is in the draft vocabulary.
+        """
+        end = blocks.begin + blocks.length
+        rows = self._predicted_rows(blocks)
+        inside = rows.clamp(max=end - 1)
+        is_drafted = self._target.draft_ids[batch.greedy_ids[inside - 1]] >= 0
+        return (rows < end) & batch.packed.is_answer[inside] & is_drafted
 
     def _logits(
         self, ids: Int[Tensor, " T"], context: Float[Tensor, "T H"], anchors: Int[Tensor, " A"]
@@ -169,10 +180,19 @@ def blocks_of(packed: PackedBatch, anchor_every: int) -> Iterator[Blocks]:
         begin += length
 
 
-def initialize_dflash(head: DFlashHead) -> None:
-    """Draw the weights. Layers start as the identity, and fc as the last of the features."""
+def initialize_dflash(head: DFlashHead, target: FrozenTarget) -> None:
+    """Draw the weights. Layers start as the identity, fc as the last of the features, an lm_head as the target's.
+
+    The last norm starts as the number that gives a random direction logits of about 1. Rows of a tied lm_head may be
+    long: with ones, SmolLM2's first loss is 84 nats a token.
+    """
     initialize_linears(head)
     with torch.no_grad():
+        head.norm.weight.fill_(float(target.lm_head.float().square().sum(1).mean().clamp(min=1e-12).rsqrt()))
+        if head.lm_head is not None:
+            head.lm_head.weight.copy_(target.lm_head)
+            head.d2t.copy_(target.token_ids - torch.arange(len(target.token_ids), device=target.device))
+            head.t2d.copy_(target.draft_ids >= 0)
         for layer in head.layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)

@@ -2,7 +2,8 @@
 
 EAGLE-1/2    architectures ["EagleLlamaForCausalLM"]: vLLM's name; no bias in fc, which vLLM's loader refuses
 EAGLE-3      architectures ["LlamaForCausalLMEagle3"]: SGLang's and vLLM's name, with draft_vocab_size
-DFlash       architectures ["DFlashDraftModel"]: z-lab's name, with block_size and dflash_config
+DFlash       architectures ["DFlashDraftModel"]: z-lab's name, with block_size and dflash_config;
+             with a draft vocabulary speculators_model_type "dflash", whose layout has an lm_head
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.dflash_spec import block_of, layer_config, spread_layers
 from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS
-from eagle_ray.models.head_spec import PUBLISHED_ROPE_THETA
+from eagle_ray.models.head_spec import PUBLISHED_ROPE_THETA, SPECULATORS
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.training.dflash_recipe import BlockLoss, DFlashRecipe
 from eagle_ray.training.eagle3_recipe import Eagle3Recipe, UnrolledLoss
@@ -40,8 +41,13 @@ def draft_vocab_size(config: TrainConfig, vocab_size: int) -> int:
     size = config.head.draft_vocab_size
     if size is None:
         size = PUBLISHED_DRAFT_VOCAB if config.head.method == "eagle3" else vocab_size
-    if size < vocab_size and config.head.method in ("medusa", "hydra", "dflash"):
+    if size < vocab_size and config.head.method in ("medusa", "hydra"):
         raise ConfigError(f"head.draft_vocab_size: of no use for {config.head.method}, which drafts every token")
+    if size < vocab_size and config.head.method == "dflash" and config.head.causal_head:
+        raise ConfigError(
+            "head.causal_head: speculators' layout, in which a dflash head with a draft vocabulary is written, has no "
+            "causal heads. Leave out head.draft_vocab_size"
+        )
     return min(size, vocab_size)
 
 
@@ -63,11 +69,21 @@ def feature_layers(config: TrainConfig, causal_lm: nn.Module, start: StartHead |
 
 
 def _outputs_read(config: TrainConfig, num_layers: int) -> list[int]:
-    """Return the layers whose outputs a DFlash head reads: the published choice, or all of a target of few layers."""
+    """Return the layers whose outputs a DFlash head reads.
+
+    They are head.target_layer_ids, or the published choice, or all of a target of few layers.
+    """
     if num_layers < 2:
         raise ConfigError(
             f"head.method: dflash reads the outputs of layers before the last one, and {config.model.target} has one"
         )
+    if named := config.head.target_layer_ids:
+        if len({*named}) < len(named) or max(named) > num_layers - 2:
+            raise ConfigError(
+                f"head.target_layer_ids: must be different layers of the target, 0 to {num_layers - 2} (its last "
+                f"layer's output is normed), got {named}"
+            )
+        return named
     spread = spread_layers(num_layers, config.head.num_layers)
     is_fit = len({*spread}) == len(spread) and min(spread) >= 0 and max(spread) < num_layers - 1
     return spread if is_fit else list(range(num_layers - 1))
@@ -104,8 +120,9 @@ def make_recipe(
             start=start.head if start else None,
         )
     if method == "dflash":
-        raw = dflash_json(config, target_config)
-        head = DFlashHead(layer_config(raw), block_of(raw, target_config))
+        size = None if target.covers_all else len(target.token_ids)
+        raw = dflash_json(config, target_config, size)
+        head = DFlashHead(layer_config(raw), block_of(raw, target_config), draft_vocab_size=size)
         assert feature_scale is not None
         return DFlashRecipe(target, head, raw, feature_scale, BlockLoss(loss.gamma, loss.anchor_every), dtype)
     sizes = config.head.num_levels, 1, target_config.hidden_size, target_config.vocab_size
@@ -134,16 +151,39 @@ def head_json(config: TrainConfig, target: Any) -> dict[str, Any]:
     }
 
 
-def dflash_json(config: TrainConfig, target: Any) -> dict[str, Any]:
-    """Return the config.json of a DFlash head. target: the target's config. Raises ConfigError."""
-    heads = target.num_attention_heads
-    rope = getattr(target, "rope_parameters", None) or {}
-    section = {
-        "mask_token_id": _mask_token(config, target),
-        "target_layer_ids": _outputs_read(config, target.num_hidden_layers),
-    }
+def dflash_json(config: TrainConfig, target: Any, draft_vocab_size: int | None = None) -> dict[str, Any]:
+    """Return the config.json of a DFlash head: z-lab's layout, or speculators' with a draft vocabulary.
+
+    target: the target's config. Raises ConfigError.
+    """
+    layers, outputs = _dflash_layers(config, target), _outputs_read(config, target.num_hidden_layers)
+    own = {"block_size": config.head.block_size, "tie_word_embeddings": False, "dtype": "bfloat16"}
+    mask = {"mask_token_id": _mask_token(config, target)}
+    if draft_vocab_size is not None:
+        return {
+            "architectures": ["DFlashSpeculator"],
+            SPECULATORS: "dflash",
+            "transformer_layer_config": layers,
+            "draft_vocab_size": draft_vocab_size,
+            "aux_hidden_state_layer_ids": [i + 1 for i in outputs],
+            **mask,
+            **own,
+        }
+    causal = {"causal_head": True} if config.head.causal_head else {}
     return {
         "architectures": ["DFlashDraftModel"],
+        **layers,
+        "num_target_layers": target.num_hidden_layers,
+        "dflash_config": {**mask, "target_layer_ids": outputs, **causal},
+        **own,
+    }
+
+
+def _dflash_layers(config: TrainConfig, target: Any) -> dict[str, Any]:
+    """Return the shape of a DFlash head's layers, under the keys of a Qwen3 config."""
+    heads = target.num_attention_heads
+    rope = getattr(target, "rope_parameters", None) or {}
+    return {
         "model_type": "qwen3",
         **{key: getattr(target, key) for key in COPIED},
         "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
@@ -151,14 +191,9 @@ def dflash_json(config: TrainConfig, target: Any) -> dict[str, Any]:
         "intermediate_size": config.head.intermediate_size or target.intermediate_size,
         "hidden_act": "silu",
         "num_hidden_layers": config.head.num_layers,
-        "num_target_layers": target.num_hidden_layers,
         "layer_types": ["full_attention"] * config.head.num_layers,
         "attention_bias": False,
         "rope_theta": rope.get("rope_theta", PUBLISHED_ROPE_THETA),
-        "block_size": config.head.block_size,
-        "dflash_config": section | ({"causal_head": True} if config.head.causal_head else {}),
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
     }
 
 

@@ -134,7 +134,7 @@ class HeadTraining:
         counts = count_answers(self.data.documents)
         chosen = answer_vocabulary(counts, size, vocab_size)
         log.info("draft vocabulary: %s tokens are %.2f %% of the answers", f"{size:,}", 100 * coverage(counts, chosen))
-        return FrozenTarget.of(self.causal_lm, sorted(chosen) if self.config.head.method == "eagle3" else chosen)
+        return FrozenTarget.of(self.causal_lm, sorted(chosen) if self.config.head.method in SCALED else chosen)
 
     def _resumed(self) -> TrainState | None:
         """Return the newest checkpoint of an equal run, or None. Raises ConfigError for one of another run."""

@@ -21,7 +21,7 @@ from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.medusa_recipe import MedusaRecipe
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.helpers.dflash_checkpoints import MASK, zlab_config
+from tests.helpers.dflash_checkpoints import MASK, speculators_config, zlab_config
 from tests.helpers.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)
@@ -194,17 +194,24 @@ def test_medusa_equals_one_position_at_a_time(model, documents, kind):
     assert_equal(recipe, total(recipe, [batch]), obvious)
 
 
-def dflash(model, *, causal: bool = False) -> DFlashRecipe:
+def dflash(model, *, causal: bool = False, token_ids: list[int] | None = None) -> DFlashRecipe:
     torch.manual_seed(1)
-    raw = zlab_config(ids=(1, 3), num_target_layers=8, causal_head=causal)
-    head = DFlashHead(layer_config(raw), block_of(raw, model.config))
-    scale = torch.rand(2 * LLAMA["hidden_size"]) + 0.5
-    return DFlashRecipe(FrozenTarget.of(model), head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
+    if token_ids is None:
+        raw = zlab_config(ids=(1, 3), num_target_layers=8, causal_head=causal)
+    else:
+        raw = speculators_config(ids=(2, 4), draft_vocab_size=len(token_ids))
+    size = token_ids and len(token_ids)
+    head = DFlashHead(layer_config(raw), block_of(raw, model.config), draft_vocab_size=size)
+    target, scale = FrozenTarget.of(model, token_ids), torch.rand(2 * LLAMA["hidden_size"]) + 0.5
+    return DFlashRecipe(target, head, raw, scale, BlockLoss(gamma=3.0, anchor_every=2), torch.float32)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_dflash_equals_one_block_at_a_time(model, documents, causal):
-    recipe = dflash(model, causal=causal)
+@pytest.mark.parametrize(
+    ("causal", "token_ids"), [(False, None), (True, None), (False, DRAFTED)], ids=["block", "causal", "draft vocab"]
+)
+def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids):
+    recipe = dflash(model, causal=causal, token_ids=token_ids)
+    chosen = token_ids or list(range(VOCAB))
     batch = features(model, documents, (2, 4)).read(PackedBatch.of(documents, range(4)))
     num_levels = recipe.head.block.num_levels
     losses = [[] for _ in range(num_levels)]
@@ -223,9 +230,10 @@ def test_dflash_equals_one_block_at_a_time(model, documents, causal):
                 torch.ones(1, num_levels + 1, anchor, dtype=torch.bool),
             )[0]
             for k in range(1, num_levels + 1):
-                if anchor + k < length and document.is_answer[anchor + k]:
-                    wanted = model.lm_head(states[-1][anchor + k - 1]).softmax(-1)
-                    losses[k - 1].append(F.cross_entropy(model.lm_head(out[k]), wanted))
+                logits = model.lm_head(states[-1][anchor + k - 1]) if anchor + k < length else None
+                if logits is not None and document.is_answer[anchor + k] and int(logits.argmax()) in chosen:
+                    drafted = (model.lm_head if token_ids is None else recipe.head.lm_head)(out[k])
+                    losses[k - 1].append(F.cross_entropy(drafted, logits[chosen].softmax(-1)))
     assert recipe.counts(batch).tolist() == [len(level) for level in losses] and min(map(len, losses)) > 0
     obvious = sum(math.exp(-k / 3.0) * torch.stack(level).mean() for k, level in enumerate(losses))
     assert_equal(recipe, total(recipe, [batch]), obvious)
@@ -239,6 +247,15 @@ def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_p
     wanted = recipe.head.project_features(raw * recipe._feature_scale)
     torch.testing.assert_close(published.project_features(raw), wanted, rtol=0.02, atol=0.05)
     assert published.block == recipe.head.block
+
+
+def test_a_dflash_head_over_a_draft_vocabulary_has_the_targets_rows_of_it(model, tmp_path):
+    recipe = dflash(model, token_ids=DRAFTED)
+    recipe.save(tmp_path)
+    published = load_dflash(tmp_path, model.config)
+    assert published.token_ids.tolist() == DRAFTED and published.block == recipe.head.block
+    torch.testing.assert_close(published.lm_head.weight, model.lm_head.weight[DRAFTED].bfloat16().float())
+    assert not any(parameter is recipe.head.lm_head.weight for parameter in recipe.matrices())
 
 
 @pytest.mark.parametrize("make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"])

@@ -14,7 +14,7 @@ from eagle_ray.build import load_causal_lm
 from eagle_ray.config import ConfigError, ModelConfig
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.errors import EngineError
-from eagle_ray.models.head_checkpoint import load_dflash, load_head
+from eagle_ray.models.head_checkpoint import load_dflash, load_head, read_shapes
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training import train_head as train_head_module
@@ -214,6 +214,22 @@ def test_a_dflash_head_is_published_and_runs(make_config, tmp_path, target_direc
     with pytest.raises(ConfigError, match=r"head\.mask_token: must be a token of the target"):
         mask = {"head.mask_token": 10**6, "output.path": str(tmp_path / "other")}
         run(make_config(**{"head.method": "dflash", **sizes, **mask}))
+    assert not {"lm_head.weight", "d2t", "t2d"} & read_shapes(tmp_path / "head").keys()
+
+
+def test_a_dflash_head_has_its_draft_vocabulary_and_named_layers(make_config, tmp_path, target_directory):
+    sizes = {"head.num_layers": 1, "head.block_size": 4, "head.target_layer_ids": [1, 4, 6]}
+    record = run(make_config(**{"head.method": "dflash", **sizes}))
+    assert record["draft_vocab_size"] == 60 and record["curves"]["held_out"][-1][1]["tau"] >= 1
+    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    assert len(head.token_ids) == 60 and head.lm_head.weight.shape == (60, 32)
+    assert head.block.feature_layers == (2, 5, 7) and not (tmp_path / "head" / "draft_vocab.txt").exists()
+    for wrong, error in (
+        ({"head.target_layer_ids": [1, 7]}, r"head\.target_layer_ids: must be different layers of the target, 0 to 6"),
+        ({"head.causal_head": True}, r"head\.causal_head: .* Leave out head\.draft_vocab_size"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            run(make_config(**{"head.method": "dflash", **sizes, "output.path": str(tmp_path / "other"), **wrong}))
 
 
 def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monkeypatch):
