@@ -202,9 +202,12 @@ class GcsWatch:
 
 
 def raylet_socket() -> str | None:
-    """Return the path of the socket of the driver's raylet; None for a Ray Client, which has none."""
+    """Return the path of the socket of the raylet of a cluster that this driver joined.
+
+    None for a Ray Client, which has none, and for our own local cluster, whose processes check_alive sees.
+    """
     node = ray._private.worker._global_node
-    return node.raylet_socket_name if node else None
+    return node.raylet_socket_name if node and not node.is_head() else None
 
 
 class RayletWatch:
