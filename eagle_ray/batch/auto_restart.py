@@ -30,7 +30,7 @@ from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError,
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_files
-from eagle_ray.batch.signals import is_interrupted
+from eagle_ray.batch.signals import check_not_interrupted, is_interrupted
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.storage.path import StoragePath
@@ -108,6 +108,7 @@ def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
 def _wait(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> None:
     seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
     log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
+    check_not_interrupted()  # logging may swallow what a signal raises in it, and the wait is long
     time.sleep(seconds)
 
 
