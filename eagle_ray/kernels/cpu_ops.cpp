@@ -316,7 +316,7 @@ template <typename T> struct Attention {  // of one pass and layer
             }
         }
         for (int j = 0; j < BLOCK; j++)
-            if (KEYS == 4) {
+            if constexpr (KEYS == 4) {
                 Floats4 found = sums(total[j]);
                 memcpy(scores[j], &found, sizeof(found));
             } else {
