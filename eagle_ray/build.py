@@ -23,7 +23,7 @@ from torch import nn
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
-from eagle_ray.config.job import EMBEDDED_HEADS
+from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
 from eagle_ray.datastore import check_datastore
@@ -534,7 +534,7 @@ def _find(name: str, part: str, ignored: list[str]) -> Path:
     if name.startswith(EMBEDDED):
         path = ASSETS / name.removeprefix(EMBEDDED) / part
         if not path.is_dir():
-            raise ConfigError(f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_HEADS)}")
+            raise ConfigError(f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_NAMES[part])}")
         return path
     if Path(name).is_dir():
         return Path(name)

@@ -139,7 +139,8 @@ class InputConfig(StrictModel):
 
 
 EMBEDDED_PAIRS = ("embedded:tiny", "embedded:smollm2")
-EMBEDDED_HEADS = (*EMBEDDED_PAIRS, "embedded:smollm2/eagle2")  # names of model.draft
+EMBEDDED_HEADS = (*EMBEDDED_PAIRS, "embedded:smollm2/eagle2")
+EMBEDDED_NAMES = {"target": EMBEDDED_PAIRS, "draft": EMBEDDED_HEADS}  # by key of model
 
 
 class ModelConfig(StrictModel):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle_ray.chat_templates import NAMES
-from eagle_ray.config.job import EMBEDDED_HEADS, EMBEDDED_PAIRS, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.config.job import EMBEDDED_NAMES, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
 
@@ -92,7 +92,7 @@ def check_target_name(name: str) -> None:
 
 
 def _check_name(part: str, name: str) -> None:
-    embedded = EMBEDDED_HEADS if part == "draft" else EMBEDDED_PAIRS
+    embedded = EMBEDDED_NAMES[part]
     if name in embedded or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
     near = difflib.get_close_matches(name, [*embedded, *_siblings(name)], 1)
