@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from jobs.bench.gpu.isolated_runs import DEFAULT, PORTABLE, IsolatedRun, TimeBud
 from jobs.bench.gpu.triton_cache import triton_cache
 
 MINUTES = 7.5  # of a call, the imports and the packing of Triton's cache excluded
-WORKERS = 4  # checks at a time; their time is spent in imports and compilers
+WORKERS = max((os.cpu_count() or 2) // 2, 1)  # checks at a time; their time is spent in imports and compilers
 RESERVE_S = 30.0  # between the benchmark's own limit and its being killed
 LEAST_BENCHMARK_S = 45.0
 RESULTS = "results.json"
