@@ -7,7 +7,8 @@
 
 A mask has one bit per token. llguidance does the parsing (https://github.com/guidance-ai/llguidance): a state is
 advanced along a path and rolled back, so a tree costs one step per node. `grammar_state.py` has the states. This module
-compiles grammars and may be called from several threads.
+compiles grammars and may be called from several threads. It imports llguidance with the first grammar, so that an
+engine without grammars runs where the library is missing.
 """
 
 from __future__ import annotations
@@ -21,11 +22,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from eagle_ray.errors import RequestError
-from eagle_ray.sampling.grammar_state import GrammarState, RecentTokens, first_line
+from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0
@@ -58,7 +56,7 @@ class GrammarSpec:
 class _Kept:
     """A grammar that is compiled or being compiled, and the tokens of its outputs."""
 
-    compiled: Future[LLMatcher]
+    compiled: Future[Matcher]
     recent: RecentTokens
 
 
@@ -74,7 +72,7 @@ class GrammarCompiler:
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
         self._eos_ids = sorted(eos_ids)
         self._read_tokenizer = read_tokenizer
-        self._made: LLTokenizer | None = None
+        self._made: Any = None
         self._vocab_size = vocab_size
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,7 +97,7 @@ class GrammarCompiler:
         except RequestError as error:
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
 
-    def _compile(self, spec: GrammarSpec, future: Future[LLMatcher]) -> None:
+    def _compile(self, spec: GrammarSpec, future: Future[Matcher]) -> None:
         try:
             future.set_result(self._compiled(spec))
         except RequestError as error:
@@ -108,12 +106,14 @@ class GrammarCompiler:
             future.set_exception(error)
             raise
 
-    def _tokenizer(self) -> LLTokenizer:
-        """Return the tokenizer as the parser reads it. Raises RequestError if it cannot."""
+    def _tokenizer(self) -> Any:
+        """Return the tokenizer as the parser reads it, an LLTokenizer. Raises RequestError if it cannot."""
         if not self._eos_ids:
             raise RequestError("no_tokenizer", "the target has no end-of-sequence token, which a grammar needs")
         with self._lock:
             if self._made is None:
+                from llguidance import LLTokenizer
+
                 try:
                     text = self._read_tokenizer()
                     self._made = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
@@ -124,8 +124,10 @@ class GrammarCompiler:
                     ) from None
             return self._made
 
-    def _compiled(self, spec: GrammarSpec) -> LLMatcher:
+    def _compiled(self, spec: GrammarSpec) -> Matcher:
         """Compile in a thread of its own: a compilation cannot be interrupted, but it need not be waited for."""
+        from llguidance import LLMatcher, LLParserLimits
+
         source, tokenizer, made = _source(spec), self._tokenizer(), []
         limits = LLParserLimits()
         thread = threading.Thread(
@@ -143,6 +145,8 @@ class GrammarCompiler:
 
 def _source(spec: GrammarSpec) -> str:
     """Return what llguidance compiles. Raises RequestError naming the kind."""
+    from llguidance import LLMatcher
+
     try:
         if spec.kind in ("json_schema", "json_object"):
             schema = spec.source if spec.kind == "json_schema" else ANY_OBJECT
@@ -165,6 +169,8 @@ def _lark(source: str) -> str:
     """
     if not GBNF_RULE.search(source):
         return source
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     try:
         return gbnf_to_lark(source)
     except Exception as error:  # whatever the converter finds

@@ -15,10 +15,9 @@ an output that goes through that node fails.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
-from llguidance import LLMatcher
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
@@ -26,6 +25,20 @@ from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
 MAX_CONTEXT = 3  # tokens
 MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
 MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
+
+
+class Matcher(Protocol):
+    """A parser at a place of its grammar: what a state uses of llguidance's LLMatcher, which is not imported here."""
+
+    def deep_copy(self) -> Self: ...
+    def is_accepting(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def compute_ff_tokens(self) -> list[int]: ...
+    def try_consume_tokens(self, tokens: list[int]) -> int: ...
+    def rollback(self, num_tokens: int) -> bool: ...
+    def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None: ...
 
 
 class PredictedToken(NamedTuple):
@@ -76,7 +89,7 @@ class GrammarState:
 
     def __init__(
         self,
-        compiled: LLMatcher,
+        compiled: Matcher,
         vocab_size: int,
         eos_ids: Collection[int],
         after: int | None = None,
@@ -306,7 +319,7 @@ class GrammarState:
             raise _limit_error(self._matcher)
 
 
-def _limit_error(matcher: LLMatcher) -> RequestError:
+def _limit_error(matcher: Matcher) -> RequestError:
     return RequestError("grammar_limit", f"the grammar cannot go on: {first_line(matcher.get_error())}")
 
 

@@ -197,7 +197,7 @@ def test_what_is_no_grammar_is_named(compiler, kind, source):
 def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(module, "LLMatcher", lambda *given, **rest: released.wait(60))
+    monkeypatch.setattr("llguidance.LLMatcher", lambda *given, **rest: released.wait(60))
     monkeypatch.setattr(module, "_source", lambda spec: "")
     with pytest.raises(RequestError, match=r"json_schema: not compiled within 0\.05 s"):
         compiler.start(GrammarSpec("json_schema", "new"))
