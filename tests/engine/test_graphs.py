@@ -172,17 +172,18 @@ def test_a_static_tree_is_replayed():
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
     ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12))
-    rows, observe = [], ours.planner.observe
+    rows, observe = {True: [], False: []}, ours.planner.observe
 
     def watched(outcome: StepOutcome) -> None:
-        rows.append(outcome.num_rows)
+        rows[outcome.plan.is_drafting].append((outcome.num_rows, outcome.batch_size))
         observe(outcome)
 
     ours.planner.observe = watched
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), *jobs(12))]
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
-    assert ours.planner.mode is not Mode.WARM_UP and max(rows) > SLOTS
-    assert all(n == ours.graphs.num_rows(n) or n == SLOTS for n in rows)
+    assert ours.planner.mode is not Mode.WARM_UP and max(rows[True]) > (SLOTS, 0)
+    assert all(n == ours.graphs.num_rows(n) for n, _ in rows[True])
+    assert rows[False] and all(n == size for n, size in rows[False])
 
 
 def test_who_fills_up_a_batch_leaves_nothing_behind():
