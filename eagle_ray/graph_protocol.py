@@ -48,8 +48,8 @@ class GraphRunner(Protocol):
     def num_rows(self, num_rows: int) -> int:
         """Return the padded number of rows of a pass over trees."""
 
-    def num_trees(self, num_rows: int) -> int:
-        """Return the padded number of trees of a pass of this many rows, of which each has at least one."""
+    def num_trees(self, num_sequences: int, num_rows: int) -> int:
+        """Return the padded number of trees of a pass of num_rows rows over trees, of which each has at least one."""
 
     def num_nodes(self, num_nodes: int) -> int:
         """Return the padded number of nodes per tree."""

@@ -22,7 +22,7 @@ from eagle_ray.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
-GRAPH_BYTES = 40 * (16 << 20)  # of the executables of 40 graphs
+GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs; 0 to 8 MiB each for an 8B on an H200
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
 LOGIT_ROWS = 1024  # of the largest pass that decodes
 PROFILE_PROMPTS = 8

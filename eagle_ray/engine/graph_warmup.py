@@ -4,10 +4,10 @@
     capture_fixed(engine)                            # a planner with one plan
 
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
-over trees of every number of rows, and the parts of drafts of every size and width. With Triton's kernels that is one
-graph each; without, one for each context bound and for greedy and for sampled sequences. `capture_fixed` takes steps
-with the planner itself. What is not reached within CAPTURE_S, and passes that return log-probabilities, are captured at
-their first use.
+over trees of every number of trees and rows, and the parts of drafts of every size and width. With Triton's kernels
+that is one graph each; without, one for each context bound and for greedy and for sampled sequences. `capture_fixed`
+takes steps with the planner itself. What is not reached within CAPTURE_S, and passes that return log-probabilities, are
+captured at their first use.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _passes(engine: Engine, max_nodes: int, top_k: int) -> Iterator[Callable[[],
     """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
     graphs, verifier, drafter = engine.graphs, engine.verifier, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
-    rows = graphs.sizes(graphs.num_rows, graphs.max_rows(max_nodes))
+    trees = graphs.tree_passes(max_nodes)
     for bound in graphs.contexts:
         for params in _params(graphs):
             yield from (partial(verifier.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(verifier.record_trees, drafter, size, bound, params) for size in rows)
+            yield from (partial(verifier.record_trees, drafter, *sizes, bound, params) for sizes in trees)
             yield from drafter.recordings(top_k, bound, params)
 
 

@@ -4,12 +4,12 @@
     engine = Engine(target, drafter, planner, ..., graphs=graphs)
     graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
 
-The keys are few: 40 for 256 slots (9 plain passes by batch size, 12 passes over trees by rows, 19 parts of drafts), all
-of which `graph_warmup` captures before the first request. Any other key is captured at its first use, after two warm-up
-runs on a side stream, all of them on padding alone, so a capture leaves nothing in the KV cache. Captures of one pool
-may reuse the memory of earlier captures' intermediates.
-So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the same kind is still in
-use, while a draft's results are used until its tree is verified.
+The keys are few: 70 for 256 slots (9 plain passes by batch size, 42 passes over trees by rows and trees, 19 parts of
+drafts), all of which `graph_warmup` captures before the first request; on an H200 a capture takes 0.02 to 0.1 s once
+its kernels are compiled. Any other key is captured at its first use, after two warm-up runs on a side stream, all of
+them on padding alone, so a capture leaves nothing in the KV cache. Captures of one pool may reuse the memory of earlier
+captures' intermediates. So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the
+same kind is still in use, while a draft's results are used until its tree is verified.
 
 On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
 into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
@@ -44,8 +44,9 @@ log = logging.getLogger("eagle_ray")
 ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
 LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
 ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
+TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
 DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
-MAX_GRAPHS = 64  # the one that was not used for longest is dropped
+MAX_GRAPHS = 128  # the one that was not used for longest is dropped
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
@@ -107,8 +108,20 @@ class CudaGraphRunner:
     def num_slots(self) -> int:
         return self._num_slots
 
-    def num_trees(self, num_rows: int) -> int:
-        return min(num_rows, self._num_slots)
+    def num_trees(self, num_sequences: int, num_rows: int) -> int:
+        size = _bucket(num_sequences, TREE_SIZES, TREE_SIZES[-1]) if self._fused else num_rows
+        return min(size, num_rows, self._num_slots)
+
+    def tree_passes(self, max_nodes: int) -> list[tuple[int, int]]:
+        """Return trees and rows of every pass over trees of at most max_nodes drafted nodes, the largest first."""
+        most = self.max_rows(max_nodes)
+        passes = {
+            (self.num_trees(size, rows), rows)
+            for size in range(1, self._num_slots + 1)
+            for rows in self.sizes(self.num_rows, min(self.num_rows(size * (1 + max_nodes)), most))
+            if rows > size
+        }
+        return sorted(passes, key=lambda each: each[::-1], reverse=True)
 
     def num_nodes(self, num_nodes: int) -> int:
         return 1 << (num_nodes - 1).bit_length()

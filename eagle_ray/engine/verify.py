@@ -230,11 +230,13 @@ class Verifier:
         shape = self._fixed(StepShape(1, 0, 0, False, 0), batch_size, self._replay)
         self._record(drafter, batch_size, shape, max_length, params)
 
-    def record_trees(self, drafter: Drafter, num_rows: int, max_length: int, params: SamplingParams) -> None:
-        """Record the pass over trees that is replayed for this number of rows, for lengths and sampling like these."""
+    def record_trees(
+        self, drafter: Drafter, num_trees: int, num_rows: int, max_length: int, params: SamplingParams
+    ) -> None:
+        """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
         assert self._replay is not None
-        shape = self._fixed(StepShape(1, num_rows, self._max_depth, False, 0), 1, self._replay)
-        self._record(drafter, 1, shape, max_length, params)
+        shape = self._fixed(StepShape(1, num_rows, self._max_depth, False, 0), num_trees, self._replay)
+        self._record(drafter, num_trees, shape, max_length, params)
 
     def _record(
         self, drafter: Drafter, batch_size: int, shape: StepShape, max_length: int, params: SamplingParams
@@ -296,7 +298,8 @@ class Verifier:
     ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
         """Return the padded sizes, a function of padded inputs that runs the target, and the inputs."""
         is_plain = not shape.max_depth
-        size, bound = replay.num_trees(shape.num_rows), replay.context(batch.at.max_length)
+        size = shape.num_rows if is_plain else replay.num_trees(len(batch), shape.num_rows)
+        bound = replay.context(batch.at.max_length)
         num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._trees.candidates))
         target, kind = self._target, replay.sampling_kind(batch.sampling.kind)
         chosen = batch.sampling.padded(size)

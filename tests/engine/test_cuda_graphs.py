@@ -95,7 +95,7 @@ class Watched:
 
     num_rows = num_nodes = draft_size = batch_size
 
-    def num_trees(self, num_rows: int) -> int:
+    def num_trees(self, num_sequences: int, num_rows: int) -> int:
         return min(num_rows, 4)
 
     def sampling_kind(self, kind: tuple) -> tuple:

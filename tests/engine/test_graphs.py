@@ -237,13 +237,13 @@ def test_longer_contexts_are_recorded_ahead_too():
     assert ours.graphs.num_captured == ahead
 
 
-def test_a_job_of_mixed_sampling_needs_forty_graphs_and_no_more():
+def test_a_job_of_mixed_sampling_needs_seventy_graphs_and_no_more():
     """Of 256 slots, as Triton's kernels need them: every number of sequences, all kinds of sampling, long and short."""
     ours = llama_engine(256, 60, 6, 10, graphs=True, fused=True)
     ours.planner = BudgetPlanner(60, 6, 10, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(60))
     capture(ours, 60, 10)
     ahead = ours.graphs.num_captured
-    assert ahead <= 40
+    assert ahead <= 70
     kinds = [
         {},
         {"temperature": 0.8},

@@ -144,10 +144,12 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
 
 
 def test_probes_are_apart_although_their_cost_is_observed_late():
+    costs = flat(head_share=0.01)
     planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False)
     engine = overlapped()
     engine.planner, plans = planner, []
-    own = planner.plan
+    own, learn = planner.plan, planner.observe
+    planner.observe = lambda outcome: learn(replace(outcome, seconds=costs.predict(outcome)))
 
     def watched(batch):
         plans.append(own(batch))
