@@ -27,11 +27,18 @@ from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, UniformPlanner
-from jobs.bench.simulated_costs import SimulatedPlanner, amx, avx512, busy, cpu, flat, mistaken
+from jobs.bench.simulated_costs import SimulatedPlanner, amx, avx512, busy, cpu, flat, h200, mistaken
 from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from jobs.tiny_pair.prompts import shuffled_prompts
 
-WORLDS: dict[str, Callable[[], StepCosts]] = {"cpu": cpu, "busy": busy, "flat": flat, "avx512": avx512, "amx": amx}
+WORLDS: dict[str, Callable[[], StepCosts]] = {
+    "cpu": cpu,
+    "busy": busy,
+    "flat": flat,
+    "avx512": avx512,
+    "amx": amx,
+    "h200": h200,
+}
 TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "6/3/2", "8/4/4", "12/4/4", "24/5/6"]  # max_nodes/max_depth/top_k
 OURS = (60, 6, 10)
 PER_CATEGORY = 32  # prompts

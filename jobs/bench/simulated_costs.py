@@ -64,6 +64,18 @@ def amx() -> StepCosts:
     )
 
 
+def h200() -> StepCosts:
+    """A Llama 8B in bf16 on an H200, graphs replayed, as `jobs.bench.gpu` measured it on 2026-11-26."""
+    return StepCosts(
+        verify=_curve({1: 4.85, 8: 5, 32: 5.25, 64: 5.65, 96: 6.1, 128: 6.3, 192: 7.35, 256: 8.15, 512: 13, 1024: 22}),
+        attention_per_token=4e-8,
+        catch_up=_curve({1: 0.95, 77: 1.05, 148: 1.5, 271: 4.4, 539: 5.1}),
+        expand=_curve({1: 0.5, 40: 0.53, 80: 0.6, 160: 0.65, 320: 1.05, 640: 2.25}),
+        plain_overhead=_curve({1: 0.08, 16: 0.1, 64: 0.2}),
+        draft_overhead=_curve({1: 0.2, 16: 0.22, 64: 0.45}),
+    )
+
+
 def _curve(milliseconds: dict[int, float]) -> CostCurve:
     """By rows."""
     return CostCurve([*milliseconds], [ms / 1e3 for ms in milliseconds.values()])
