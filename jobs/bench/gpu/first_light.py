@@ -1,4 +1,4 @@
-"""What to do with a GPU that is lent for 30 minutes: three calls, each under eight minutes and complete in itself.
+"""What to do with a GPU that is lent for 15 minutes: three calls, each under five minutes and complete in itself.
 
     python3 -m jobs.bench.gpu.first_light checks --out DIR       # kernels, engine and CUDA graphs: do they work?
     python3 -m jobs.bench.gpu.first_light decode --out DIR       # captures, kernels, prefill, layers of a random 8B
@@ -32,7 +32,7 @@ from jobs.bench.gpu.findings import ROOT, Findings, environment
 from jobs.bench.gpu.isolated_runs import DEFAULT, PORTABLE, IsolatedRun, TimeBudget, record_run, run_all
 from jobs.bench.gpu.triton_cache import triton_cache
 
-MINUTES = 7.5  # of a call, the imports and the packing of Triton's cache excluded
+MINUTES = 4.5  # of a call, the imports and the packing of Triton's cache excluded
 WORKERS = max((os.cpu_count() or 2) // 2, 1)  # checks at a time; their time is spent in imports and compilers
 RESERVE_S = 30.0  # between the benchmark's own limit and its being killed
 LEAST_BENCHMARK_S = 45.0
