@@ -5,13 +5,15 @@
 Two published layouts name the same tensors (fc, hidden_norm, layers.*, norm), and differ in config.json:
 
     z-lab, JetSpec   block_size at the top level or in dflash_config, which has target_layer_ids (the layers whose
-                     outputs are read), mask_token_id and, if true, causal_head
+                     outputs are read), mask_token_id and, if true, causal_head; NeMo Automodel, whose heads vLLM
+                     serves, calls that causal
     speculators      the layers' shape in transformer_layer_config; aux_hidden_state_layer_ids (the layers whose inputs
                      are read), mask_token_id, sliding_window_non_causal, sample_from_anchor; embed_tokens, and lm_head
                      over a draft vocabulary (d2t, t2d)
 
 Sources: z-lab/dflash dflash/model.py (44947fb), hao-ai-lab/JetSpec jetspec/models/draft_head.py (2c7b3fa),
-vllm-project/speculators models/dflash/{config,core,attention}.py and convert/dflash/converter.py (c05b95b3).
+vllm-project/speculators models/dflash/{config,core,attention}.py and convert/dflash/converter.py (c05b95b3),
+NVIDIA-NeMo/Automodel pull request 2913.
 A sliding layer sees keys less than `sliding_window` positions before a row, as in z-lab's attention call; speculators'
 sliding layers are causal within the block unless sliding_window_non_causal.
 """
@@ -42,6 +44,7 @@ from eagle_ray.models.head_spec import (
 SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 MIN_BLOCK = 2  # rows: the root and one token
+SWITCHES = ("causal_head", "causal", "sample_from_anchor", "sliding_window_non_causal")
 MAX_BLOCK = 64  # rows of a block: as many as a row of a tree's mask names
 TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own, which some files repeat
 
@@ -140,16 +143,17 @@ def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
         raise ValueError("its config.json has no mask_token_id (in dflash_config, or at the top level)")
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
         raise ValueError(f"its mask_token_id is {mask!r}; the target's tokens are 0 to {target.vocab_size - 1}")
-    switches = {key: own.get(key, False) for key in ("causal_head", "sample_from_anchor", "sliding_window_non_causal")}
+    switches = {key: own.get(key, False) for key in SWITCHES}
     for key, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"its {key} is {value!r}; it must be true or false")
     causal_windows = raw.get(SPECULATORS) is not None and not switches["sliding_window_non_causal"]
+    is_causal = switches["causal_head"] or switches["causal"]
     return BlockShape(
         size=size,
         mask_token_id=mask,
         feature_layers=_feature_layers(layers, own, target.num_hidden_layers),
-        causal=tuple(switches["causal_head"] or (kind == SLIDING and causal_windows) for kind in _layer_types(layers)),
+        causal=tuple(is_causal or (kind == SLIDING and causal_windows) for kind in _layer_types(layers)),
         from_root=switches["sample_from_anchor"],
     )
 

@@ -34,16 +34,16 @@ def outputs_of(head, block, features):
     )[0]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [None, "causal_head", "causal"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_block_is_what_the_published_equations_make_of_it(tmp_path, causal, window):
-    config = zlab_config(ids=(0,), **({"causal_head": True} if causal else {}))
+    config = zlab_config(ids=(0,), **({causal: True} if causal else {}))
     if window is not None:
         config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
     head, tensors = published_head(tmp_path, config), tensors_of(config)
     torch.manual_seed(0)
     block, features = torch.randn(BLOCK, HIDDEN), torch.randn(7, HIDDEN)
-    wanted = published_outputs(tensors, block, features, causal=causal, windows=(window, None))
+    wanted = published_outputs(tensors, block, features, causal=bool(causal), windows=(window, None))
     torch.testing.assert_close(outputs_of(head, block, features), wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -112,6 +112,7 @@ def without(*names: str) -> dict:
         (changed("dflash_config", target_layer_ids=[]), r"target_layer_ids is \[\]"),
         (changed("dflash_config", target_layer_ids=[-1]), r"target_layer_ids is \[-1\]"),
         (changed("dflash_config", causal_head="yes"), "causal_head is 'yes'"),
+        (changed("dflash_config", causal=1), "causal is 1; it must be true or false"),
         (changed(layer_types=["full_attention", "linear_attention"]), "layer_types has 'linear_attention'"),
         (changed(layer_types=["full_attention"]), "list of 2"),
         (changed(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
