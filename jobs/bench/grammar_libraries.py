@@ -21,8 +21,8 @@ from typing import Any
 from eagle_ray import LLM, SamplingParams
 from eagle_ray.build import download
 from eagle_ray.sampling.grammar import JSON_OPTIONS
+from jobs.bench.json_schemas import HAND_WRITTEN
 from jobs.bench.structured_prompts import TASKS
-from tests.helpers.schemas import HAND_WRITTEN
 
 WORKER = Path(__file__).parent / "peer_workers" / "time_grammars.py"
 ROUND_WITHIN_S = 600.0
