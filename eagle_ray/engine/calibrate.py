@@ -245,7 +245,7 @@ class CalibrationSizes:
             for turn in range(REPLAYS):
                 yield from steps
                 if turn < CATCH_UP_TURNS:
-                    yield from [steps[0]] * catch_up_steps(size, self.device)
+                    yield from [steps[0]] * catch_up_steps(size, self.device, self.max_depth)
                     yield steps[1]
 
     @property
@@ -282,13 +282,15 @@ def max_rows(num_slots: int, max_nodes: int) -> int:
     return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
-def catch_up_steps(batch_size: int, device: str) -> int:
+def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
     """Return the number of plain steps before a draft that catches up.
 
     A CPU compiles a kernel for a pass of more than WARM_ROWS rows, so its time says little: the pairs of the plain
-    steps and of the draft before them have to fit.
+    steps and of the draft before them have to fit. On a GPU no more pairs may wait than a replayed draft reads, since
+    a pass of their own would read the others.
     """
-    return max(min(CATCH_UP_STEPS, WARM_ROWS // batch_size - 2), 1) if device == "cpu" else CATCH_UP_STEPS
+    most = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 1
+    return max(min(CATCH_UP_STEPS, most), 1)
 
 
 class CalibrationRun:
@@ -369,8 +371,13 @@ class CalibrationRun:
         self._overhead[setting.depth > 0][setting.batch_size].append(outcome.seconds.overhead)
         if outcome.depth > 1:
             self._level[setting.batch_size * setting.width].append(outcome)
-        elif setting.depth:  # one level was asked for, or no more was offered
+        elif setting.depth and self._is_read_at_once(outcome):  # one level was asked for, or no more was offered
             self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
+
+    def _is_read_at_once(self, outcome: StepOutcome) -> bool:
+        """Return whether one pass read all waiting pairs; a replayed one reads only so many of each sequence."""
+        most = outcome.batch_size * (1 + self._engine.num_spec_tokens)
+        return self._engine.graphs is None or outcome.num_catch_up <= most
 
     def costs(self) -> StepCosts:
         """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""

@@ -144,6 +144,9 @@ class BudgetPlanner:
         self.predicted_plain_s += self._search.plain_seconds(outcome.batch_size, outcome.num_cached)
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
+        elif self._is_late_draft(outcome):
+            seconds = replace(outcome.seconds, draft=predicted.draft)
+            self.costs.update(replace(outcome, seconds=seconds), predicted, self._is_usual(outcome.plan))
         else:
             self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
         self._num_steps += 1
@@ -338,6 +341,10 @@ class BudgetPlanner:
             self._num_missed = 0
         else:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
+
+    def _is_late_draft(self, outcome: StepOutcome) -> bool:
+        """Return whether more pairs had waited than a replayed draft reads: a pass of their own came before it."""
+        return not self._can_sync and outcome.num_catch_up > outcome.batch_size * (1 + self._max_depth)
 
     def _is_usual(self, plan: DraftPlan) -> bool:
         """Return whether the overhead of a step with this plan is typical.

@@ -18,7 +18,8 @@ from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.sampling.sampler import SamplingParams
-from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat
+from eagle_ray.tree.draft_plan import DraftPlan
+from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat, h200
 from tests.helpers.toy_models import Roomy, run
 
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
@@ -298,6 +299,27 @@ def test_short_answers_promise_what_they_have_room_for(pair):
         run(made.engine, prompts, [SamplingParams(max_tokens=3, ignore_eos=True)] * 8)
     promised = planner._by_size.of(8).model.expected([8.0])
     assert 0.5 < promised.max() <= 1
+
+
+@pytest.mark.parametrize("can_sync", [True, False])
+def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_drafts_are_replayed(pair, can_sync):
+    made, prompts = pair
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, h200(), can_sync), h200())
+    run(made.engine, prompts, [LONG] * 8)
+    probes = [outcome.plan for outcome in priced.outcomes[:NUM_PROBES]]
+    assert all(plan.probe and plan.num_members(8) == (2 if can_sync else 8) for plan in probes)
+
+
+def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer():
+    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False)
+    parts = dict(num_cached=1000, depth=4, num_rows=64, num_accepted=30, num_prompt_tokens=0)
+    for num_pairs in (16 * 7, 16 * 7 + 1):  # as many as a replayed draft reads, and one more
+        before = planner.costs.catch_up(64)
+        seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)
+        planner.observe(StepOutcome(DraftPlan(4, 2), 16, num_catch_up=num_pairs, seconds=seconds, **parts))
+        is_learned = num_pairs <= 16 * 7
+        assert (planner.costs.catch_up(64) > 1.2 * before) == is_learned
+        assert (planner.costs.catch_up(64) == before) != is_learned
 
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
