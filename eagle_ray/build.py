@@ -299,7 +299,7 @@ def _planner(
     costs = _costs_of(engine, speculative, start, target_costs)
     graphs = engine.graphs
     can_sync = engine.target.device.type == "cpu" and graphs is None
-    sizes = graphs.pass_sizes(speculative.max_nodes) if graphs else None
+    sizes = graphs.pass_sizes(speculative.max_nodes, speculative.top_k) if graphs else None
     return BudgetPlanner(*_tree_of(speculative), costs, can_sync, sizes)
 
 

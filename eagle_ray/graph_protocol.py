@@ -45,6 +45,9 @@ class GraphRunner(Protocol):
     def draft_size(self, num_sequences: int) -> int:
         """Return the padded number of sequences of a draft."""
 
+    def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
+        """Return the padded width of a draft's levels, whose nodes have num_children children each."""
+
     def num_rows(self, num_rows: int) -> int:
         """Return the padded number of rows of a pass over trees."""
 

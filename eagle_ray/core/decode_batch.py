@@ -45,7 +45,7 @@ class DecodeBatch:
         at: the slots and their cached lengths.
         roots: the last committed token of each sequence.
         remaining_tokens: tokens that each sequence may still produce, an upper bound.
-        remaining_at: the same number on the device.
+        remaining_on_device: the same number on the device.
         can_draft: indices of sequences that have KV space for a tree, not only for the root; None if all have.
         num_prefill_rows: prompt rows that go through the target in the same pass.
     """

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step. draft: catching up and drafting. verify: the target's pass. rest: everything else."""
+    """Seconds of a step. draft: catching up and drafting. verify: the target's pass. overhead: everything else."""
 
     draft: float
     verify: float

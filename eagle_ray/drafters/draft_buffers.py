@@ -92,7 +92,6 @@ class PaddedDraft:
     """One draft's part of the buffers: its first `batch` sequences, with frontiers of `width` nodes.
 
     Args:
-        bound: an upper bound of the lengths.
         kind: of sampling.
     """
 

@@ -34,8 +34,8 @@ class Draft:
     Attributes:
         levels: the candidates' log values by level, [M, F, K] for M members, F parents and K children; -inf is padding.
         num_passes: forward passes of the drafter's model.
-        num_caught_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
-        is_all: the drafter has nothing more to propose, however deep the plan.
+        num_catch_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
+        is_exhausted: the drafter has nothing more to propose, however deep the plan.
         extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
     """
 

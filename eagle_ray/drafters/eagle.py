@@ -25,7 +25,7 @@ from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.drafters.candidate_ranker import RankingFeedback
 from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.drafters.idle_batch import idle_batch
-from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.drafters.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import DraftHead
@@ -114,9 +114,8 @@ class EagleDrafter(PairDrafter):
         self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> PaddedDraft:
         """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
-        size = graphs.draft_size(batch_size)
-        is_narrow = plan.width <= NARROW < plan.children and size >= NARROW_FROM
-        return self._draft_of(size, NARROW if is_narrow else plan.children, plan.children, sampling, graphs)
+        width = graphs.draft_width(plan.width, plan.children, batch_size)
+        return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
 
     def _widest_draft(
         self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner

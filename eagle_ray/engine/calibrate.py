@@ -370,12 +370,12 @@ class CalibrationRun:
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._overhead[setting.depth > 0][setting.batch_size].append(outcome.seconds.overhead)
         if outcome.depth > 1:
-            self._level[setting.batch_size * setting.width].append(outcome)
+            self._level[outcome.level_rows].append(outcome)
         elif setting.depth and self._is_read_at_once(outcome):  # one level was asked for, or no more was offered
             self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
 
     def _is_read_at_once(self, outcome: StepOutcome) -> bool:
-        """Return whether one pass read all waiting pairs; a replayed one reads only so many of each sequence."""
+        """Return whether one pass read all waiting pairs; a replayed one reads a bounded number."""
         most = outcome.batch_size * (1 + self._engine.num_spec_tokens)
         return self._engine.graphs is None or outcome.num_catch_up <= most
 

@@ -250,7 +250,7 @@ class Engine:
         timer.mark()
         self.drafter.on_verified(output.result)
         parts = batch, plan, draft, allocation, shape, output.result, copy, timer
-        return PendingStep(self.planner, *parts, self._has_recorded()), output.prompted
+        return PendingStep(self.planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
 
     def _launch_prefill(self) -> PendingPrefill | None:
         """Launch this step's prompt chunks in a pass of their own."""
@@ -281,6 +281,12 @@ class Engine:
         before = self._num_recorded
         self._num_recorded = 0 if self.graphs is None else self.graphs.num_captured
         return self._num_recorded > before
+
+    def _level_rows(self, batch: DecodeBatch, plan: DraftPlan) -> int | None:
+        """Return the rows of the replayed pass that drafts a further level; None if the draft is not replayed."""
+        if self.graphs is None or plan.members is not None or plan.should_stop is not None or not plan.is_drafting:
+            return None
+        return self.graphs.level_rows(plan, len(batch))
 
     # Finish: what the host does with the results.
 

@@ -32,12 +32,14 @@ from torch import Tensor
 
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.drafters.drafter import Drafter
+from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM
 from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.sampling.sampler import ALL_KINDS
+from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 
@@ -88,6 +90,14 @@ class CudaGraphRunner:
     def draft_size(self, num_sequences: int) -> int:
         return min(_bucket(num_sequences, DRAFT_SIZES, DRAFT_SIZES[-1]), self._num_slots)
 
+    def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
+        is_narrow = width <= NARROW and self.draft_size(num_sequences) >= NARROW_FROM
+        return min(NARROW, num_children) if is_narrow else num_children
+
+    def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
+        """Return the rows of the pass that drafts a further level of this plan."""
+        return self.draft_size(num_sequences) * self.draft_width(plan.width, plan.children, num_sequences)
+
     def num_rows(self, num_rows: int) -> int:
         return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
 
@@ -96,9 +106,13 @@ class CudaGraphRunner:
         wanted = self._num_slots * (1 + max_nodes)
         return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_SLOT * self._num_slots)))
 
-    def pass_sizes(self, max_nodes: int) -> PassSizes:
-        """Return what a planner has to know of the passes."""
-        return PassSizes(self.num_rows, self.batch_size, self.max_rows(max_nodes))
+    def pass_sizes(self, max_nodes: int, top_k: int) -> PassSizes:
+        """Return what a planner has to know of the passes. top_k: children of each drafted node."""
+
+        def level_rows(num_sequences: int, width: int) -> int:
+            return self.level_rows(DraftPlan(2, width, num_children=top_k), num_sequences)
+
+        return PassSizes(self.num_rows, self.batch_size, level_rows, self.max_rows(max_nodes))
 
     def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
         """Return every size that `padded` returns for 1 to `largest`, the largest first."""

@@ -21,10 +21,10 @@ class PendingStep:
 
     Attributes:
         planner: planned the step and observes its outcome.
-        draft: num_caught_up is filled in later if the step was launched ahead.
+        draft: its num_catch_up is filled in later if the step was launched ahead.
         result: on the device, until the next step is launched.
         copy: the results on their way to the host.
-        is_first: see StepOutcome.
+        is_first, num_level_rows: see StepOutcome.
     """
 
     planner: Planner
@@ -37,6 +37,7 @@ class PendingStep:
     copy: DeviceToHost
     timer: StepTimer
     is_first: bool
+    num_level_rows: int | None
 
     @property
     def has_running(self) -> bool:
@@ -68,4 +69,5 @@ class PendingStep:
             is_first=self.is_first,
             num_expected_drafts=self.allocation.expected,
             num_prefill_rows=self.batch.num_prefill_rows,
+            num_level_rows=self.num_level_rows,
         )

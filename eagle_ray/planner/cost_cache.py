@@ -18,7 +18,7 @@ from typing import Any
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
-VERSION = 6  # of the files; costs of another version are measured again
+VERSION = 7  # of the files; costs of another version are measured again
 CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
 

@@ -145,12 +145,12 @@ class StepCosts:
 
     Attributes:
         verify: the target's pass by rows, without sequences and context.
-        each: added to it for each sequence.
-        attend: added for each cached token.
-        attend_row: added for each cached token and each row of its sequence beyond the first.
-        read: the drafter's first pass, by the pairs that it catches up on, level 1 included.
-        level: each further level, by rows.
-        plain_rest, draft_rest: everything else of a plain and of a drafting step, by sequences.
+        attention_per_token: added for each cached token.
+        catch_up: the drafter's first pass, by the pairs that it catches up on, level 1 included.
+        expand: each further level, by rows.
+        plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by sequences.
+        attention_per_row: added for each cached token and each row of its sequence beyond the first.
+        per_sequence: added to a pass for each sequence.
     """
 
     verify: CostCurve
@@ -192,13 +192,17 @@ class StepCosts:
             self.attention_per_token + self.attention_per_row * (rows_each - 1)
         )
 
-    def draft_seconds(self, num_pairs: float, num_members: int, width: int, depth: int) -> float:
-        """Return the seconds to read num_pairs pairs and draft `depth` levels of `width` nodes for each member."""
-        return self.catch_up(num_pairs) + (depth - 1) * self.expand(num_members * width)
+    def draft_seconds(self, num_pairs: float, level_rows: int, depth: int) -> float:
+        """Return the seconds to read num_pairs pairs and draft `depth` levels, all but the first by level_rows rows."""
+        return self.catch_up(num_pairs) + (depth - 1) * self.expand(level_rows)
 
-    def level_seconds(self, num_members: int, widths: Sequence[int], max_depth: int) -> np.ndarray:
-        """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on."""
-        return np.outer(self.expand.at([num_members * width for width in widths]), range(max_depth))
+    def level_seconds(self, level_rows: Sequence[int], max_depth: int) -> np.ndarray:
+        """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on.
+
+        Args:
+            level_rows: rows of a level's pass, by width.
+        """
+        return np.outer(self.expand.at(level_rows), range(max_depth))
 
     def plain_seconds(self, batch_size: int, num_cached: float, num_rows: int = 0) -> float:
         """Return the seconds of a plain step. num_rows: rows of its pass, if it is padded."""
@@ -210,8 +214,7 @@ class StepCosts:
         rest = self.draft_overhead if outcome.depth else self.plain_overhead
         draft = 0.0
         if outcome.plan.is_drafting:
-            members = outcome.plan.num_members(outcome.batch_size)
-            draft = self.draft_seconds(outcome.num_catch_up, members, outcome.plan.width, max(outcome.depth, 1))
+            draft = self.draft_seconds(outcome.num_catch_up, outcome.level_rows, max(outcome.depth, 1))
         return StepTimes(draft, verify, rest(outcome.batch_size))
 
     def prefill_seconds(self, outcome: StepOutcome) -> float:
@@ -231,7 +234,7 @@ class StepCosts:
             ratio = seconds.draft / predicted.draft
             self.catch_up.update(outcome.num_catch_up, ratio)
             if outcome.depth > 1:
-                self.expand.update(outcome.plan.num_members(outcome.batch_size) * outcome.plan.width, ratio)
+                self.expand.update(outcome.level_rows, ratio)
         if usual or seconds.overhead < predicted.overhead:
             rest = self.draft_overhead if outcome.depth else self.plain_overhead
             rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)

@@ -7,6 +7,7 @@ Drafts come from the acceptance model, seconds from the cost model. Both are by 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,11 +46,13 @@ class PassSizes:
     Attributes:
         rows: the rows of the pass over trees that is run for a number of rows.
         batch: likewise of a plain pass.
+        level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
         max_rows: of a pass over trees.
     """
 
     rows: Callable[[int], int] = int
     batch: Callable[[int], int] = int
+    level_rows: Callable[[int, int], int] = operator.mul
     max_rows: int = sys.maxsize
 
 
@@ -96,7 +99,7 @@ class PlanSearch:
         gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
 
         prompts = num_prompt_tokens * costs.catch_up.per_row
-        levels = costs.level_seconds(size, widths, self._max_depth)
+        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._max_depth)
         drafted = costs.catch_up.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
         spent = (
             prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)

@@ -65,8 +65,9 @@ class StepOutcome:
         num_accepted: accepted drafts of the batch, without those past a sequence's end.
         num_prompt_tokens: prompt tokens that were computed during the step.
         is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not predict theirs.
-        num_expected: as allocated.
+        num_expected_drafts: as allocated.
         num_prefill_rows: prompt rows in the same pass of the target.
+        num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are replayed.
     """
 
     plan: DraftPlan
@@ -81,6 +82,12 @@ class StepOutcome:
     is_first: bool = False
     num_expected_drafts: float = 0.0
     num_prefill_rows: int = 0
+    num_level_rows: int | None = None
+
+    @property
+    def level_rows(self) -> int:
+        """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
+        return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ import torch
 from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
@@ -81,9 +82,10 @@ def set_constant(name: str, value: str) -> None:
 
 def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[SimulatedPlanner], None]) -> str:
     """One row of the table: every fixed tree that has a chance, none, and ours, all by `run`."""
+    sizes = CudaGraphRunner("cpu", batch, 512, fused=True).pass_sizes(OURS[0], OURS[2]) if args.no_sync else None
 
     def priced(planner: Planner) -> SimulatedPlanner:
-        made = SimulatedPlanner(planner, WORLDS[args.world](), args.noise, args.noise_seed)
+        made = SimulatedPlanner(planner, WORLDS[args.world](), args.noise, args.noise_seed, sizes)
         run(made)
         return made
 
@@ -93,7 +95,7 @@ def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[Simulat
     speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)
     costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
-    ours = priced(BudgetPlanner(*OURS, costs, can_sync=not args.no_sync))
+    ours = priced(BudgetPlanner(*OURS, costs, not args.no_sync, sizes))
     steps = ours.outcomes
     ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
     ratios.append(ours.tokens_per_second / speeds[best])

@@ -19,6 +19,7 @@ from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.planner.cost_cache import CURVES, NUMBERS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
+from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.draft_plan import DraftPlan
 
@@ -110,11 +111,14 @@ class SimulatedPlanner:
     """A planner whose steps take the seconds that `costs` says, which it hears as if they had been measured.
 
     noise: standard deviation of the logarithm of what it hears about each part of a step; what counts has none.
+    sizes: of replayed passes, whose padding costs as rows do; None is none.
     num_tokens, seconds, outcomes: of the steps since the last `reset`, prompts and their first tokens left out.
     """
 
-    def __init__(self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0):
-        self.planner, self.costs = planner, costs
+    def __init__(
+        self, planner: Planner, costs: StepCosts, noise: float = 0.0, seed: int = 0, sizes: PassSizes | None = None
+    ):
+        self.planner, self.costs, self._sizes = planner, costs, sizes
         self._noise, self._draw = noise, random.Random(seed)
         self.reset()
 
@@ -137,6 +141,9 @@ class SimulatedPlanner:
         return self.planner.allocate(draft, plan, batch)
 
     def observe(self, outcome: StepOutcome) -> None:
+        if self._sizes is not None and outcome.plan.is_drafting:
+            rows = self._sizes.level_rows(outcome.batch_size, outcome.plan.width)
+            outcome = replace(outcome, num_level_rows=rows)
         seconds = self.costs.predict(outcome)
         self.seconds += seconds.total - self.costs.prefill_seconds(outcome)
         self.num_tokens += outcome.batch_size + outcome.num_accepted

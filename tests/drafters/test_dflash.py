@@ -149,7 +149,7 @@ def test_a_long_job_of_any_plans_needs_seventy_graphs_and_no_more(tmp_path):
     graphs = CudaGraphRunner("cpu", 256, target.cache.capacity, fused=True)
     drafter = DFlashDrafter(head, target)
     costs = flat(head_share=0.01)
-    planner = BudgetPlanner(60, depth, top_k, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(60))
+    planner = BudgetPlanner(60, depth, top_k, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(60, top_k))
     learn = planner.observe
     planner.observe = lambda outcome: learn(replace(outcome, seconds=costs.predict(outcome)))
     engine = Engine(target, drafter, planner, 128, depth, graphs=graphs, trees=MaxTreeSizes.of(60, depth, top_k))

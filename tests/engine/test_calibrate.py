@@ -45,7 +45,7 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
     assert [setting for setting, _ in taken] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
     assert costs.attention_per_token == costs.attention_per_row == 0.0
-    assert costs.plain_seconds(4, 100.0) > 0 and costs.draft_seconds(4, 4, 3, 3) > 0
+    assert costs.plain_seconds(4, 100.0) > 0 and costs.draft_seconds(4, 12, 3) > 0
     assert not engine.has_work and engine.counters.num_steps == 0
     engine.scheduler.check_integrity()
 

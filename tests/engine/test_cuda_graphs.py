@@ -95,6 +95,9 @@ class Watched:
 
     num_rows = num_nodes = draft_size = batch_size
 
+    def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
+        return num_children
+
     def num_trees(self, num_sequences: int, num_rows: int) -> int:
         return min(num_rows, 4)
 

@@ -171,11 +171,13 @@ def test_a_static_tree_is_replayed():
 
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
-    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12))
+    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
     rows, observe = {True: [], False: []}, ours.planner.observe
 
     def watched(outcome: StepOutcome) -> None:
         rows[outcome.plan.is_drafting].append((outcome.num_rows, outcome.batch_size))
+        if outcome.plan.is_drafting and outcome.plan.members is None:
+            assert outcome.level_rows == ours.graphs.draft_size(outcome.batch_size) * 4
         observe(outcome)
 
     ours.planner.observe = watched
@@ -210,7 +212,7 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
     """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
     ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
     planner = ours.planner = BudgetPlanner(
-        12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12)
+        12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4)
     )
     capture(ours, 12, 4)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
@@ -226,7 +228,7 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
 def test_longer_contexts_are_recorded_ahead_too():
     """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
     ours = engine((4, 2, 2), 2)
-    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12))
+    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
     capture(ours, 4, 2)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
@@ -240,7 +242,7 @@ def test_longer_contexts_are_recorded_ahead_too():
 def test_a_job_of_mixed_sampling_needs_seventy_graphs_and_no_more():
     """Of 256 slots, as Triton's kernels need them: every number of sequences, all kinds of sampling, long and short."""
     ours = llama_engine(256, 60, 6, 10, graphs=True, fused=True)
-    ours.planner = BudgetPlanner(60, 6, 10, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(60))
+    ours.planner = BudgetPlanner(60, 6, 10, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(60, 10))
     capture(ours, 60, 10)
     ahead = ours.graphs.num_captured
     assert ahead <= 70
@@ -255,6 +257,13 @@ def test_a_job_of_mixed_sampling_needs_seventy_graphs_and_no_more():
     outputs = [s.output_ids for s in run(llama_engine(256), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
     assert ours.counters.num_steps - ours.counters.num_plain_steps > 10 and ours.graphs.num_captured == ahead
+
+
+def test_levels_are_padded_to_the_widest_draft_or_to_a_narrow_one():
+    level_rows = CudaGraphRunner("cpu", 64, 1024, fused=True).pass_sizes(60, 10).level_rows
+    assert [level_rows(1, width) for width in (1, 4, 10)] == [10, 10, 10]
+    assert [level_rows(9, width) for width in (1, 4, 6, 10)] == [64, 64, 160, 160]
+    assert level_rows(33, 2) == 256
 
 
 def test_the_graph_unused_for_longest_is_dropped(monkeypatch):

@@ -127,7 +127,9 @@ def test_a_static_tree_is_launched_ahead():
 
 def test_the_global_budget_hears_of_every_step_one_step_late():
     engine = overlapped()
-    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(TREE[0]))
+    planner = BudgetPlanner(
+        *TREE, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(TREE[0], TREE[2])
+    )
     engine.planner, heard, learn = planner, [], planner.observe
 
     def watched(outcome: StepOutcome) -> None:
@@ -251,7 +253,7 @@ def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, mo
     monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
     dear = flat(head_share=0.5)
     ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
-    planner = BudgetPlanner(12, 4, 4, dear, can_sync=False, sizes=ours.graphs.pass_sizes(12))
+    planner = BudgetPlanner(12, 4, 4, dear, can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
     ours.planner = SimulatedPlanner(planner, dear)
     run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
     assert planner.mode is Mode.OFF

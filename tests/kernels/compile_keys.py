@@ -65,7 +65,7 @@ def main() -> None:
     availability._chosen = lambda *_: True
     with Zeros():
         engine = llama_engine(SLOTS, *TREE, graphs=True, fused=True)
-        sizes = engine.graphs.pass_sizes(TREE[0])
+        sizes = engine.graphs.pass_sizes(TREE[0], TREE[2])
         engine.planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, sizes=sizes)
         capture(engine, TREE[0], TREE[2])
         warm_up(engine, TREE[2])

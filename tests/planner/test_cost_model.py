@@ -148,8 +148,8 @@ def test_an_unusual_step_may_only_show_that_others_leave_less_to_do(usual, taken
 
 def test_all_widths_and_depths_at_once_cost_what_each_costs_alone():
     costs = replace(some_costs(), expand=CostCurve([1, 8, 16], [0.1, 0.3, 0.4]))
-    each = [[costs.draft_seconds(5, 4, width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
-    assert costs.catch_up(5) + costs.level_seconds(4, [1, 3], 3) == pytest.approx(np.array(each))
+    each = [[costs.draft_seconds(5, 4 * width, depth) for depth in (1, 2, 3)] for width in (1, 3)]
+    assert costs.catch_up(5) + costs.level_seconds([4, 12], 3) == pytest.approx(np.array(each))
 
 
 def test_the_same_rows_of_more_sequences_take_longer():

@@ -73,3 +73,14 @@ def test_where_every_row_is_dear_nothing_is_drafted_for_long(acceptance):
     plan = best(linear, acceptance, 16)
     search = PlanSearch(NODES, DEPTH, one_pass(linear), True, PassSizes())
     assert plan.rate < search.plain_rate(16, 0)
+
+
+def test_where_levels_are_padded_a_wider_draft_costs_nothing(acceptance):
+    """Levels whose rows are dear are narrow, unless they are replayed in passes for the widest."""
+    costs = replace(flat(free_rows=256), expand=CostCurve([1, 40], [1e-4, 0.02]))
+    padded = PassSizes(level_rows=lambda size, width: size * TOP_K)
+    narrow, wide = (
+        PlanSearch(NODES, DEPTH, costs, True, sizes).best(Batch(4), acceptance, num_prompt_tokens=0.0)
+        for sizes in (PassSizes(), padded)
+    )
+    assert narrow.width <= 3 and wide.width > narrow.width

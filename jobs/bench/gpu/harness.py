@@ -1,12 +1,12 @@
 """Harness: one pair in memory with two engines over the same cache, one that decodes plainly and one that drafts.
 
-    rig = Rig.of(model, head, slots=256, longest=1440, kv_columns=500_000)
+    rig = Harness.of(model, head, slots=256, longest=1440, kv_columns=500_000)
     rig.measure()
-    rig.set_aside(256 * 1024, most=1440)
-    engine = rig.engine(Way("ours", Tree(60, 6, 10), "global"), context=1024, batch=64)
+    rig.set_aside(256 * 1024, longest=1440)
+    engine = rig.engine(Way("ours", (60, 6, 10), "global"), context=1024, batch=64)
 
-Only one of the engines may be at work at a time. Built from the engine's own rooms, without a configuration: nothing
-here needs pydantic or Ray.
+Only one of the engines may be at work at a time. It is built from the engine's own parts, without a configuration:
+nothing here needs pydantic or Ray.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Harness:
         if way.budget == "global":
             graphs = self.drafting.graphs
             can_sync = self.drafting.target.device.type == "cpu" and graphs is None
-            sizes = graphs.pass_sizes(way.tree[0]) if graphs else None
+            sizes = graphs.pass_sizes(way.tree[0], way.tree[2]) if graphs else None
             return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, sizes), costs)
         return PlannerProbe(UniformPlanner(*way.tree), costs)
 
