@@ -15,7 +15,7 @@ an output that goes through that node fails.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space,
 class Matcher(Protocol):
     """A parser at a place of its grammar: what a state uses of llguidance's LLMatcher, which is not imported here."""
 
-    def deep_copy(self) -> Self: ...
+    def deep_copy(self) -> Matcher: ...
     def is_accepting(self) -> bool: ...
     def is_stopped(self) -> bool: ...
     def is_error(self) -> bool: ...
