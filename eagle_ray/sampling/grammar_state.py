@@ -15,7 +15,7 @@ an output that goes through that node fails.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,7 @@ MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
 MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
 
 
+@runtime_checkable
 class Matcher(Protocol):
     """A parser at a place of its grammar: what a state uses of llguidance's LLMatcher, which is not imported here."""
 
