@@ -37,6 +37,7 @@ class Draft:
         num_catch_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
         is_exhausted: the drafter has nothing more to propose, however deep the plan.
         extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
+        caught_up_before: a replayed draft reads a bounded number of pairs; a pass of its own read the others before it.
     """
 
     tree: DraftTree
@@ -45,6 +46,7 @@ class Draft:
     num_catch_up: int
     is_exhausted: bool = False
     extra_log_values: list[Float[Tensor, "M _"]] = field(default_factory=list)
+    caught_up_before: bool = False
 
     @classmethod
     def empty(cls, roots: Int[Tensor, " B"]) -> Draft:

@@ -220,14 +220,14 @@ class PairDrafter(ABC):
         at = batch if plan.members is None else batch.select(plan.members)
         for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
             self._evict(slot, length)
-        grown, num_pairs = None, sum(self._waiting(at))
+        grown, num_pairs, before = None, sum(self._waiting(at)), False
         if self._is_replayed(plan):
-            self._read_all_but(self._most_pairs(plan), at)
+            before = self._read_all_but(self._most_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self._graphs)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
         self.mark_consumed(at.host_slots, at.host_lengths)
-        return Draft(grown.tree, grown.levels, self._num_passes(grown), num_pairs)
+        return Draft(grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before)
 
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -397,14 +397,18 @@ class PairDrafter(ABC):
             unpack = to_device(rows, at.slots.device)
         return PendingPairs(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
 
-    def _read_all_but(self, most: int, at: DecodeSlots) -> None:
-        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps."""
+    def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
+        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps.
+
+        Returns whether that was necessary.
+        """
         counts = [count - 1 for count in self._waiting(at)]
         if max(counts) < most:
-            return
+            return False
         columns = [self._end[slot] for slot in at.host_slots]
         tokens, features = self._queued(at.host_slots, columns, counts)
         self._read_prompts(at.host_slots, columns, counts, tokens, features)
+        return True
 
     def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:
         """Return the unread pairs as packed rows, each sequence's one after another."""

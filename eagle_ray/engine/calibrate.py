@@ -289,7 +289,7 @@ def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
     steps and of the draft before them have to fit. On a GPU no more pairs may wait than a replayed draft reads, since
     a pass of their own would read the others.
     """
-    most = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 1
+    most = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
     return max(min(CATCH_UP_STEPS, most), 1)
 
 
@@ -369,15 +369,12 @@ class CalibrationRun:
         self._shallow[setting].append(outcome)
         self._verify[outcome.num_rows, outcome.batch_size].append(outcome.seconds.verify)
         self._overhead[setting.depth > 0][setting.batch_size].append(outcome.seconds.overhead)
-        if outcome.depth > 1:
+        if not setting.depth or outcome.caught_up_before:
+            return
+        if min(setting.depth, outcome.depth) > 1:
             self._level[outcome.level_rows].append(outcome)
-        elif setting.depth and self._is_read_at_once(outcome):  # one level was asked for, or no more was offered
+        else:  # one level was asked for, though a block of several was drafted in one pass, or no more was offered
             self._read[bisect_left(BUCKETS, outcome.num_catch_up)].append(outcome)
-
-    def _is_read_at_once(self, outcome: StepOutcome) -> bool:
-        """Return whether one pass read all waiting pairs; a replayed one reads a bounded number."""
-        most = outcome.batch_size * (1 + self._engine.num_spec_tokens)
-        return self._engine.graphs is None or outcome.num_catch_up <= most
 
     def costs(self) -> StepCosts:
         """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""

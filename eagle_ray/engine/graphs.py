@@ -128,12 +128,12 @@ class CudaGraphRunner:
 
     def tree_passes(self, max_nodes: int) -> list[tuple[int, int]]:
         """Return trees and rows of every pass over trees of at most max_nodes drafted nodes, the largest first."""
-        most = self.max_rows(max_nodes)
+        rows_of_all = self.sizes(self.num_rows, self.max_rows(max_nodes))
         passes = {
             (self.num_trees(size, rows), rows)
             for size in range(1, self._num_slots + 1)
-            for rows in self.sizes(self.num_rows, min(self.num_rows(size * (1 + max_nodes)), most))
-            if rows > size
+            for rows in rows_of_all
+            if size < rows <= self.num_rows(size * (1 + max_nodes))
         }
         return sorted(passes, key=lambda each: each[::-1], reverse=True)
 

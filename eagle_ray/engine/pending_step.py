@@ -70,4 +70,5 @@ class PendingStep:
             num_expected_drafts=self.allocation.expected,
             num_prefill_rows=self.batch.num_prefill_rows,
             num_level_rows=self.num_level_rows,
+            caught_up_before=self.draft.caught_up_before,
         )

@@ -63,7 +63,7 @@ class BudgetPlanner:
         max_nodes, max_depth, top_k: upper bounds of each sequence's tree, as for UniformPlanner.
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
-        sizes: the passes that there are; None is any.
+        sizes: the passes that are replayed; None if steps are not, and any size runs.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BudgetPlanner:
         sizes: PassSizes | None = None,
     ):
         self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
-        self._can_sync = can_sync
+        self._can_sync, self._replays = can_sync, sizes is not None
         self.mode = Mode.WARM_UP
         self.predicted_s = 0.0  # predicted seconds of all steps so far
         self.predicted_plain_s = 0.0  # likewise, if each had been a plain step
@@ -88,6 +88,7 @@ class BudgetPlanner:
         self._best = PlanEstimate(0.0)
         self._review_step = 0  # of the next review
         self._review_size = 0  # batch size of the last review
+        self._repeats_probe = False  # at the next step
         self._plain_is_next = True  # the kind of the next probe while drafts are on
         self._num_steps = 0
         self._num_drafts = 0
@@ -115,6 +116,9 @@ class BudgetPlanner:
             return self._draft_probe(batch)
         if self.mode is Mode.PROBING:
             return self._as_probe(self._best_plan(batch))
+        if self._repeats_probe:
+            self._repeats_probe = False
+            return self._draft_probe(batch)
         if self._probes.is_due(self._num_steps):
             return self._next_probe(batch)
         return self._best_plan(batch) if self.mode is Mode.ON else PLAIN
@@ -144,9 +148,6 @@ class BudgetPlanner:
         self.predicted_plain_s += self._search.plain_seconds(outcome.batch_size, outcome.num_cached)
         if outcome.is_first:
             outcome = replace(outcome, seconds=predicted)
-        elif self._is_late_draft(outcome):
-            seconds = replace(outcome.seconds, draft=predicted.draft)
-            self.costs.update(replace(outcome, seconds=seconds), predicted, self._is_usual(outcome.plan))
         else:
             self.costs.update(outcome, predicted, self._is_usual(outcome.plan))
         self._num_steps += 1
@@ -252,6 +253,9 @@ class BudgetPlanner:
             self._plain_is_next = not self._plain_is_next
             return self._widest_plan(batch, None) if self._plain_is_next else self._as_probe(PLAIN)
         if not self._is_trial_promising(batch):
+            self._repeats_probe = (
+                self._replays
+            )  # the first one catches up in a pass of its own, the second shows the cost
             return self._draft_probe(batch)
         self.mode, self._review_step = Mode.PROBING, self._num_steps + REVIEW_EVERY
         return self._as_probe(self._best_plan(batch))
@@ -267,11 +271,11 @@ class BudgetPlanner:
     def _draft_probe(self, batch: DecodeBatch) -> DraftPlan:
         """Return the widest draft for a part of the batch, by turns.
 
-        On a GPU it is for the whole batch, whose draft is replayed as a graph: on an H200 in 4 to 12 ms for 4 to 64
-        sequences, where an eager draft for a quarter of them took 13 to 20 ms, and the first one half a second.
+        If steps are replayed it is for the whole batch: on an H200 a replayed draft took 4 to 12 ms for 4 to 64
+        sequences, and an eager one for a quarter of them 13 to 20 ms, the first one half a second.
         """
         size, num_members = len(batch), -(-len(batch) // NUM_PROBES)
-        if num_members == size or not self._can_sync:
+        if num_members == size or self._replays:
             return self._widest_plan(batch, None)
         first = self._num_drafts * num_members
         return self._widest_plan(batch, tuple(sorted((first + i) % size for i in range(num_members))))
@@ -341,10 +345,6 @@ class BudgetPlanner:
             self._num_missed = 0
         else:
             self._num_missed += outcome.batch_size + outcome.num_prompt_tokens
-
-    def _is_late_draft(self, outcome: StepOutcome) -> bool:
-        """Return whether more pairs had waited than a replayed draft reads: a pass of their own came before it."""
-        return not self._can_sync and outcome.num_catch_up > outcome.batch_size * (1 + self._max_depth)
 
     def _is_usual(self, plan: DraftPlan) -> bool:
         """Return whether the overhead of a step with this plan is typical.

@@ -222,7 +222,7 @@ class StepCosts:
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(outcome.num_rows)
 
     def update(self, outcome: StepOutcome, predicted: StepTimes, usual: bool = True) -> None:
-        """Correct the curves by an observed step.
+        """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
 
         Args:
             predicted: its predicted seconds.
@@ -230,7 +230,7 @@ class StepCosts:
         """
         seconds = outcome.seconds
         self.verify.update(outcome.num_rows + outcome.num_prefill_rows, seconds.verify / predicted.verify)
-        if outcome.plan.is_drafting:
+        if outcome.plan.is_drafting and not outcome.caught_up_before:
             ratio = seconds.draft / predicted.draft
             self.catch_up.update(outcome.num_catch_up, ratio)
             if outcome.depth > 1:

@@ -68,6 +68,7 @@ class StepOutcome:
         num_expected_drafts: as allocated.
         num_prefill_rows: prompt rows in the same pass of the target.
         num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are replayed.
+        caught_up_before: as in Draft.
     """
 
     plan: DraftPlan
@@ -83,6 +84,7 @@ class StepOutcome:
     num_expected_drafts: float = 0.0
     num_prefill_rows: int = 0
     num_level_rows: int | None = None
+    caught_up_before: bool = False
 
     @property
     def level_rows(self) -> int:

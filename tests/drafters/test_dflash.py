@@ -11,6 +11,7 @@ from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture
 from eagle_ray.engine.graphs import CudaGraphRunner
@@ -139,6 +140,17 @@ def test_a_replayed_block_is_the_block(tmp_path):
     assert replayed.graphs.is_enabled and replayed.graphs.num_replayed > 5
     for own, other in zip(engine.planner.values, replayed.planner.values, strict=True):
         torch.testing.assert_close(own, other, atol=1e-4, rtol=0)
+
+
+def test_where_blocks_are_replayed_all_levels_cost_what_the_one_pass_does(tmp_path):
+    depth, top_k = 15, 10
+    head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
+    target = TargetModel(llama(), 4, 128 + tree_columns(60, depth, top_k), None, head.feature_layers(2))
+    graphs = CudaGraphRunner("cpu", 4, target.cache.capacity, fused=True)
+    planner, trees = UniformPlanner(60, depth, top_k), MaxTreeSizes.of(60, depth, top_k)
+    engine = Engine(target, DFlashDrafter(head, target), planner, 128, depth, graphs=graphs, trees=trees)
+    costs = calibrate_costs(engine, 60, depth, top_k, TimeBudget(0.0))
+    assert costs.catch_up(1) > 0 and costs.expand(10) < costs.catch_up(1) / 2
 
 
 def test_a_long_job_of_any_plans_needs_seventy_graphs_and_no_more(tmp_path):

@@ -1,6 +1,7 @@
 """The planner, in a world whose seconds are made up and so exact: where does it stand beside every fixed tree?"""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from itertools import groupby
 
@@ -11,6 +12,7 @@ from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
@@ -301,25 +303,58 @@ def test_short_answers_promise_what_they_have_room_for(pair):
     assert 0.5 < promised.max() <= 1
 
 
-@pytest.mark.parametrize("can_sync", [True, False])
-def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_drafts_are_replayed(pair, can_sync):
+def graph_sizes(num_slots: int) -> PassSizes:
+    return CudaGraphRunner("cpu", num_slots, 512, fused=True).pass_sizes(60, 10)
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_steps_are_replayed(pair, replays):
     made, prompts = pair
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, h200(), can_sync), h200())
+    planner = BudgetPlanner(60, 6, 10, h200(), not replays, graph_sizes(8) if replays else None)
+    priced = made.engine.planner = SimulatedPlanner(planner, h200())
     run(made.engine, prompts, [LONG] * 8)
     probes = [outcome.plan for outcome in priced.outcomes[:NUM_PROBES]]
-    assert all(plan.probe and plan.num_members(8) == (2 if can_sync else 8) for plan in probes)
+    assert all(plan.probe and plan.num_members(8) == (8 if replays else 2) for plan in probes)
+
+
+def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a_row(pair):
+    """The first one after plain steps reads waiting pairs in a pass of its own, which says nothing of the others."""
+    made, prompts = pair
+    believed = replace(h200(), catch_up=CostCurve([1], [0.5]))
+    planner = BudgetPlanner(60, 6, 10, believed, can_sync=False, sizes=graph_sizes(8))
+    priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner), h200())
+    run(made.engine, prompts * 40, [LONG] * 320)
+    drafts = [outcome.plan.is_drafting for outcome in priced.outcomes]
+    plain = drafts.index(False)
+    probe = drafts.index(True, plain)
+    assert probe >= plain + REVIEW_EVERY - 2 and drafts[probe + 1] and priced.outcomes[probe + 1].plan.probe
+    assert planner.mode is Mode.ON
+
+
+class CatchingUpBefore:
+    """A planner that observes drafts after plain steps as a replaying engine would."""
+
+    def __init__(self, planner: BudgetPlanner):
+        self._planner = planner
+        self._num_plain = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._planner, name)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        late = outcome.plan.is_drafting and self._num_plain > 6
+        self._num_plain = 0 if outcome.plan.is_drafting else self._num_plain + 1
+        self._planner.observe(replace(outcome, caught_up_before=late))
 
 
 def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer():
-    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False)
-    parts = dict(num_cached=1000, depth=4, num_rows=64, num_accepted=30, num_prompt_tokens=0)
-    for num_pairs in (16 * 7, 16 * 7 + 1):  # as many as a replayed draft reads, and one more
-        before = planner.costs.catch_up(64)
-        seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)
-        planner.observe(StepOutcome(DraftPlan(4, 2), 16, num_catch_up=num_pairs, seconds=seconds, **parts))
-        is_learned = num_pairs <= 16 * 7
-        assert (planner.costs.catch_up(64) > 1.2 * before) == is_learned
-        assert (planner.costs.catch_up(64) == before) != is_learned
+    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False, sizes=graph_sizes(64))
+    parts = dict(num_cached=1000, depth=4, num_catch_up=64, num_rows=64, num_accepted=30, num_prompt_tokens=0)
+    seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)
+    for before in (True, False):
+        curves = deepcopy((planner.costs.catch_up, planner.costs.expand))
+        planner.observe(StepOutcome(DraftPlan(4, 2), 16, seconds=seconds, caught_up_before=before, **parts))
+        assert (curves == (planner.costs.catch_up, planner.costs.expand)) == before
 
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
