@@ -282,8 +282,7 @@ class PairDrafter(ABC):
 
     def _is_replayed(self, plan: DraftPlan) -> bool:
         """Return whether graphs are enabled and the draft's shape is known in advance."""
-        works = self._graphs is not None and self._graphs.is_enabled
-        return works and plan.members is None and plan.should_stop is None
+        return self._graphs is not None and self._graphs.is_enabled and plan.has_known_shape
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner

@@ -284,7 +284,7 @@ class Engine:
 
     def _level_rows(self, batch: DecodeBatch, plan: DraftPlan) -> int | None:
         """Return the rows of the replayed pass that drafts a further level; None if the draft is not replayed."""
-        if self.graphs is None or plan.members is not None or plan.should_stop is not None or not plan.is_drafting:
+        if self.graphs is None or not plan.has_known_shape:
             return None
         return self.graphs.level_rows(plan, len(batch))
 

@@ -44,8 +44,8 @@ from eagle_ray.models.head_spec import (
 SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 MIN_BLOCK = 2  # rows: the root and one token
-SWITCHES = ("causal_head", "causal", "sample_from_anchor", "sliding_window_non_causal")
 MAX_BLOCK = 64  # rows of a block: as many as a row of a tree's mask names
+SWITCHES = ("causal_head", "causal", "sample_from_anchor", "sliding_window_non_causal")
 TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own, which some files repeat
 
 

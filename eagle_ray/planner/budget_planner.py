@@ -246,16 +246,15 @@ class BudgetPlanner:
         """Return the next probe. ON: a plain step or the widest draft, by turns.
 
         OFF: a trial, which also observes the cost of drafting for the whole batch, if it is promising; otherwise a
-        single draft.
+        draft, and another at the next step if drafts are replayed.
         """
         self._probes.begin(self._num_steps)
         if self.mode is Mode.ON:
             self._plain_is_next = not self._plain_is_next
             return self._widest_plan(batch, None) if self._plain_is_next else self._as_probe(PLAIN)
         if not self._is_trial_promising(batch):
-            self._repeats_probe = (
-                self._replays
-            )  # the first one catches up in a pass of its own, the second shows the cost
+            # After plain steps a replayed draft catches up in a pass of its own. Only the next one shows its cost.
+            self._repeats_probe = self._replays
             return self._draft_probe(batch)
         self.mode, self._review_step = Mode.PROBING, self._num_steps + REVIEW_EVERY
         return self._as_probe(self._best_plan(batch))

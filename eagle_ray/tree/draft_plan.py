@@ -56,5 +56,10 @@ class DraftPlan:
     def is_drafting(self) -> bool:
         return self.max_depth > 0
 
+    @property
+    def has_known_shape(self) -> bool:
+        """Return whether it drafts the same levels for the whole batch, whatever their values: it can be replayed."""
+        return self.is_drafting and self.members is None and self.should_stop is None
+
 
 PLAIN = DraftPlan(max_depth=0, width=0)
