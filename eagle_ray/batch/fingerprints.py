@@ -30,16 +30,19 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
-    """Return fingerprints by path. known: recorded ones; a file with a recorded version and state is not read again."""
+    """Return fingerprints by path, of the files as they were found.
+
+    known: recorded ones; a file with a recorded version and state is not read again.
+    """
     files = list(files)
     found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
     unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
     if sum(file.version.size for file in unread) <= MOST_BYTES:
         for file in unread:
-            began_ns, state = time.time_ns(), file.storage_path.state()
+            began_ns, changed_ns = time.time_ns(), file.version.changed_ns
             found[file.path]["digest"] = _digest(file.storage_path)
-            if state is not None and state.changed_ns < began_ns - SETTLED_NS:
-                found[file.path]["state"] = state.text
+            if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
+                found[file.path]["state"] = file.version.state
     return found
 
 
@@ -105,9 +108,8 @@ def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | N
     noted = known.get(file.path, {})
     if not noted.items() >= file.version.as_json().items():
         return None
-    if file.storage_path.is_local and "digest" in noted:
-        state = file.storage_path.state()
-        return dict(noted) if state is not None and noted.get("state") == state.text else None
+    if "digest" in noted and noted.get("state") != file.version.state:
+        return None
     return dict(noted)
 
 

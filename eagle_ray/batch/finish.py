@@ -40,6 +40,7 @@ from eagle_ray.batch.output.manifest import (
 )
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import part_files
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import SHARD_PLAN, read_shard_plan, shard_outputs
 from eagle_ray.batch.row_index import num_ranges
 from eagle_ray.batch.run import check_error_rate, store_report, summarize_run
@@ -193,10 +194,11 @@ def _finish(
     check_unchanged(plan.files, {})  # a change since the scan
     files = plan.fingerprints
     for shard in outputs:
-        _check_same_input(shard, manifests[shard]["inputs"], files)
+        _check_same_input(shard, read_inputs(outputs[shard], manifests[shard]), files)
     old_version = version_of(root / RUN)
     manifest = read_manifest(root) or new_manifest(config, attempt=0)
-    run = replace(begin_attempt(manifest, old_version, config, files), check_lock=check_lock)
+    inputs = read_inputs(root, manifest) | files
+    run = replace(begin_attempt(manifest, old_version, config, inputs), check_lock=check_lock)
     with record_outcome(run), extended_retries():
         _check_only_shards(run, outputs)
         shards = [_verify(shard, output, manifests[shard], plan) for shard, output in outputs.items()]

@@ -15,6 +15,7 @@ from eagle_ray.batch.input.plan import PreviousRun
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import read_manifest
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.row_index import INDEX, read_index_file
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, write_json
@@ -27,7 +28,7 @@ def previous_run(output: StoragePath, config: JobConfig) -> PreviousRun:
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
             if manifest := read_manifest(output):
-                return PreviousRun(output / INDEX, manifest["inputs"], finished_key(output))
+                return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
     return PreviousRun(output / INDEX)
 
 

@@ -15,11 +15,13 @@ from eagle_ray.batch.output.layout import DATA
 from eagle_ray.batch.output.lock import LOCK
 from eagle_ray.batch.output.manifest import PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.batch.output.part_files import part_name
+from eagle_ray.batch.output.recorded_inputs import INPUTS
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.glob_match import glob_matches
 from eagle_ray.storage.path import StoragePath
 
-RUN_FILES = (LOCK, RUN, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # what a run writes
+INPUT_LIST = INPUTS.format("0" * 12)
+RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # it writes these
 REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 

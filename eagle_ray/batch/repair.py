@@ -38,6 +38,7 @@ from eagle_ray.batch.output.manifest import (
 )
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import part_files, read_tables
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded, claim_output
 from eagle_ray.config import ConfigError, JobConfig, config_hash
 from eagle_ray.storage.path import StoragePath, read_json_object
@@ -115,7 +116,11 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
 def _damage_of(output: StoragePath) -> str | None:
     """Return what is wrong with the manifest, or None."""
     try:
-        return f"there was no {RUN}" if read_manifest(output) is None else None
+        manifest = read_manifest(output)
+        if manifest is None:
+            return f"there was no {RUN}"
+        read_inputs(output, manifest)
+        return None
     except OutputDamaged as error:
         return f"{str(error).partition(':')[0]}; its content is kept in {DAMAGED_COPY}"
 

@@ -63,6 +63,7 @@ from eagle_ray.batch.output.manifest import (
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
@@ -287,7 +288,8 @@ def _checking_input(plan: InputPlan, run: RunHandle) -> Iterator[None]:
 
 
 def _check_input(plan: InputPlan, run: RunHandle) -> None:
-    check_unchanged(plan.files, (read_manifest(run.output) or {"inputs": {}})["inputs"])
+    manifest = read_manifest(run.output)
+    check_unchanged(plan.files, read_inputs(run.output, manifest) if manifest is not None else {})
 
 
 def write_report(output: StoragePath, summary: dict[str, Any]) -> None:

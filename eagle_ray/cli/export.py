@@ -25,6 +25,7 @@ from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import SUCCESS, SUMMARY
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import read_tables, stored_schema
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config import ConfigError
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
@@ -67,8 +68,12 @@ def _check_whole(run: StoragePath, num_rows: int) -> None:
 def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite: bool) -> None:
     """Raise ConfigError if the target has content that would be lost."""
     try:
+        inputs = read_inputs(run, record)
+    except JobError as error:
+        raise ConfigError(str(error)) from None
+    try:
         place = StoragePath.of(target)
-        if place.relative_to(run) is not None or str(place) in record["inputs"]:
+        if place.relative_to(run) is not None or str(place) in inputs:
             raise ConfigError(f"-o: {target} belongs to the run, which export never changes: name another file")
         if not overwrite and place.exists():
             raise ConfigError(f"-o: {target} is there already: name another file, or --overwrite")

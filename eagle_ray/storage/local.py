@@ -4,7 +4,7 @@ A reader never sees a partly written file, also after a kill: bytes go to a hidd
 are flushed to disk, and are then renamed.
 
     >>> write_atomic("/work/runs/a/_progress.json", b"{}", None)
-    FileVersion(size=2, version=1700000000000000000)
+    FileVersion(size=2, version=1700000000000000000, inode=5, changed_ns=1700000000000000000)
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from stat import S_ISREG
 from typing import BinaryIO
 from uuid import uuid4
 
-from eagle_ray.storage.file_version import FileState, FileVersion
+from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
@@ -35,21 +36,18 @@ def is_directory(path: str) -> bool:
 
 
 def stat(path: str) -> FileVersion:
-    found = os.stat(path)
-    return FileVersion(found.st_size, found.st_mtime_ns)
+    return _version(os.stat(path))
 
 
-def state(path: str) -> FileState:
-    found = os.stat(path)
-    text = f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"
-    return FileState(text, found.st_ctime_ns)
+def _version(found: os.stat_result) -> FileVersion:
+    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
 
 
 def read_with_version(path: str) -> tuple[bytes, FileVersion]:
     """Return the bytes and the version of the file that held them."""
     with open(path, "rb") as file:
-        found = os.fstat(file.fileno())
-        return file.read(), FileVersion(found.st_size, found.st_mtime_ns)
+        found = _version(os.fstat(file.fileno()))
+        return file.read(), found
 
 
 def open_file(path: str) -> BinaryIO:
@@ -58,8 +56,18 @@ def open_file(path: str) -> BinaryIO:
 
 def list_files(directory: str) -> dict[str, FileVersion]:
     """Return every file below a directory; linked directories are skipped."""
-    names = [os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names]
-    return {name: stat(name) for name in names if is_file(name)}
+    return _versions(os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names)
+
+
+def _versions(paths: Iterable[str]) -> dict[str, FileVersion]:
+    """Return the versions of those paths that are files."""
+    found = {}
+    for path in paths:
+        with suppress(OSError):  # a link to nowhere
+            status = os.stat(path)
+            if S_ISREG(status.st_mode):
+                found[path] = _version(status)
+    return found
 
 
 def list_names(directory: str) -> list[str]:
@@ -68,8 +76,7 @@ def list_names(directory: str) -> list[str]:
 
 def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     names = globbing.glob(pattern, root_dir=directory, recursive=True)
-    paths = [os.path.join(directory, name) for name in names]
-    return {path: stat(path) for path in paths if is_file(path)}
+    return _versions(os.path.join(directory, name) for name in names)
 
 
 def write_atomic(path: str, data: bytes, precondition: Precondition) -> FileVersion:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.storage import local, remote
-from eagle_ray.storage.file_version import FileState, FileVersion
+from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout
 
 __all__ = [
@@ -122,16 +122,9 @@ class StoragePath:
         """Return the file's version. Raises FileNotFoundError."""
         return self._store.stat(self.text)
 
-    def state(self) -> FileState | None:
-        """Return the state of a local file, or None if it is elsewhere. Raises FileNotFoundError."""
-        return local.state(self.text) if self.is_local else None
-
     def list_states(self, pattern: str) -> dict[StoragePath, str]:
         """Return the matching files below, sorted, with a text that any change of the file changes."""
-        found = self.list_versions(pattern)
-        if self.is_local:
-            return {file: local.state(file.text).text for file in found}
-        return {file: f"{version.size}-{version.version}" for file, version in found.items()}
+        return {file: version.state for file, version in self.list_versions(pattern).items()}
 
     def read_bytes(self) -> bytes:
         """Return the content. Raises FileNotFoundError."""

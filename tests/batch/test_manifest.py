@@ -14,6 +14,7 @@ from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
@@ -37,6 +38,10 @@ def here(location: StoragePath) -> Path:
 def start(config: JobConfig) -> RunHandle:
     with lock_output(output_of(config)):
         return open_run(config, plan_input(config).files)
+
+
+def recorded(run: RunHandle) -> dict:
+    return read_inputs(run.output, read_json(run.output / RUN))
 
 
 def test_each_start_is_an_attempt_of_the_same_run(make_job):
@@ -67,7 +72,8 @@ def test_overwriting_overtakes_as_well_and_deletes_only_what_a_run_writes(make_j
     with pytest.raises(FencedError):
         first.check_current()
     kept = {path.name for path in here(second.output).rglob("*") if path.is_file()}
-    assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock"}
+    inputs = read_json(second.output / RUN)["inputs"]["list"]
+    assert kept == {"notes.txt", "mine.csv", "_run.json", "_lock", inputs}
 
 
 def test_a_resume_names_every_changed_key(make_job):
@@ -88,11 +94,41 @@ def test_a_record_that_lacks_a_newer_key_is_the_same_job_to_run_and_validate(mak
     assert start(make_job()).attempt == 2
 
 
+def test_the_record_of_an_earlier_release_is_read_and_becomes_one_of_this(make_job):
+    run = start(make_job(token_rows(2)))
+    record = read_json(run.output / RUN)
+    (here(run.output) / record["inputs"]["list"]).unlink()
+    inputs = {"/gone.jsonl": {"size": 1, "mtime_ns": 1}}
+    (here(run.output) / RUN).write_text(json.dumps(record | {"format_version": 1, "inputs": inputs}))
+    assert recorded(run) == inputs
+    assert start(make_job()).attempt == 2 and read_json(run.output / RUN)["format_version"] == 2
+    assert recorded(run).keys() == {"/gone.jsonl", make_job().input.path}
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_job, content):
+    run = start(make_job(token_rows(2)))
+    file = here(run.output) / read_json(run.output / RUN)["inputs"]["list"]
+    file.unlink() if content is None else file.write_text(content)
+    with pytest.raises(OutputDamaged, match=rf"{file.name} is damaged .* adopt the rows with eagle-ray repair"):
+        start(make_job())
+    assert start(make_job(**{"output.if_exists": "overwrite"})).attempt == 2
+    assert recorded(run).keys() == {make_job().input.path}
+
+
+def test_writers_do_not_read_the_list_of_inputs(make_job):
+    run = start(make_job(token_rows(2)))
+    (here(run.output) / read_json(run.output / RUN)["inputs"]["list"]).unlink()
+    run.check_current()
+    run.publish("_note", b"mine")
+
+
 def test_a_changed_input_file_is_refused_and_a_new_one_is_added(make_job, tmp_path):
     run = start(make_job(token_rows(2)))
     (tmp_path / "more.jsonl").write_text('{"id": "z", "prompt_token_ids": [5]}\n')
     start(make_job(**{"input.path": str(tmp_path / "*.jsonl")}))
-    assert len(read_json(run.output / RUN)["inputs"]) == 2
+    assert len(recorded(run)) == read_json(run.output / RUN)["inputs"]["files"] == 2
+    assert len(run.output.glob("_inputs-*.json")) == 1
     with pytest.raises(OutputMismatch, match=r"in\.jsonl \(\d+ bytes then, \d+ now\)"):
         start(make_job(token_rows(3)))
 
@@ -102,7 +138,7 @@ def test_a_touched_input_file_is_the_same_and_one_of_other_content_is_not(make_j
     text = file.read_text()
     os.utime(file, ns=(1, 1))
     assert start(make_job()).attempt == 2
-    assert read_json(run.output / RUN)["inputs"][str(file)]["mtime_ns"] == 1
+    assert recorded(run)[str(file)]["mtime_ns"] == 1
     file.write_text(text.replace("5", "6"))
     with pytest.raises(OutputMismatch, match=r"in\.jsonl \(its content\): put it back, "):
         start(make_job())

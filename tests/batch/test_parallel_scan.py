@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input import parallel_scan as module
-from eagle_ray.batch.input.files import find_files
+from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.parallel_scan import ParallelScan, TaskFunction
 from eagle_ray.batch.input.plan import RowScanner, plan_input, request_columns, requests_of
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.shards import WHOLE, FilePart
+from eagle_ray.batch.input.shards import WHOLE, FilePart, FileScan
 from eagle_ray.config import ColumnsConfig, ConfigError, JobConfig, load_config
+from eagle_ray.storage.path import FileVersion, StoragePath
 
 
 @pytest.fixture
@@ -71,6 +73,30 @@ def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch
     [tables] = [[table for _, table in found] for found in scan([(file, part)])]
     assert len(tables) > 5
     assert np.concatenate([table["id"] for table in tables]).tolist() == wanted["id"].tolist()
+
+
+def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config, monkeypatch):
+    both = threading.Barrier(2, timeout=60)
+    here = threading.get_ident()
+
+    def scan(file, needed, on_row, part):
+        if file.storage_path.is_local:
+            assert threading.get_ident() == here
+        else:
+            both.wait()
+        return FileScan({file.name: pa.string()}, ())
+
+    monkeypatch.setattr("eagle_ray.batch.input.plan.scan", scan)
+    files = find_files(config.input.path, "auto")[:2]
+    objects = [InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e")) for i in (3, 4)]
+    scanner = RowScanner(config, request_columns(ColumnsConfig()))
+    found = scanner([(file, WHOLE) for file in (*files, *objects)])
+    assert [name for [(of_file, _)] in found for name in of_file.types] == [
+        "a.jsonl",
+        "b.parquet",
+        "3.jsonl",
+        "4.jsonl",
+    ]
 
 
 def test_a_small_input_is_scanned_without_ray(config):

@@ -144,9 +144,16 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     if path.exists():
         return path.parent, {path: path.stat()}
     if path.is_directory():
-        shown = {file: stamp for file, stamp in path.list_versions().items() if not _is_hidden(file, path)}
-        _log_skipped(path, [file for file in shown if _suffixes(file)[0] not in FORMATS])
-        return path, {file: stamp for file, stamp in shown.items() if _suffixes(file)[0] in FORMATS}
+        read, skipped = {}, []
+        for file, version in path.list_versions().items():
+            if _is_hidden(file, path):
+                continue
+            if _suffixes(file)[0] in FORMATS:
+                read[file] = version
+            else:
+                skipped.append(file)
+        _log_skipped(path, skipped)
+        return path, read
     root, below = split_at_wildcard(path)
     return root, root.list_versions(below)
 

@@ -53,7 +53,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 2
+VERSION = 3
 DAMAGE = (IndexDamaged, KeyError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
@@ -87,26 +87,12 @@ class IndexedFile:
 
     def describes(self, file: InputFile, fingerprint: Fingerprint) -> bool:
         """Return whether this is the file as it is now."""
-        same = (self.path, self.name, self.format) == (file.path, file.name, file.format)
-        return same and what_changed(self.fingerprint, fingerprint) is None
+        return self.format == file.format and self.has_content(file, fingerprint)
 
-    def as_json(self) -> dict[str, Any]:
-        types = pa.schema(list(self.types.items())).serialize().to_pybytes()
-        return {
-            "number": self.number,
-            "path": self.path,
-            "name": self.name,
-            "format": self.format,
-            "fingerprint": self.fingerprint,
-            "types": base64.b64encode(types).decode(),
-            "shards": self.shards,
-        }
-
-    @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> IndexedFile:
-        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["types"])))
-        types = {field.name: field.type for field in schema}
-        return cls(**facts | {"types": types, "shards": [tuple(shard) for shard in facts["shards"]]})
+    def has_content(self, file: InputFile, fingerprint: Fingerprint) -> bool:
+        """Return whether this is the file as it is now, in whatever format."""
+        is_same = self.path == file.path and self.name == file.name
+        return is_same and what_changed(self.fingerprint, fingerprint) is None
 
 
 @dataclass(slots=True)
@@ -120,6 +106,7 @@ class InputIndex:
         vanished: number and count of the rows that are in no file any more, if there are any: their answers stand.
         segments: on disk, with the directory of each.
         unsaved: tables that are in memory only.
+        saved_in: the directory that has the index as it is, or None.
     """
 
     key: str
@@ -128,6 +115,7 @@ class InputIndex:
     vanished: tuple[int, int] | None = None
     segments: list[tuple[StoragePath, Segment]] = field(default_factory=list)
     unsaved: list[Table] = field(default_factory=list)
+    saved_in: StoragePath | None = None
     _tables: list[Table] | None = None
     _temporary: tempfile.TemporaryDirectory | None = None
 
@@ -138,10 +126,10 @@ class InputIndex:
         if facts is None or (facts.get("version"), facts.get("key")) != (VERSION, key):
             return cls(key)
         try:
-            files = {entry["path"]: IndexedFile.from_json(entry) for entry in facts["files"]}
+            files = files_in(facts)
             segments = [(directory, segment) for segment in segments_in(facts["segments"])]
             vanished = tuple(facts["vanished"]) if facts["vanished"] else None
-            return cls(key, files, facts["next_number"], vanished, segments)
+            return cls(key, files, facts["next_number"], vanished, segments, saved_in=directory)
         except DAMAGE as error:
             return cls._replacing(key, error)
 
@@ -161,9 +149,7 @@ class InputIndex:
     def known_format(self, file: InputFile, fingerprint: Fingerprint) -> str | None:
         """Return the format that a file with this content was read in, or None."""
         entry = self.files.get(file.path)
-        if entry is None or not entry.describes(replace(file, format=entry.format), fingerprint):
-            return None
-        return entry.format
+        return entry.format if entry is not None and entry.has_content(file, fingerprint) else None
 
     @property
     def tables(self) -> list[Table]:
@@ -202,6 +188,7 @@ class InputIndex:
             scanned = scan([(file, part) for file, _, part, _ in bases])
             for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
                 self.files[file.path] = _joined(base, found, rows, num_known)
+                self.saved_in = None
         return len(bases)
 
     def _base(
@@ -249,7 +236,7 @@ class InputIndex:
 
     def _set_vanished(self, rows: Table) -> None:
         count = len(rows["id"])
-        self.vanished = None
+        self.vanished, self.saved_in = None, None
         if count:
             self.vanished = self.next_number, count
             self.unsaved.append(rows | {"file": np.full(count, self.next_number, np.uint32)})
@@ -258,8 +245,7 @@ class InputIndex:
 
     def save(self, directory: StoragePath) -> None:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
-        is_saved = not self.unsaved and all(place == directory for place, _ in self.segments)
-        if is_saved and self._facts() == read_index_file(directory / FILE):
+        if self.saved_in == directory:
             return
         num_segments = len(self.segments) + len(self.unsaved)
         if has_many_segments(num_segments, self._num_rows()) or self._num_stale() > self._num_rows() // 2:
@@ -269,7 +255,7 @@ class InputIndex:
         self.unsaved = []
         write_facts(directory / FILE, self._facts())
         remove_unused(directory, KIND, [segment for _, segment in self.segments])
-        self._tables = None
+        self._tables, self.saved_in = None, directory
 
     def _saved(self, place: StoragePath, segment: Segment, directory: StoragePath) -> Segment:
         if place != directory:
@@ -296,8 +282,8 @@ class InputIndex:
             "key": self.key,
             "next_number": self.next_number,
             "vanished": list(self.vanished) if self.vanished else None,
-            "files": [entry.as_json() | {"shards": list(map(list, entry.shards))} for entry in self.files.values()],
             "segments": [segment.as_json() for _, segment in self.segments],
+            **files_as_json(self.files.values()),
         }
 
     def spill(self, table: Table) -> None:
@@ -339,6 +325,30 @@ class RowWriter:
         table = sorted_by_id(join(self._waiting, NO_ROWS))
         self._waiting, self._num_waiting = [], 0
         return table
+
+
+def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
+    """Return the files as lists without names, since there may be many. Types that several have are there once."""
+    numbers: dict[str, int] = {}
+    entries = []
+    for file in files:
+        types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
+        number = numbers.setdefault(types, len(numbers))
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, number, file.shards])
+    return {"types": list(numbers), "files": entries}
+
+
+def files_in(facts: Mapping[str, Any]) -> dict[str, IndexedFile]:
+    """Return the files in this form by path. Raises what is in DAMAGE."""
+    types = [_types_in(text) for text in facts["types"]]
+    return {
+        path: IndexedFile(number, path, name, format_, fingerprint, types[at], [tuple(shard) for shard in shards])
+        for number, path, name, format_, fingerprint, at, shards in facts["files"]
+    }
+
+
+def _types_in(text: str) -> dict[str, pa.DataType]:
+    return {field.name: field.type for field in pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))}
 
 
 def index_key(settings: Mapping[str, Any]) -> str:

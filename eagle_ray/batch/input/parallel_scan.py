@@ -59,7 +59,7 @@ class ParallelScan:
         pieces = [(i, file, piece) for i, (file, part) in enumerate(parts) for piece in self._cut(file, part)]
         log.info("scanning %d files in %d pieces", len(parts), len(pieces))
         placed = self._placed(pieces)
-        found = zip(placed, _in_tasks(_scan_piece, [(self.scanner, *piece[1:]) for piece in placed]), strict=True)
+        found = zip(placed, _in_tasks(PieceScan(self.scanner), [piece[1:] for piece in placed]), strict=True)
         for _, group in groupby(found, key=lambda each: each[0][0]):
             yield chain.from_iterable(each[1] for each in group)
 
@@ -149,8 +149,14 @@ class TaskFunction:
         return pa.table({"result": pa.array([pickle.dumps(result)], pa.large_binary())})
 
 
-def _scan_piece(scanner: RowScanner, file: InputFile, part: FilePart) -> list[Found]:
-    return [piece for found in scanner([(file, part)]) for piece in found]
+@dataclass(frozen=True, slots=True)
+class PieceScan:
+    """Scans a piece. There may be many pieces, so they are sent without the scanner."""
+
+    scanner: RowScanner
+
+    def __call__(self, file: InputFile, part: FilePart) -> list[Found]:
+        return [piece for found in self.scanner([(file, part)]) for piece in found]
 
 
 def _count_lines(file: InputFile, part: FilePart) -> int:

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 from eagle_ray.storage.path import StoragePath
 
-DETECTING_THREADS = 16  # each waits for one object's first line
+NUM_THREADS = 16  # each waits for one object
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -290,10 +291,16 @@ class RowScanner:
     columns: RequestColumns
 
     def __call__(self, parts: Iterable[tuple[InputFile, FilePart]]) -> Iterator[list[tuple[FileScan, Table]]]:
-        for file, part in parts:
-            yield [self._scan(file, part)]
+        """Scan local files one after the other, and several others at once, since each request takes its time."""
+        for is_local, group in groupby(parts, key=lambda each: each[0].storage_path.is_local):
+            if is_local:
+                yield from map(self._scan, group)
+                continue
+            with ThreadPoolExecutor(NUM_THREADS) as threads:
+                yield from threads.map(self._scan, group)
 
-    def _scan(self, file: InputFile, part: FilePart) -> tuple[FileScan, Table]:
+    def _scan(self, file_part: tuple[InputFile, FilePart]) -> list[tuple[FileScan, Table]]:
+        file, part = file_part
         needed = needed_columns(self.columns)
         needed_names = frozenset(needed)
         has_turns = "turns" in self.columns.prompts
@@ -313,7 +320,7 @@ class RowScanner:
             "request": np.frombuffer(requests, np.uint64),
             "rows": np.frombuffer(rows, np.uint32),
         }
-        return found, table
+        return [(found, table)]
 
     def _num_rows(self, row: InputRow, location: RowLocation) -> int:
         return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
@@ -340,12 +347,12 @@ def _with_formats(
 ) -> tuple[InputFile, ...]:
     """Return the files with the format that the index has for their content. Others are opened."""
     known = [index.known_format(file, prints[file.path]) for file in files]
-    with ThreadPoolExecutor(DETECTING_THREADS) as threads:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
         opened = threads.map(
             detect_batch, [file for file, format_ in zip(files, known, strict=True) if format_ is None]
         )
         return tuple(
-            next(opened) if format_ is None else replace(file, format=format_)
+            next(opened) if format_ is None else file if format_ == file.format else replace(file, format=format_)
             for file, format_ in zip(files, known, strict=True)
         )
 
@@ -480,11 +487,13 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
     """Return the first rows of the input, in file order."""
-    kept, remaining_rows = [], sum(shard.num_rows for shard in shards) if limit is None else limit
+    if limit is None:
+        return tuple(shards)
+    kept: list[Shard] = []
     for shard in shards:
-        if remaining_rows > 0:
-            kept.append(shard.truncate(min(shard.num_rows, remaining_rows)))
-            remaining_rows -= shard.num_rows
+        if limit > 0:
+            kept.append(shard.truncate(min(shard.num_rows, limit)))
+            limit -= shard.num_rows
     return tuple(kept)
 
 

@@ -12,6 +12,7 @@ A changed file is accepted if no answered row of it changed (``check_changes``).
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -28,6 +29,7 @@ from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, ids_in_file
 from eagle_ray.batch.output.part_files import read_tables
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.row_index import INDEX, Table, take
 from eagle_ray.storage.path import StoragePath
 
@@ -103,6 +105,13 @@ def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRow
 
 def _missing_files(run: RunHandle, paths: set[str]) -> list[str]:
     """Return the files of the run that are not among `paths`, not even under another name."""
-    recorded = read_manifest(run.output)["inputs"]
+    recorded = read_inputs(run.output, read_manifest(run.output))
     absent = recorded.keys() - paths
-    return [path for path in absent if not any(may_be_same(recorded[path], recorded[other]) for other in paths)]
+    by_size = defaultdict(list)
+    for path in paths if absent else ():
+        by_size[recorded[path]["size"]].append(recorded[path])
+    return [
+        path
+        for path in absent
+        if not any(may_be_same(recorded[path], each) for each in by_size[recorded[path]["size"]])
+    ]

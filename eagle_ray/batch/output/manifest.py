@@ -38,6 +38,12 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.layout import DATA, RUN, SUCCESS, data_of, root_of, shard_output
 from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
+from eagle_ray.batch.output.recorded_inputs import (
+    FORMAT_WITH_INPUTS,
+    read_inputs,
+    remove_unused_inputs,
+    write_inputs,
+)
 from eagle_ray.batch.process_id import Process
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
@@ -45,7 +51,7 @@ from eagle_ray.storage.storage_errors import remedy_of
 
 PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
 ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
-FORMAT_VERSION = 1  # of _run.json
+FORMAT_VERSION = 2  # of _run.json
 REQUIRED_KEYS = {
     "run_id",
     "attempt",
@@ -159,32 +165,32 @@ def wrap_os_errors(output: StoragePath) -> Iterator[None]:
 def open_run(
     config: JobConfig,
     input_files: Iterable[InputFile],
-    known: Mapping[str, Fingerprint] | None = None,
+    taken: Mapping[str, Fingerprint] | None = None,
     accepted: Container[str] = (),
 ) -> RunHandle:
     """Start an attempt at config.output.path. The caller holds its lock.
 
     Args:
-        known: fingerprints of the files, by path, as far as they were taken.
+        taken: fingerprints of the files, by path, if they were taken.
         accepted: paths of changed files whose rows were compared with the answers.
 
     Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
     StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
     """
     with wrap_os_errors(output := output_of(config)):
-        return _open_run(output, config, input_files, dict(known or {}), accepted)
+        return _open_run(output, config, input_files, taken, accepted)
 
 
 def _open_run(
     output: StoragePath,
     config: JobConfig,
     input_files: Iterable[InputFile],
-    known: dict[str, Fingerprint],
+    taken: Mapping[str, Fingerprint] | None,
     accepted: Container[str],
 ) -> RunHandle:
     old_version = version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        files = fingerprints(input_files, known)
+        files = fingerprints(input_files, {}) if taken is None else taken
         return begin_attempt(_overwrite_manifest(output, config), old_version, config, files)
     old = read_manifest(output)
     if old is None:
@@ -197,9 +203,10 @@ def _open_run(
     else:
         _check_same_job(output, old, config)
         manifest = old
-    files = fingerprints(input_files, manifest["inputs"] | known)
-    check_same_files(output, manifest["inputs"], {path: each for path, each in files.items() if path not in accepted})
-    return begin_attempt(manifest, old_version, config, files)
+    noted = read_inputs(output, manifest)
+    files = fingerprints(input_files, noted) if taken is None else taken
+    check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+    return begin_attempt(manifest, old_version, config, noted | files)
 
 
 @contextmanager
@@ -251,14 +258,17 @@ def _overwrite_manifest(output: StoragePath, config: JobConfig) -> dict[str, Any
 
 
 def begin_attempt(
-    manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, files: dict[str, Any]
+    manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, inputs: Mapping[str, Fingerprint]
 ) -> RunHandle:
-    """Raise the attempt number before anything is read: from now on no earlier writer publishes."""
+    """Raise the attempt number before anything is read: from now on no earlier writer publishes.
+
+    inputs: all files of the run, also those of earlier attempts that are not asked for now.
+    """
     output = output_of(config)
     manifest["attempt"] += 1
     manifest["config"] = recorded(config)
     manifest["config_hash"] = config_hash(config)
-    manifest["inputs"] |= files
+    manifest["format_version"], manifest["inputs"] = FORMAT_VERSION, write_inputs(output, inputs)
     manifest["models"] = {name: _model_files(name) for name in (config.model.target, *config.model.drafts)}
     manifest["versions"], manifest["hardware"] = _versions(), _hardware()
     for directory in (root_of(output), output):  # the whole output's, and the shard's
@@ -273,6 +283,7 @@ def begin_attempt(
         }
     )
     _write_manifest(output, manifest, old_version)
+    remove_unused_inputs(output, manifest["inputs"]["list"])
     data_of(output).make_directory()
     for directory in (output, data_of(output)):
         directory.remove_temporary()
@@ -295,7 +306,7 @@ def version_of(file: StoragePath) -> int | str | None:
 
 def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
     """Check that a resume asks for the completions of the earlier run."""
-    if (found := old.get("format_version")) != FORMAT_VERSION:
+    if (found := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):

@@ -20,6 +20,7 @@ import pytest
 from eagle_ray.batch.job_errors import OutputLocked
 from eagle_ray.batch.output import fencing, manifest
 from eagle_ray.batch.output.lock import LOCK, lock_output
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.run import run_job, run_to_completion
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
@@ -74,7 +75,8 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     }
     assert read_json(output / "_summary.json")["groups"].keys() == {"", "a", "b c/d"}
     assert (output / "_SUCCESS").exists() and read_json(output / "_progress.json")["rows_in_files"] == 50
-    assert read_json(output / "_run.json")["inputs"][f"{bucket}/in/a.jsonl"].keys() == {"size", "etag"}
+    inputs = read_inputs(output, read_json(output / "_run.json"))
+    assert inputs[f"{bucket}/in/a.jsonl"].keys() == {"size", "etag"}
 
     twice, *kept = (output / "data").list_versions().items()
     (twice[0].parent / "part-001-999999.parquet").write_atomic(twice[0].read_bytes())  # a zombie's, after the recount
