@@ -348,8 +348,8 @@ def command(prompts: Path, output: str, nodes: object) -> list[str]:
 
 
 @contextmanager
-def cluster(node: dict = NODE) -> Iterator:
-    """A head and NODES nodes on loopback; what was started is ended. node: what a node is made with."""
+def cluster(node: dict = NODE, num_nodes: int = NODES) -> Iterator:
+    """A head and further nodes on loopback; what was started is ended. node: what a node is made with."""
     prepare_ray_environment(LOCAL)
     os.environ.setdefault("RAY_worker_niceness", "0")  # else engines starve on a busy machine
     from ray.cluster_utils import Cluster
@@ -357,7 +357,7 @@ def cluster(node: dict = NODE) -> Iterator:
     logging.getLogger("ray").setLevel(logging.ERROR)
     nodes = Cluster(initialize_head=True, head_node_args=MODEST | {"dashboard_agent_listen_port": 0})
     try:
-        for _ in range(NODES):
+        for _ in range(num_nodes):
             nodes.add_node(**node)
         yield nodes
     finally:

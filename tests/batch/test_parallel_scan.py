@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +36,10 @@ def config(tmp_path: Path) -> JobConfig:
 
 
 def here(function, arguments):
-    """What Ray's tasks return, without Ray."""
+    """What Ray's tasks return, without Ray, and the last one first."""
     task = TaskFunction(function)
-    for each in arguments:
-        result = task(pa.table({"arguments": [module.pickle.dumps(each)]}))["result"]
-        error, found = module.pickle.loads(result[0].as_py())
-        if error is not None:
-            raise error
-        yield found
+    rows = [pa.table({"number": [i], "arguments": [pickle.dumps(each)]}) for i, each in enumerate(arguments)]
+    yield from module._in_order(task(row) for row in reversed(rows))
 
 
 def described(config: JobConfig, piece_bytes: int) -> tuple:
@@ -99,6 +97,24 @@ def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config,
     ]
 
 
+@pytest.mark.parametrize(("piece_bytes", "num_tasks"), [(1 << 20, 1), (1000, 5), (100, 40)])
+def test_small_files_share_a_task(config, monkeypatch, tmp_path, piece_bytes, num_tasks):
+    tasks = []
+
+    def counted(function, arguments):
+        if isinstance(function, module.GroupScan):
+            tasks.extend(arguments)
+        return here(function, arguments)
+
+    monkeypatch.setattr(module, "_in_tasks", counted)
+    for name in "a.jsonl", "b.parquet", "c.csv":
+        (tmp_path / name).unlink()
+    for i in range(40):
+        (tmp_path / f"{i}.jsonl").write_text(json.dumps({"id": f"{i:02d}", "prompt": "x" * 100}) + "\n")  # 127 bytes
+    assert len(described(config, piece_bytes)[0]) == 40
+    assert len(tasks) == num_tasks
+
+
 def test_a_small_input_is_scanned_without_ray(config):
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     file = find_files(config.input.path, "auto")[0]
@@ -111,6 +127,14 @@ def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"no Parquet")
     with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet"):
         described(config, 1 << 20)
+
+
+def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
+    def wait(number):
+        time.sleep(2.0 if number == 0 else 0.0)
+        return number
+
+    assert list(module._in_tasks(wait, [(i,) for i in range(6)])) == list(range(6))
 
 
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):

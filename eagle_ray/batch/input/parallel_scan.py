@@ -59,9 +59,23 @@ class ParallelScan:
         pieces = [(i, file, piece) for i, (file, part) in enumerate(parts) for piece in self._cut(file, part)]
         log.info("scanning %d files in %d pieces", len(parts), len(pieces))
         placed = self._placed(pieces)
-        found = zip(placed, _in_tasks(PieceScan(self.scanner), [piece[1:] for piece in placed]), strict=True)
-        for _, group in groupby(found, key=lambda each: each[0][0]):
+        groups = [(group,) for group in self._grouped([piece[1:] for piece in placed])]
+        scanned = chain.from_iterable(_in_tasks(GroupScan(self.scanner), groups))
+        for _, group in groupby(zip(placed, scanned, strict=True), key=lambda each: each[0][0]):
             yield chain.from_iterable(each[1] for each in group)
+
+    def _grouped(self, pieces: Iterable[Part]) -> Iterator[list[Part]]:
+        """Yield consecutive pieces together that have about piece_bytes, so that small files share a task."""
+        group: list[Part] = []
+        num_bytes = 0
+        for file, part in pieces:
+            group.append((file, part))
+            num_bytes += min(file.version.size - _start(file, part), self.piece_bytes)
+            if num_bytes >= self.piece_bytes:
+                yield group
+                group, num_bytes = [], 0
+        if group:
+            yield group
 
     def _cut(self, file: InputFile, part: FilePart) -> list[FilePart]:
         """Return the pieces of a part. Those of lines have the place of the part's first row for now."""
@@ -117,20 +131,24 @@ def _in_tasks(function: Callable[..., Any], arguments: list[tuple]) -> Iterator[
 
     if not arguments:
         return
-    rows = [{"arguments": pickle.dumps(each)} for each in arguments]
+    rows = [{"number": number, "arguments": pickle.dumps(each)} for number, each in enumerate(arguments)]
     dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS))
-    context = ray.data.DataContext.get_current()
-    before = context.execution_options.preserve_order, context.enable_progress_bars
-    context.execution_options.preserve_order, context.enable_progress_bars = True, False
-    try:
-        done = dataset.map_batches(TaskFunction(function), batch_size=1, batch_format="pyarrow")
-        for batch in done.iter_batches(batch_size=1, batch_format="pyarrow"):
-            error, result = pickle.loads(batch["result"][0].as_py())
-            if error is not None:
-                raise error
-            yield result
-    finally:
-        context.execution_options.preserve_order, context.enable_progress_bars = before
+    done = dataset.map_batches(TaskFunction(function), batch_size=1, batch_format="pyarrow")
+    done.context.enable_progress_bars = False  # a Dataset has a context of its own since it was made
+    yield from _in_order(done.iter_batches(batch_size=1, batch_format="pyarrow"))
+
+
+def _in_order(batches: Iterable[pa.Table]) -> Iterator[Any]:
+    """Yield the results by their numbers, which are consecutive. Ray Data yields those first that are there first."""
+    early: dict[int, Any] = {}
+    number = 0
+    for batch in batches:
+        error, early[batch["number"][0].as_py()] = pickle.loads(batch["result"][0].as_py())
+        if error is not None:
+            raise error
+        while number in early:
+            yield early.pop(number)
+            number += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +164,17 @@ class TaskFunction:
                 result = None, self.function(*pickle.loads(batch["arguments"][0].as_py()))
         except PASSED_ON as error:
             result = error, None
-        return pa.table({"result": pa.array([pickle.dumps(result)], pa.large_binary())})
+        return pa.table({"number": batch["number"], "result": pa.array([pickle.dumps(result)], pa.large_binary())})
 
 
 @dataclass(frozen=True, slots=True)
-class PieceScan:
-    """Scans a piece. There may be many pieces, so they are sent without the scanner."""
+class GroupScan:
+    """Scans consecutive pieces. There may be many groups, so they are sent without the scanner."""
 
     scanner: RowScanner
 
-    def __call__(self, file: InputFile, part: FilePart) -> list[Found]:
-        return [piece for found in self.scanner([(file, part)]) for piece in found]
+    def __call__(self, pieces: list[Part]) -> list[list[Found]]:
+        return [list(found) for found in self.scanner(pieces)]
 
 
 def _count_lines(file: InputFile, part: FilePart) -> int:
