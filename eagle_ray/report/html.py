@@ -330,7 +330,7 @@ def _moment(text: str) -> str:
 def _foot(summary: dict[str, Any], record: dict[str, Any]) -> str:
     versions = ", ".join(f"{escape(name)} {escape(version)}" for name, version in record["versions"].items())
     return (
-        "<footer>Numbers: <code>_summary.json</code>; settings, inputs and machine: <code>_run.json</code>. "
+        "<footer>Numbers: <code>_summary.json</code>; settings and machine: <code>_run.json</code>. "
         f"Configuration {escape(summary['config_hash'])}. {versions}.</footer>"
     )
 
