@@ -26,7 +26,7 @@ test-slow: $(VENV)/.installed   ## the slow tests too
 chaos: $(VENV)/.installed       ## random kills over a real job on several nodes, about five minutes
 	$(BIN)/python -m jobs.chaos
 
-chaos-at-scale: $(VENV)/.installed  ## a hundred kills over two shards of 100,000 rows whose input grows, an hour
+chaos-at-scale: $(VENV)/.installed  ## a hundred kills over two shards of 100,000 rows whose input grows, half an hour
 	$(BIN)/python -m jobs.chaos_at_scale
 
 bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes

@@ -1,4 +1,4 @@
-"""Fingerprints of input files in ``_run.json``, so that a resume detects changed input.
+"""Fingerprints of input files, which a run records, so that a resume detects changed input.
 
 S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it
 alone, and a program can set it back. So each local file is read once when a run first meets it, for a digest, and again

@@ -197,8 +197,7 @@ def _finish(
         _check_same_input(shard, read_inputs(outputs[shard], manifests[shard]), files)
     old_version = version_of(root / RUN)
     manifest = read_manifest(root) or new_manifest(config, attempt=0)
-    inputs = read_inputs(root, manifest) | files
-    run = replace(begin_attempt(manifest, old_version, config, inputs), check_lock=check_lock)
+    run = replace(begin_attempt(manifest, old_version, config, files), check_lock=check_lock)
     with record_outcome(run), extended_retries():
         _check_only_shards(run, outputs)
         shards = [_verify(shard, output, manifests[shard], plan) for shard, output in outputs.items()]

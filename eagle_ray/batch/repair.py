@@ -1,8 +1,10 @@
-"""Repair an output whose ``_run.json`` is lost or damaged: adopt the rows in ``data/``, so that the run can be resumed.
+"""Repair an output whose record is lost or damaged: adopt the rows in ``data/``, so that the run can be resumed.
 
 The rows say which run and attempts made them, when, and with which configuration hash. The configuration itself must
 be given; it is compared with that hash. What nothing says is not recorded: how an attempt ended, and what the input
 files held at that time.
+
+If ``_run.json`` is whole and only its list of input files is lost, it stays, and the files are recorded as they are.
 
     >>> print(repair_output(load_config("job.yaml")))
     runs/a: adopted run 5f0c2a91d3b7 ...
@@ -113,16 +115,26 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
         return _adopt(output, found, config, plan, damage)
 
 
-def _damage_of(output: StoragePath) -> str | None:
-    """Return what is wrong with the manifest, or None."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is wrong with a record. manifest: the content of ``_run.json`` if only its list of input files is lost."""
+
+    what: str
+    manifest: dict[str, Any] | None = None
+
+
+def _damage_of(output: StoragePath) -> Damage | None:
     try:
         manifest = read_manifest(output)
-        if manifest is None:
-            return f"there was no {RUN}"
+    except OutputDamaged:
+        return Damage(f"{output / RUN} is damaged; its content is kept in {DAMAGED_COPY}")
+    if manifest is None:
+        return Damage(f"there was no {RUN}")
+    try:
         read_inputs(output, manifest)
-        return None
-    except OutputDamaged as error:
-        return f"{str(error).partition(':')[0]}; its content is kept in {DAMAGED_COPY}"
+    except OutputDamaged:
+        return Damage("the list of input files was lost or damaged", manifest)
+    return None
 
 
 def _found_in(output: StoragePath) -> FoundRows:
@@ -187,14 +199,11 @@ def _check_sources(output: StoragePath, found: FoundRows, plan: InputPlan) -> No
             )
 
 
-def _adopt(output: StoragePath, found: FoundRows, config: JobConfig, plan: InputPlan, damage: str) -> str:
+def _adopt(output: StoragePath, found: FoundRows, config: JobConfig, plan: InputPlan, damage: Damage) -> str:
     old_version = version_of(output / RUN)
-    if old_version is not None:
+    if old_version is not None and damage.manifest is None:
         (output / DAMAGED_COPY).write_atomic((output / RUN).read_bytes())
-    [run_id] = found.run_ids
-    manifest = new_manifest(config, attempt=max([*found.attempts, *_noted_attempts(output, run_id)]))
-    attempts = [_attempt(number, *times) for number, times in sorted(found.attempts.items())]
-    manifest |= {"run_id": run_id, "created_at": attempts[0]["started_at"], "attempts": attempts}
+    manifest = damage.manifest or _manifest_of_rows(output, found, config)
     is_complete = (output / SUCCESS).exists()
     forget_finished(output)
     run = begin_attempt(manifest, old_version, config, plan.fingerprints)
@@ -206,17 +215,29 @@ def _adopt(output: StoragePath, found: FoundRows, config: JobConfig, plan: Input
     numbers = ", ".join(map(str, sorted(found.attempts)))
     return "\n".join(
         [
-            f"{output.display_path}: {damage}",
-            f"adopted run {run_id}: {found.num_rows:,} rows ({found.num_errors:,} errors) in {len(index.files):,} "
+            f"{output.display_path}: {damage.what}",
+            f"adopted run {run.run_id}: {found.num_rows:,} rows ({found.num_errors:,} errors) in {len(index.files):,} "
             f"files, of attempts {numbers}; this repair is attempt {run.attempt}",
             f"the input has {num_ids:,} ids: {num_ids - num_left:,} done, {num_left:,} to be made, and "
             f"{others:,} in the files that it does not have",
-            "not known, and not recorded: how those attempts ended, their machines, and whether the input has changed "
-            "since; its files are recorded as they are now",
+            f"not known, and not recorded: {_not_known(damage)}whether the input has changed since; its files are "
+            "recorded as they are now",
             *([f"{SUCCESS} was there and is removed: the run writes it again after its count"] if is_complete else []),
             "Run the same configuration to resume.",
         ]
     )
+
+
+def _manifest_of_rows(output: StoragePath, found: FoundRows, config: JobConfig) -> dict[str, Any]:
+    """Return the manifest as far as the rows tell it."""
+    [run_id] = found.run_ids
+    manifest = new_manifest(config, attempt=max([*found.attempts, *_noted_attempts(output, run_id)]))
+    attempts = [_attempt(number, *times) for number, times in sorted(found.attempts.items())]
+    return manifest | {"run_id": run_id, "created_at": attempts[0]["started_at"], "attempts": attempts}
+
+
+def _not_known(damage: Damage) -> str:
+    return "how those attempts ended, their machines, and " if damage.manifest is None else ""
 
 
 def _noted_attempts(output: StoragePath, run_id: str) -> list[int]:

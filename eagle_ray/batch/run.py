@@ -63,7 +63,6 @@ from eagle_ray.batch.output.manifest import (
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
@@ -224,7 +223,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
         if not is_overwritten:
             check_changes(plan, output, retry_errors)
         accepted = (*plan.changes.grown, *plan.changes.rewritten)
-        run = replace(open_run(config, plan.files, plan.fingerprints, accepted), check_lock=check_lock)
+        run = replace(open_run(config, plan.fingerprints, accepted), check_lock=check_lock)
         with record_outcome(run), extended_retries():
             summary = _complete(config, plan, run, retry_errors)
         if config.report.html:
@@ -249,7 +248,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         wait_for_stale_writers(run)
         summary = there | _facts_of_attempt(run, there["total"])
     else:
-        with _checking_input(plan, run):
+        with _checking_input(plan):
             _generate_missing(config, plan, run)
             run.check_current()  # an output that was deleted has no manifest to read
             wait_for_stale_writers(run)
@@ -277,19 +276,14 @@ def store_report(run: RunHandle, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _checking_input(plan: InputPlan, run: RunHandle) -> Iterator[None]:
+def _checking_input(plan: InputPlan) -> Iterator[None]:
     """Raise InputChanged if an input file changed meanwhile, instead of the error that this caused."""
     try:
         yield
     except (ConfigError, Incomplete, WorkerDefect):
-        _check_input(plan, run)
+        check_unchanged(plan.files, plan.fingerprints)
         raise
-    _check_input(plan, run)
-
-
-def _check_input(plan: InputPlan, run: RunHandle) -> None:
-    manifest = read_manifest(run.output)
-    check_unchanged(plan.files, read_inputs(run.output, manifest) if manifest is not None else {})
+    check_unchanged(plan.files, plan.fingerprints)
 
 
 def write_report(output: StoragePath, summary: dict[str, Any]) -> None:

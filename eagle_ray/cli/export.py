@@ -12,7 +12,8 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from itertools import groupby
@@ -67,10 +68,9 @@ def _check_whole(run: StoragePath, num_rows: int) -> None:
 
 def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite: bool) -> None:
     """Raise ConfigError if the target has content that would be lost."""
-    try:
+    inputs: Container[str] = ()
+    with suppress(JobError):  # a list that is lost: the rows are there
         inputs = read_inputs(run, record)
-    except JobError as error:
-        raise ConfigError(str(error)) from None
     try:
         place = StoragePath.of(target)
         if place.relative_to(run) is not None or str(place) in inputs:

@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     finish.add_argument("--json", action="store_true", help="the counts of every shard and of the run, as JSON")
     finish.set_defaults(command=_finish, library="pyarrow")
 
-    repair = commands.add_parser("repair", help="adopt the rows of an output whose _run.json is lost or damaged")
+    repair = commands.add_parser("repair", help="adopt the rows of an output whose record is lost or damaged")
     repair.add_argument("run", metavar="RUN", help="its output.path")
     _add_config_flags(repair)
     repair.add_argument("--shard", metavar="I/N", help="execution.shard: the shard whose record is lost")

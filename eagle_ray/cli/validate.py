@@ -21,6 +21,7 @@ from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.batch.output.output_index import OutputIndex, own_files
 from eagle_ray.batch.output.partitions import Partitions
+from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.sequences import message_of, sequences_of
@@ -172,6 +173,7 @@ def _found_there(output: StoragePath, config: JobConfig) -> str:
         raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
     if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
         raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
+    read_inputs(output, record)
     OutputIndex.read(data_of(output))
     return f"a run would resume run {record['run_id']}"
 

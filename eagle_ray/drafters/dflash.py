@@ -72,7 +72,7 @@ class DFlashDrafter(PairDrafter):
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
         for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
-            for plan in dict.fromkeys(self._recorded_plan(plan, size) for plan in reversed(plans)):
+            for plan in dict.fromkeys(self._recorded_plan(plan, size, graphs) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
@@ -85,9 +85,10 @@ class DFlashDrafter(PairDrafter):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        return super()._replayed(at, roots, self._recorded_plan(plan, graphs.draft_size(len(roots))), sampling, graphs)
+        recorded = self._recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
+        return super()._replayed(at, roots, recorded, sampling, graphs)
 
-    def _recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
+    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: GraphRunner) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
@@ -95,10 +96,11 @@ class DFlashDrafter(PairDrafter):
         """
         if plan.static_tree is not None:
             return plan
-        is_narrow = plan.width <= NARROW < plan.children and size >= NARROW_FROM
+        width = graphs.draft_width(plan.width, plan.children, size)
+        is_narrow = width < plan.children
         is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
         depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
-        return replace(plan, max_depth=depth, width=NARROW if is_narrow else max(plan.width, plan.children))
+        return replace(plan, max_depth=depth, width=width if is_narrow else max(plan.width, plan.children))
 
     @property
     def _longest(self) -> int:

@@ -4,7 +4,7 @@ A reader never sees a partly written file, also after a kill: bytes go to a hidd
 are flushed to disk, and are then renamed.
 
     >>> write_atomic("/work/runs/a/_progress.json", b"{}", None)
-    FileVersion(size=2, version=1700000000000000000, inode=5, changed_ns=1700000000000000000)
+    FileVersion(size=2, version=1700000000000000000, inode=None, changed_ns=None)
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def _publish(path: str, data: bytes, precondition: Precondition, rename: Callabl
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:
         _write_synced(temp, data, path)
-        version = stat(temp)
+        written = stat(temp)
         if precondition is not None:
             precondition()
         rename(temp, path)
     finally:
         remove(temp, missing_ok=True)
     _sync_directory(directory)
-    return version
+    return FileVersion(written.size, written.version)  # the rename changed its ctime
 
 
 def _write_synced(temp: str, data: bytes, path: str) -> None:

@@ -125,6 +125,7 @@ def make_input(path: Path, first: int, num_rows: int) -> None:
 
 def make_run(directory: Path, num_rows: int) -> None:
     """Write the output files that a job over the rows leaves, without an attempt of its own that has ended."""
+    from eagle_ray.batch.fingerprints import fingerprints
     from eagle_ray.batch.input.files import find_files
     from eagle_ray.batch.output.lock import lock_output
     from eagle_ray.batch.output.manifest import open_run, output_of, record_outcome
@@ -132,7 +133,7 @@ def make_run(directory: Path, num_rows: int) -> None:
 
     config = load_config(None, env={}, overrides=settings(directory))
     with lock_output(output_of(config)):
-        run = open_run(config, find_files(config.input.path, config.input.format))
+        run = open_run(config, fingerprints(find_files(config.input.path, config.input.format), {}))
         with record_outcome(run):
             for number, first in enumerate(range(0, num_rows, ROWS_PER_FILE)):
                 table = _answers(first, min(ROWS_PER_FILE, num_rows - first), run.run_id, str(directory))

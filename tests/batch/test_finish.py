@@ -34,7 +34,7 @@ def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 
     output = output_of(config)
     with lock_output(output):
         claim_output(config)
-        run = open_run(config, plan_input(config).files)
+        run = open_run(config, plan_input(config).fingerprints)
         with record_outcome(run):
             common = {"row_index": 0, "source_file": "a", "run_id": run.run_id, "attempt": attempt, "status": status}
             rows = [common | {"request_id": id, "sample_index": 0} for id in ids]

@@ -12,9 +12,10 @@ import pytest
 
 from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
+from eagle_ray.batch.output import manifest
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
-from eagle_ray.batch.output.recorded_inputs import read_inputs
+from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
 from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
@@ -37,7 +38,7 @@ def here(location: StoragePath) -> Path:
 
 def start(config: JobConfig) -> RunHandle:
     with lock_output(output_of(config)):
-        return open_run(config, plan_input(config).files)
+        return open_run(config, plan_input(config).fingerprints)
 
 
 def recorded(run: RunHandle) -> dict:
@@ -110,10 +111,47 @@ def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_
     run = start(make_job(token_rows(2)))
     file = here(run.output) / read_json(run.output / RUN)["inputs"]["list"]
     file.unlink() if content is None else file.write_text(content)
-    with pytest.raises(OutputDamaged, match=rf"{file.name} is damaged .* adopt the rows with eagle-ray repair"):
+    named = rf"{file.name} is damaged .* record them as they are now with eagle-ray repair"
+    with pytest.raises(OutputDamaged, match=named):
         start(make_job())
+    with pytest.raises(ConfigError, match=named):
+        validate(make_job())
     assert start(make_job(**{"output.if_exists": "overwrite"})).attempt == 2
     assert recorded(run).keys() == {make_job().input.path}
+
+
+@pytest.mark.parametrize("inputs", [{"files": 1}, ["x"], {"/in.jsonl": {"size": 1, "mtime_ns": 1}}])
+def test_a_record_without_a_list_of_inputs_is_damaged(make_job, inputs):
+    run = start(make_job(token_rows(2)))
+    (here(run.output) / RUN).write_text(json.dumps(read_json(run.output / RUN) | {"inputs": inputs}))
+    with pytest.raises(OutputDamaged, match="names no list of its input files"):
+        start(make_job())
+
+
+def test_an_unchanged_list_of_inputs_is_kept_and_another_one_gets_a_new_name(make_job):
+    first = start(make_job(token_rows(2)))
+    names = [file.name for file in input_lists(first.output)]
+    start(make_job())
+    assert [file.name for file in input_lists(first.output)] == names
+    start(make_job(token_rows(3), **{"output.if_exists": "overwrite"}))
+    again = start(make_job(token_rows(2), **{"output.if_exists": "overwrite"}))
+    assert [file.name for file in input_lists(again.output)] != names and len(names) == 1
+    assert recorded(again).keys() == {make_job().input.path}
+
+
+def test_a_late_driver_does_not_delete_the_list_of_inputs_of_a_later_one(make_job, monkeypatch):
+    start(make_job(token_rows(2)))
+    remove = manifest._remove_unused
+
+    def later_driver_first(lists, used):
+        monkeypatch.setattr(manifest, "_remove_unused", remove)
+        later.append(open_run(again, plan_input(again).fingerprints))
+        remove(lists, used)
+
+    again, later = make_job(token_rows(3), **{"output.if_exists": "overwrite"}), []
+    monkeypatch.setattr(manifest, "_remove_unused", later_driver_first)
+    start(again)
+    assert recorded(later[0]).keys() == {again.input.path}
 
 
 def test_writers_do_not_read_the_list_of_inputs(make_job):

@@ -16,8 +16,9 @@ import pytest
 from eagle_ray.batch.input import parallel_scan as module
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.parallel_scan import ParallelScan, TaskFunction
-from eagle_ray.batch.input.plan import RowScanner, plan_input, request_columns, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_columns, requests_of
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
+from eagle_ray.batch.input.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.input.shards import WHOLE, FilePart, FileScan
 from eagle_ray.config import ColumnsConfig, ConfigError, JobConfig, load_config
 from eagle_ray.storage.path import FileVersion, StoragePath
@@ -84,7 +85,7 @@ def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config,
             both.wait()
         return FileScan({file.name: pa.string()}, ())
 
-    monkeypatch.setattr("eagle_ray.batch.input.plan.scan", scan)
+    monkeypatch.setattr("eagle_ray.batch.input.row_scanner.scan", scan)
     files = find_files(config.input.path, "auto")[:2]
     objects = [InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e")) for i in (3, 4)]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
@@ -95,6 +96,21 @@ def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config,
         "3.jsonl",
         "4.jsonl",
     ]
+
+
+def test_few_objects_are_scanned_ahead_of_what_is_asked_for(config, monkeypatch):
+    scanned = []
+
+    def scan(file, needed, on_row, part):
+        scanned.append(file.name)
+        return FileScan({}, ())
+
+    monkeypatch.setattr("eagle_ray.batch.input.row_scanner.scan", scan)
+    one = InputFile(StoragePath("s3://b/a.jsonl"), "a.jsonl", "jsonl", FileVersion(1, "e"))
+    found = RowScanner(config, request_columns(ColumnsConfig()))([(one, WHOLE)] * 99)
+    for i in range(99):
+        next(found)
+        assert i < len(scanned) <= i + NUM_THREADS
 
 
 @pytest.mark.parametrize(("piece_bytes", "num_tasks"), [(1 << 20, 1), (1000, 5), (100, 40)])

@@ -1,5 +1,6 @@
 """Adopting rows whose manifest is lost: what is recorded, and what is refused."""
 
+import json
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from eagle_ray.batch.output.fencing import remove_stale_files
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, open_run, output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_name
+from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
 from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
 from eagle_ray.batch.repair import DAMAGED_COPY, repair_output
@@ -42,14 +44,14 @@ def write_rows(config: JobConfig, ids: list[str], attempt: int, **columns: str) 
         "finished_at": BEGAN + timedelta(hours=attempt, minutes=len(ids)),
     }
     rows = [common | {"request_id": id} | columns for id in ids]
-    file = open_run(config, plan_input(config).files).data / part_name(attempt, 0)
+    file = open_run(config, plan_input(config).fingerprints).data / part_name(attempt, 0)
     file.create(parquet_bytes(pa.Table.from_pylist(rows, SCHEMA), "zstd"))
     return Path(file.text)
 
 
 def two_attempts(config: JobConfig) -> JobConfig:
     claim_output(config)
-    open_run(config, plan_input(config).files)
+    open_run(config, plan_input(config).fingerprints)
     write_rows(config, ["q0", "q1"], attempt=2)
     write_rows(config, ["q2"], attempt=3)
     return config
@@ -82,7 +84,7 @@ def test_the_next_run_resumes_and_keeps_every_file(job):
     record(job).unlink()
     repair_output(job)
     files = sorted(Path(job.output.path, "data").iterdir())
-    run = open_run(job, plan_input(job).files)
+    run = open_run(job, plan_input(job).fingerprints)
     remove_stale_files(run)
     assert run.attempt == 5 and sorted(Path(job.output.path, "data").iterdir()) == files
 
@@ -92,6 +94,21 @@ def test_a_damaged_manifest_is_kept_and_a_good_one_is_left_alone(job):
     record(job).write_text('{"run_id": "abc", "att')
     assert "is damaged" in (report := repair_output(job)) and DAMAGED_COPY in report
     assert Path(job.output.path, DAMAGED_COPY).read_text() == '{"run_id": "abc", "att'
+    assert "there is nothing to repair" in repair_output(job)
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_record_whose_list_of_inputs_is_lost_stays(job, content):
+    before = read_manifest(output_of(job))
+    [file] = input_lists(output_of(job))
+    file.remove() if content is None else file.write_atomic(content.encode())
+    record(job).write_text(json.dumps(before | {"attempt": 7}))
+    report = repair_output(job)
+    assert "the list of input files was lost or damaged" in report and "how those attempts ended" not in report
+    after = read_manifest(output_of(job))
+    assert after["attempt"] == 8 and after["attempts"][:-1] == before["attempts"]
+    assert not Path(job.output.path, DAMAGED_COPY).exists()
+    assert read_inputs(output_of(job), after).keys() == {job.input.path}
     assert "there is nothing to repair" in repair_output(job)
 
 

@@ -29,7 +29,7 @@ def answer(id: str, sample: int = 0, **columns: Any) -> dict[str, Any]:
 
 def finished_run(config: JobConfig, rows: list[dict[str, Any]], by: tuple[str, ...] = ()) -> JobConfig:
     """Write a run's record and rows as its driver would."""
-    run = open_run(config, plan_input(config).files)
+    run = open_run(config, plan_input(config).fingerprints)
     table = pa.Table.from_pylist(rows, output_schema(CARRIED))
     for number, (directory, part) in enumerate(Partitions(by).split(table)):
         parent = run.data / directory if directory else run.data

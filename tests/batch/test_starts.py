@@ -20,6 +20,7 @@ from eagle_ray.batch import fingerprints, pipeline
 from eagle_ray.batch import run as run_module
 from eagle_ray.batch.finished import previous_run
 from eagle_ray.batch.input import plan as plan_module
+from eagle_ray.batch.input import row_scanner
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.plan import plan_input
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
@@ -79,13 +80,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """File name and start of every scan of an input file."""
     found = []
-    scan = plan_module.scan
+    scan = row_scanner.scan
 
     def noted(file: Any, needed: Any, on_row: Any, part: Any) -> Any:
         found.append((file.name, part.start))
         return scan(file, needed, on_row, part)
 
-    monkeypatch.setattr(plan_module, "scan", noted)
+    monkeypatch.setattr(row_scanner, "scan", noted)
     return found
 
 
@@ -165,6 +166,12 @@ def of_another_form(index: Path) -> None:
         file.write_text("[1, 2]")
 
 
+def with_unknown_types(index: Path) -> None:
+    for file in index.glob("input.json"):
+        facts = json.loads(file.read_text())
+        file.write_text(json.dumps(facts | {"types": []}))
+
+
 def half_written(index: Path) -> None:
     """A writer that was killed between its segments and its list of them."""
     (index / "finished.json").unlink()
@@ -172,7 +179,9 @@ def half_written(index: Path) -> None:
     (index / "output.json").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("damage", [lost, cut_off, without_segments, flipped, of_another_form, half_written])
+@pytest.mark.parametrize(
+    "damage", [lost, cut_off, without_segments, flipped, of_another_form, with_unknown_types, half_written]
+)
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, damage: Callable, is_finished: bool):
     config = make_job(rows(*"abcdefg"))

@@ -37,7 +37,7 @@ def started(make_job):
     config = make_job(token_rows(3))
     output = StoragePath.of(config.output.path)
     output.make_directory()
-    return open_run(config, []), output
+    return open_run(config, {}), output
 
 
 def now() -> datetime:

@@ -27,7 +27,7 @@ SCHEMA = output_schema([pa.field("category", pa.string())])
 def make_run(directory: Path, rows: list[dict]) -> Path:
     """A run that is at work: its record, and one file of rows."""
     (directory / "out").mkdir(parents=True)
-    run = open_run(small_job(directory, []), [])
+    run = open_run(small_job(directory, []), {})
     pq.write_table(table_of(rows, SCHEMA), str(run.data / "part-001-000000.parquet"))
     return Path(str(run.output))
 

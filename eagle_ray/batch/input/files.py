@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.batch.output.layout import data_of
@@ -66,6 +67,10 @@ class InputFile:
     @property
     def _codec(self) -> str | None:
         return CODECS.get(_suffixes(self.storage_path)[1])
+
+    def location_of(self, position: RowPosition) -> RowLocation:
+        """Return the location of one of its rows."""
+        return RowLocation(self.name, self.path, position)
 
     def check_unchanged(self) -> None:
         """Raise InputChanged if the file is no longer the one that was planned.

@@ -54,7 +54,7 @@ log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
 VERSION = 3
-DAMAGE = (IndexDamaged, KeyError, TypeError, ValueError, binascii.Error, pa.ArrowException)
+DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
     "request": np.empty(0, np.uint64),  # digest of the values that the request is made of

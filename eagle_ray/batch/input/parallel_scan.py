@@ -21,12 +21,11 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.plan import RowScanner
 from eagle_ray.batch.input.row_location import RowPosition
-from eagle_ray.batch.input.shards import COLUMNAR, FilePart, FileScan
+from eagle_ray.batch.input.row_scanner import Found, Part, RowScanner
+from eagle_ray.batch.input.shards import COLUMNAR, FilePart
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.parquet_file import open_parquet
-from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.retry_budget import extended_retries
 
@@ -36,9 +35,6 @@ PIECE_BYTES = 32 << 20
 READ_BYTES = 1 << 20
 MAX_BLOCKS = 4096  # of one Dataset; a block's pieces are scanned one after the other
 PASSED_ON = (ConfigError, JobError, OSError)
-
-Found = tuple[FileScan, Table]
-Part = tuple[InputFile, FilePart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +131,12 @@ def _in_tasks(function: Callable[..., Any], arguments: list[tuple]) -> Iterator[
     dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS))
     done = dataset.map_batches(TaskFunction(function), batch_size=1, batch_format="pyarrow")
     done.context.enable_progress_bars = False  # a Dataset has a context of its own since it was made
+    done.context.execution_options.preserve_order = True  # what is early waits in the object store, not in the driver
     yield from _in_order(done.iter_batches(batch_size=1, batch_format="pyarrow"))
 
 
 def _in_order(batches: Iterable[pa.Table]) -> Iterator[Any]:
-    """Yield the results by their numbers, which are consecutive. Ray Data yields those first that are there first."""
+    """Yield the results by their numbers, which are consecutive, whatever order Ray Data yields them in."""
     early: dict[int, Any] = {}
     number = 0
     for batch in batches:

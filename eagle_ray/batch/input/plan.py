@@ -11,21 +11,18 @@ ids. A file that the run's index describes as it is now is not scanned again (``
 from __future__ import annotations
 
 import difflib
-import hashlib
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.expected_rows import ExpectedRows, num_rows
+from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
-from eagle_ray.batch.id_digests import DIGEST, EMPTY, Digests, digest, digests, isin
+from eagle_ray.batch.id_digests import EMPTY, Digests, digests, isin
 from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
@@ -33,19 +30,18 @@ from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
 from eagle_ray.batch.input.request_columns import RequestColumns
-from eagle_ray.batch.input.row_location import RowLocation, RowPosition
+from eagle_ray.batch.input.row_location import RowLocation
+from eagle_ray.batch.input.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
-from eagle_ray.batch.input.shards import FilePart, FileScan, Shard, chunks_in, scan
+from eagle_ray.batch.input.shards import Shard, chunks_in
 from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
-from eagle_ray.batch.row_index import Table
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 from eagle_ray.storage.path import StoragePath
 
-NUM_THREADS = 16  # each waits for one object
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -95,7 +91,7 @@ class InputPlan:
     @property
     def needed(self) -> list[str]:
         """Return the input columns that requests are made of."""
-        return needed_columns(self.columns)
+        return self.columns.needed
 
     @property
     def rows(self) -> ExpectedRows:
@@ -162,7 +158,7 @@ class PreviousRun:
 
     Attributes:
         index: directory of the run's index.
-        inputs: the fingerprints in its manifest, by path.
+        inputs: the fingerprints that it recorded, by path.
         finished_key: key of the plan whose rows the output holds, all of them, or None.
     """
 
@@ -243,7 +239,7 @@ def _update(
     prints: Mapping[str, Fingerprint],
     scan_parts: Scan,
 ) -> InputChanges:
-    """Scan the files that the index lacks, and return what changed since the run's manifest was written."""
+    """Scan the files that the index lacks, and return what changed since the run recorded its input."""
     files = list(files)
     before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
@@ -281,60 +277,6 @@ def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str
     checked = {"input": settings, "n": config.sampling.n, "partition_by": config.output.partition_by}
     checked["shard"] = config.execution.shard
     return index_key(checked | {"files": content, "version": __version__})
-
-
-@dataclass(frozen=True, slots=True)
-class RowScanner:
-    """Scans parts of files: yields the types and shards of each, and a row of the index for each of its rows."""
-
-    config: JobConfig
-    columns: RequestColumns
-
-    def __call__(self, parts: Iterable[tuple[InputFile, FilePart]]) -> Iterator[list[tuple[FileScan, Table]]]:
-        """Scan local files one after the other, and several others at once, since each request takes its time."""
-        for is_local, group in groupby(parts, key=lambda each: each[0].storage_path.is_local):
-            if is_local:
-                yield from map(self._scan, group)
-                continue
-            with ThreadPoolExecutor(NUM_THREADS) as threads:
-                yield from threads.map(self._scan, group)
-
-    def _scan(self, file_part: tuple[InputFile, FilePart]) -> list[tuple[FileScan, Table]]:
-        file, part = file_part
-        needed = needed_columns(self.columns)
-        needed_names = frozenset(needed)
-        has_turns = "turns" in self.columns.prompts
-        ids, requests, rows = bytearray(), array("Q"), array("I")
-        n = self.config.sampling.n
-
-        def on_row(position: RowPosition, row: InputRow) -> None:
-            nonlocal ids
-            ids += digest(id_of(row, self.columns, _row_location(file, position)))
-            requests.append(request_digest(row, needed_names))
-            own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
-            rows.append(self._num_rows(row, _row_location(file, position)) if own else n)
-
-        found = scan(file, needed, on_row, part)
-        table = {
-            "id": np.frombuffer(bytes(ids), DIGEST),
-            "request": np.frombuffer(requests, np.uint64),
-            "rows": np.frombuffer(rows, np.uint32),
-        }
-        return [(found, table)]
-
-    def _num_rows(self, row: InputRow, location: RowLocation) -> int:
-        return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
-
-
-def request_digest(row: InputRow, needed: frozenset[str]) -> int:
-    """Return a digest of the values that a row's request is made of; of a bad row, of what is wrong with it.
-
-    A column that is null is like one that is absent.
-    """
-    values: Any = repr(row)
-    if isinstance(row, dict):
-        values = [(name, row[name]) for name in sorted(needed.intersection(row)) if row[name] is not None]
-    return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
 def _detects_batches(config: InputConfig) -> bool:
@@ -387,20 +329,11 @@ def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
 def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """Yield the requests of one shard in small tables."""
     for chunk in chunks_in(shard, plan.needed, plan.source_types):
-        requests = [parse_row(row, plan.columns, _row_location(shard.file, position)) for position, row in chunk.rows]
+        requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
         table = table_of(requests, REQUEST)
         for column in plan.passthrough_columns:
             table = table.append_column(column.name, chunk.carried[column.source])
         yield table
-
-
-def needed_columns(columns: RequestColumns) -> list[str]:
-    read = [name for path in (columns.id, *columns.prompt_paths) for name in path.names]
-    return read + [field.name for field in ROW_FIELDS]
-
-
-def _row_location(file: InputFile, position: RowPosition) -> RowLocation:
-    return RowLocation(file.name, file.path, position)
 
 
 def request_columns(
@@ -534,7 +467,7 @@ def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -
 def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
     for shard in plan.shards:
         for chunk in chunks_in(shard, plan.needed, plan.source_types):
-            yield from ((row, _row_location(shard.file, position)) for position, row in chunk.rows)
+            yield from ((row, shard.file.location_of(position)) for position, row in chunk.rows)
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:

@@ -33,6 +33,12 @@ class RequestColumns:
         return [*self.prompts.values(), *(self.template.fields if self.template is not None else ())]
 
     @property
+    def needed(self) -> list[str]:
+        """Return the columns that requests are made of."""
+        read = [name for path in (self.id, *self.prompt_paths) for name in path.names]
+        return read + [field.name for field in ROW_FIELDS]
+
+    @property
     def fully_used(self) -> set[str]:
         """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
         through. Columns of a template are passed through, too.

@@ -4,7 +4,7 @@ Each start is an attempt with its own number. A writer that finds another number
 publishes nothing more.
 
     >>> with lock_output(output):
-    ...     run = open_run(config, plan.files)
+    ...     run = open_run(config, plan.fingerprints)
     ...     with record_outcome(run):
     ...         generate(...)
 """
@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.batch.fingerprints import Fingerprint, fingerprints, what_changed
-from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.fingerprints import Fingerprint, what_changed
 from eagle_ray.batch.job_errors import (
     FencedError,
     JobError,
@@ -40,8 +39,8 @@ from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.recorded_inputs import (
     FORMAT_WITH_INPUTS,
+    input_lists,
     read_inputs,
-    remove_unused_inputs,
     write_inputs,
 )
 from eagle_ray.batch.process_id import Process
@@ -164,33 +163,30 @@ def wrap_os_errors(output: StoragePath) -> Iterator[None]:
 
 def open_run(
     config: JobConfig,
-    input_files: Iterable[InputFile],
-    taken: Mapping[str, Fingerprint] | None = None,
+    files: Mapping[str, Fingerprint],
     accepted: Container[str] = (),
 ) -> RunHandle:
     """Start an attempt at config.output.path. The caller holds its lock.
 
     Args:
-        taken: fingerprints of the files, by path, if they were taken.
+        files: fingerprints of the input files by path.
         accepted: paths of changed files whose rows were compared with the answers.
 
     Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
     StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
     """
     with wrap_os_errors(output := output_of(config)):
-        return _open_run(output, config, input_files, taken, accepted)
+        return _open_run(output, config, files, accepted)
 
 
 def _open_run(
     output: StoragePath,
     config: JobConfig,
-    input_files: Iterable[InputFile],
-    taken: Mapping[str, Fingerprint] | None,
+    files: Mapping[str, Fingerprint],
     accepted: Container[str],
 ) -> RunHandle:
     old_version = version_of(output / RUN)  # what another driver writes after this look is not written over
     if config.output.if_exists == "overwrite":
-        files = fingerprints(input_files, {}) if taken is None else taken
         return begin_attempt(_overwrite_manifest(output, config), old_version, config, files)
     old = read_manifest(output)
     if old is None:
@@ -204,7 +200,6 @@ def _open_run(
         _check_same_job(output, old, config)
         manifest = old
     noted = read_inputs(output, manifest)
-    files = fingerprints(input_files, noted) if taken is None else taken
     check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
     return begin_attempt(manifest, old_version, config, noted | files)
 
@@ -268,7 +263,9 @@ def begin_attempt(
     manifest["attempt"] += 1
     manifest["config"] = recorded(config)
     manifest["config_hash"] = config_hash(config)
-    manifest["format_version"], manifest["inputs"] = FORMAT_VERSION, write_inputs(output, inputs)
+    earlier_lists = input_lists(output)
+    manifest["inputs"] = write_inputs(output, inputs, manifest["inputs"])
+    manifest["format_version"] = FORMAT_VERSION
     manifest["models"] = {name: _model_files(name) for name in (config.model.target, *config.model.drafts)}
     manifest["versions"], manifest["hardware"] = _versions(), _hardware()
     for directory in (root_of(output), output):  # the whole output's, and the shard's
@@ -283,11 +280,19 @@ def begin_attempt(
         }
     )
     _write_manifest(output, manifest, old_version)
-    remove_unused_inputs(output, manifest["inputs"]["list"])
+    _remove_unused(earlier_lists, manifest["inputs"]["list"])
     data_of(output).make_directory()
     for directory in (output, data_of(output)):
         directory.remove_temporary()
     return RunHandle(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"])
+
+
+def _remove_unused(lists: Iterable[StoragePath], used: str) -> None:
+    """Delete lists of input files that were there before this attempt began: a later driver may write others."""
+    with suppress(OSError):
+        for file in lists:
+            if file.name != used:
+                file.remove()
 
 
 def _write_manifest(output: StoragePath, manifest: dict[str, Any], old_version: int | str | None) -> None:

@@ -1,10 +1,11 @@
-"""The input files that a run was made from, with their fingerprints: ``_inputs-<digest>.json`` beside ``_run.json``.
+"""The input files that a run was made from, with their fingerprints: ``_inputs-<random>.json`` next to ``_run.json``.
 
 ``_run.json`` names it. It is a file of its own because every writer reads ``_run.json`` before it publishes: with a
-hundred thousand input files that would be 22 MB for each part file. Its name is a digest of its content, so it never
-changes: both are current together, also after a kill between the two.
+hundred thousand input files that would be 22 MB for each part file. Another list is another file with a name that was
+never used. So ``_run.json`` names a list that is there and does not change, also after a kill between the two, and
+what a late driver deletes is never the list of a later one.
 
-    >>> manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}})
+    >>> manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}, {})
     >>> manifest["inputs"]
     {'files': 1, 'bytes': 12, 'list': '_inputs-5c1f0a9e2b47.json'}
     >>> read_inputs(output, manifest)
@@ -13,10 +14,10 @@ changes: both are current together, also after a kill between the two.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 from eagle_ray.batch.fingerprints import Fingerprint
 from eagle_ray.batch.job_errors import OutputDamaged
@@ -32,34 +33,43 @@ def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, F
     noted = manifest["inputs"]
     if manifest.get("format_version") == FORMAT_WITH_INPUTS or not noted:
         return dict(noted)
-    file = output / noted["list"]
+    name = _name_in(noted)
+    if name is None:
+        raise _damaged(output, output / RUN, "it names no list of its input files")
     try:
-        found = read_json(file)
+        found = read_json(output / name)
     except ValueError as error:
-        raise _damaged(output, file, str(error)) from None
+        raise _damaged(output, output / name, str(error)) from None
     if not isinstance(found, dict):
-        raise _damaged(output, file, "it is gone" if found is None else "not a list of files")
+        raise _damaged(output, output / name, "it is gone" if found is None else "not a list of files")
     return found
+
+
+def _name_in(noted: Any) -> str | None:
+    name = noted.get("list") if isinstance(noted, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _damaged(output: StoragePath, file: StoragePath, reason: str) -> OutputDamaged:
     return OutputDamaged(
-        f"{file} is damaged ({reason}): {output / RUN} names it as its list of input files. Put it back from a copy, "
-        "or adopt the rows with eagle-ray repair, choose another output.path, or start again with --overwrite."
+        f"{file} is damaged ({reason}). It has the input files of {output}: put it back from a copy, record them as "
+        "they are now with eagle-ray repair, choose another output.path, or start again with --overwrite."
     )
 
 
-def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
-    """Write the list, unless it is there undamaged, and return what ``_run.json`` has of it."""
+def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint], noted: Any) -> dict[str, Any]:
+    """Write the list, unless it is the one that is noted, and return what ``_run.json`` has of it.
+
+    noted: what ``_run.json`` had of the last one.
+    """
     data = json.dumps(inputs, separators=(",", ":")).encode()
-    file = output / INPUTS.format(hashlib.blake2b(data, digest_size=6).hexdigest())
-    if not (file.exists() and file.read_bytes() == data):
-        file.write_atomic(data)
-    return {"files": len(inputs), "bytes": sum(each["size"] for each in inputs.values()), "list": file.name}
+    name = _name_in(noted)
+    if name is None or not (output / name).exists() or (output / name).read_bytes() != data:
+        name = INPUTS.format(uuid4().hex[:12])
+        (output / name).write_atomic(data)
+    return {"files": len(inputs), "bytes": sum(each["size"] for each in inputs.values()), "list": name}
 
 
-def remove_unused_inputs(output: StoragePath, used: str | None) -> None:
-    """Delete the lists of earlier attempts, and those of killed ones. used: the name of the one to keep."""
-    for file in output.glob(INPUTS.format("*")):
-        if file.name != used:
-            file.remove()
+def input_lists(output: StoragePath) -> list[StoragePath]:
+    """Return the lists that are there: the current one, and those of attempts that were killed."""
+    return output.glob(INPUTS.format("*"))

@@ -31,7 +31,7 @@ def job(request, tmp_path):
 
 
 def start(config):
-    return open_run(config, plan_input(config).files)
+    return open_run(config, plan_input(config).fingerprints)
 
 
 def sink(run) -> AtomicParquetSink:

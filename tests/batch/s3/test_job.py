@@ -121,8 +121,8 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
 def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeypatch):
     monkeypatch.setattr(fencing, "MAX_PUT_S", 3.0)
     with lock_output(bucket / "out"):
-        manifest.open_run(job, [])  # and no outcome: killed
-        run = manifest.open_run(job, [])
+        manifest.open_run(job, {})  # and no outcome: killed
+        run = manifest.open_run(job, {})
         began = time.monotonic()
         fencing.wait_for_stale_writers(run)
         assert time.monotonic() - began > 1  # of three, some of which have passed
