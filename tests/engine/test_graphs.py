@@ -185,7 +185,7 @@ def test_the_global_budget_fills_the_passes_that_there_are():
     assert [s.output_ids for s in run(ours, *jobs(12))] == outputs
     assert ours.planner.mode is not Mode.WARM_UP and max(rows[True]) > (SLOTS, 0)
     assert all(n == ours.graphs.num_rows(n) for n, _ in rows[True])
-    assert rows[False] and all(n == size for n, size in rows[False])
+    assert rows[False] and all(n == ours.graphs.batch_size(size) for n, size in rows[False])
 
 
 def test_who_fills_up_a_batch_leaves_nothing_behind():

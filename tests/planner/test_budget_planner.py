@@ -323,7 +323,7 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
     believed = replace(h200(), catch_up=CostCurve([1], [0.5]))
     planner = BudgetPlanner(60, 6, 10, believed, can_sync=False, sizes=graph_sizes(8))
     priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner), h200())
-    run(made.engine, prompts * 40, [LONG] * 320)
+    run(made.engine, prompts * 10, [LONG] * 80)
     drafts = [outcome.plan.is_drafting for outcome in priced.outcomes]
     plain = drafts.index(False)
     probe = drafts.index(True, plain)

@@ -10,6 +10,7 @@ import pytest
 from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
 from eagle_ray.batch.output import lock
 from eagle_ray.batch.output.lock import LOCK, Lease, lock_output
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.config import ConfigError
 from eagle_ray.storage import s3
 from tests.batch.s3.proxy import IgnoreConditions, Refuse
@@ -19,6 +20,8 @@ from tests.batch.s3.proxy import IgnoreConditions, Refuse
 def quicker(monkeypatch, quick_lease):
     for name, seconds in {"LEASE_S": 3.5, "HEARTBEAT_S": 0.5, "SELF_FENCE_S": 3.0, "POLL_S": 0.2}.items():
         monkeypatch.setattr(lock, name, seconds)
+    with interruptible():  # as a driver is, also where these tests run in the background, which ignores SIGINT
+        yield
 
 
 DEAD = b'{"holder": "process 1 on gone", "token": "x", "beat": 7}'  # and never beats again
