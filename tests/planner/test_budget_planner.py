@@ -320,9 +320,9 @@ def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_steps_are_replayed(pa
 def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a_row(pair):
     """The first one after plain steps reads waiting pairs in a pass of its own, which says nothing of the others."""
     made, prompts = pair
-    believed = replace(h200(), catch_up=CostCurve([1], [0.5]))
-    planner = BudgetPlanner(60, 6, 10, believed, can_sync=False, sizes=graph_sizes(8))
-    priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner), h200())
+    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False, sizes=graph_sizes(8))
+    planner.costs.catch_up = CostCurve([1], [0.5])
+    priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner, CostCurve([1], [0.5])), h200())
     run(made.engine, prompts * 10, [LONG] * 80)
     drafts = [outcome.plan.is_drafting for outcome in priced.outcomes]
     plain = drafts.index(False)
@@ -332,19 +332,24 @@ def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a
 
 
 class CatchingUpBefore:
-    """A planner that observes drafts after plain steps as a replaying engine would."""
+    """A planner that observes drafts after plain steps as a replaying engine would.
 
-    def __init__(self, planner: BudgetPlanner):
-        self._planner = planner
-        self._num_plain = 0
+    believed: what it believes that catching up takes once it is off, whatever it has learned.
+    """
+
+    def __init__(self, planner: BudgetPlanner, believed: CostCurve):
+        self._planner, self._believed = planner, believed
+        self._follows_plain = False
 
     def __getattr__(self, name: str):
         return getattr(self._planner, name)
 
     def observe(self, outcome: StepOutcome) -> None:
-        late = outcome.plan.is_drafting and self._num_plain > 6
-        self._num_plain = 0 if outcome.plan.is_drafting else self._num_plain + 1
+        late = outcome.plan.is_drafting and self._follows_plain
+        self._follows_plain = not outcome.plan.is_drafting
         self._planner.observe(replace(outcome, caught_up_before=late))
+        if self._believed is not None and self._planner.mode is Mode.OFF:
+            self._planner.costs.catch_up, self._believed = self._believed, None
 
 
 def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer():
