@@ -206,8 +206,8 @@ def bare_environment(tmp_path):
     "words",
     [
         ["jobs.bench.gpu.first_light", "--help"],
-        ["jobs.bench.gpu.device_checks", "--help"],
-        ["jobs.bench.gpu.decode_findings", "--help"],
+        pytest.param(["jobs.bench.gpu.device_checks", "--help"], marks=pytest.mark.slow),
+        pytest.param(["jobs.bench.gpu.decode_findings", "--help"], marks=pytest.mark.slow),
         ["pytest", "--confcutdir=tests/kernels", "tests/kernels", "--collect-only", "-p", "no:cacheprovider"],
     ],
 )

@@ -87,6 +87,7 @@ def test_wrong_arguments_are_refused_by_name(capsys, words, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_comparison_lists_engines_that_run_and_peers_that_do_not(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in PROMPTS))
