@@ -37,10 +37,22 @@ def interruptible() -> Iterator[None]:
     signal.signal(FROM_WITHIN, signal.default_int_handler)
     try:
         yield
+    except KeyboardInterrupt:
+        _clear_interrupt()
+        raise
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) is not _ignore:
                 signal.signal(number, handler)
+
+
+def _clear_interrupt() -> None:
+    """Let the process end with its exit code.
+
+    Under ``python -m`` CPython ends by SIGINT instead if an interrupt has left a text that ``exec`` or ``eval`` ran, as
+    dataclasses do while a module is imported, although it was caught later. Running another text clears that.
+    """
+    exec("")
 
 
 def interrupt() -> None:

@@ -49,6 +49,24 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
     assert not Path(config.output.path, "_SUCCESS").exists()
 
 
+IN_A_TEXT = """
+import signal, sys
+from eagle_ray.batch.signals import interruptible
+try:
+    with interruptible():
+        exec("signal.raise_signal(signal.SIGTERM)")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_an_interrupt_in_a_text_that_python_runs_does_not_change_the_exit_code(tmp_path):
+    """As in the texts that dataclasses run while they are imported: without a remedy the code is that of SIGINT."""
+    (tmp_path / "interrupted.py").write_text(IN_A_TEXT)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    assert subprocess.run([sys.executable, "-m", "interrupted"], env=environment).returncode == 130
+
+
 @pytest.mark.slow
 def test_a_sighup_that_nohup_ignores_stays_ignored(make_job, tmp_path):
     """A real process: the signal arrives before Ray starts, and the job goes on to its end."""
