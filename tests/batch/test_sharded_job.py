@@ -27,7 +27,6 @@ def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, make_job, messages):
     rows = token_rows(60)
     config = make_job(rows, **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 60})

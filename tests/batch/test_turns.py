@@ -73,7 +73,6 @@ def test_statistics_and_checks_know_turns(done):
         export(StoragePath.of(done.output.path), "openai-batch", None, False, False)
 
 
-@pytest.mark.slow
 def test_a_killed_job_goes_on_and_gives_the_same_turns(done, tmp_path):
     config = job(tmp_path)
     config = with_changes(config, execution={"rows_per_file": 4}, report={"verify_rows": 0})

@@ -25,7 +25,6 @@ def test_two_workers_give_the_numbers_of_one(ray_session, make_config, answers, 
     assert (tmp_path / "two" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_a_lost_worker_resumes_from_the_checkpoint(ray_session, make_config, answers, tmp_path, monkeypatch):
     """Worker 0 ends like a killed process after the checkpoint of step 2, once."""
     config = make_config(**SETTINGS, **{"training.workers": 2})
