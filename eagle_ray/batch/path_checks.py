@@ -20,8 +20,8 @@ from eagle_ray.config import ConfigError
 from eagle_ray.storage.glob_match import glob_matches
 from eagle_ray.storage.path import StoragePath
 
-INPUT_LIST = INPUTS.format("0" * 12)
-RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, f"{DATA}/{part_name(1, 0)}")  # it writes these
+INPUT_LIST, PART = INPUTS.format("0" * 12), f"{DATA}/{part_name(1, 0)}"  # as they may be named
+RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, PART)  # what a run writes
 REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 

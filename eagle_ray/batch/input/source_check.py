@@ -106,12 +106,8 @@ def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRow
 def _missing_files(run: RunHandle, paths: set[str]) -> list[str]:
     """Return the files of the run that are not among `paths`, not even under another name."""
     recorded = read_inputs(run.output, read_manifest(run.output))
-    absent = recorded.keys() - paths
-    by_size = defaultdict(list)
-    for path in paths if absent else ():
+    by_size = defaultdict(list)  # each is compared with those of its size: there may be many
+    for path in paths:
         by_size[recorded[path]["size"]].append(recorded[path])
-    return [
-        path
-        for path in absent
-        if not any(may_be_same(recorded[path], each) for each in by_size[recorded[path]["size"]])
-    ]
+    absent = {path: was for path, was in recorded.items() if path not in paths}
+    return [path for path, was in absent.items() if not any(may_be_same(was, now) for now in by_size[was["size"]])]
