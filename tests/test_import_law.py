@@ -12,8 +12,8 @@ PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 LEVELS = [
-    {"errors", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy", "graph_protocol"}
-    | {"gguf", "smollm2_wheel"},
+    {"errors", "strict_json", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy"}
+    | {"graph_protocol", "gguf", "smollm2_wheel"},
     {"chat"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
@@ -32,7 +32,7 @@ LEVELS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 TORCH_FREE = {"errors", "chat", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
-TORCH_FREE |= {"gguf", "smollm2_wheel"}
+TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},

@@ -23,10 +23,10 @@ import pyarrow as pa
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import ROW_FIELDS
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
+from eagle_ray.strict_json import parse_json
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7

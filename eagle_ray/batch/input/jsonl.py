@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.errors import RequestError
+from eagle_ray.strict_json import parse_json
 
 BYTE_ORDER_MARK = "\ufeff"
 

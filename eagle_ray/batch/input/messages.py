@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.batch.input.columns import describe_value
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.chat.template_messages import template_message
 from eagle_ray.errors import RequestError
+from eagle_ray.strict_json import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = {

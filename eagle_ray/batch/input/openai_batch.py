@@ -21,12 +21,12 @@ from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, UNSUPPORTED_PARAMETERS, has_effect
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.chat.chat_options import CHAT_NAMES
 from eagle_ray.config.structured import with_own_keys
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
 from eagle_ray.storage.path import StorageError
+from eagle_ray.strict_json import parse_json
 
 log = logging.getLogger("eagle_ray")
 

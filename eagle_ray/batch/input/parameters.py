@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import ROW_FIELDS
+from eagle_ray.strict_json import parse_json
 
 # Parameters that have a value with which they change nothing. An absent or empty value never changes anything.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {

@@ -21,11 +21,11 @@ from eagle_ray.batch.input.columns import ColumnPath, describe_value
 from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
-from eagle_ray.batch.input.strict_json import parse_json
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
 from eagle_ray.chat.chat_options import check_template_kwargs, check_tools
 from eagle_ray.config import check_row_sampling
 from eagle_ray.errors import RequestError
+from eagle_ray.strict_json import parse_json
 
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""

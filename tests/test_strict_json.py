@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.batch.input.strict_json import MAX_JSON_DEPTH, parse_json
 from eagle_ray.config import load_config
+from eagle_ray.strict_json import MAX_JSON_DEPTH, parse_json
 
 
 def deep(depth: int) -> str:
