@@ -1,41 +1,122 @@
-"""Parse JSON strictly, with equal results in every process.
+r"""Parse JSON strictly, with equal results in every process.
 
-Python's own nesting limit counts the calls above it: the driver would accept a row that a worker, with a deeper
-stack, refuses. So nesting is limited far below that.
+Besides what is not JSON, ``parse_json`` refuses what one of its readers would lose or fail at: NaN and Infinity, a
+key that an object has twice, integers of thousands of digits, half surrogates (an escape such as \ud83d without its
+second half, which no UTF-8 text can hold) and deep nesting. Python's own nesting limit counts the calls above it: the
+driver would accept a row that a worker, with a deeper stack, refuses. So nesting is limited far below that.
 
     >>> parse_json('{"prompt": "Hi"}')
     {'prompt': 'Hi'}
+    >>> parse_json('{"prompt": ["Hi", "cut \\ud83d"]}')
+    Traceback (most recent call last):
+    ...
+    eagle_ray.strict_json.HalfSurrogate: prompt[1]: half a surrogate, the escape \ud83d without its second half
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 MAX_JSON_DEPTH = 200  # lists and objects in each other
+Place = tuple[str | int, ...]
+"""Keys and indices that lead to a value."""
+
+
+class HalfSurrogate(UnicodeError):
+    """A text has half a surrogate pair.
+
+    Attributes:
+        place: where the text stands in the checked value; for a key, where its object stands.
+        problem: what is wrong, without the place.
+    """
+
+    def __init__(self, place: Place, text: str):
+        half = next(character for character in text if "\ud800" <= character <= "\udfff")
+        self.place = place
+        self.problem = f"half a surrogate, the escape \\u{ord(half):04x} without its second half"
+        super().__init__(f"{where}: {self.problem}" if (where := place_text(place)) else self.problem)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value. Raises ValueError if the text is not JSON or is nested more than DEEPEST levels."""
+    """Return the value. Raises ValueError that says why the text is refused, and HalfSurrogate, which is one."""
     try:
-        value = json.loads(text)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise _depth_error() from None
-    if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deeper(value):
-        raise _depth_error()
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        if "integer string" in str(error):  # Python's own text names a function of Python
+            raise ValueError("an integer has thousands of digits: write it as a text") from None
+        raise
+    if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MAX_JSON_DEPTH or not _is_utf8(text):
+        check_texts(value)
     return value
 
 
-def _is_deeper(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [x for container in level for x in _children(container) if isinstance(x, list | dict)]
-    return bool(level)
+def check_texts(value: Any) -> None:
+    """Check the texts of a value that may not come from JSON, such as a Python caller's.
+
+    Raises HalfSurrogate for a text with half a surrogate pair, a key too, and ValueError for nesting that parse_json
+    refuses.
+    """
+    level: list[tuple[Place, Any]] = [((), value)]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        for place, item in level:
+            if isinstance(item, str) and not _is_utf8(item):
+                raise HalfSurrogate(place, item)
+        containers = [(place, item) for place, item in level if not isinstance(item, str)]
+        if not containers:
+            return
+        level = [found for place, container in containers for found in _texts_and_containers(place, container)]
+    raise _depth_error()
 
 
-def _children(container: Any) -> Any:
-    return container.values() if isinstance(container, dict) else container if isinstance(container, list) else ()
+def place_text(place: Place) -> str:
+    """Return a place as messages name it: ``messages[0].content``."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return "".join(steps).removeprefix(".")
+
+
+def _texts_and_containers(place: Place, container: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield the items of a list or an object that are texts, lists or objects. Raises HalfSurrogate for a key."""
+    if isinstance(container, Mapping):
+        for key in container:
+            if isinstance(key, str) and not _is_utf8(key):
+                raise HalfSurrogate(place, key)
+    elif not isinstance(container, list | tuple):
+        return
+    items = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for step, item in items:
+        if isinstance(item, str | list | tuple | Mapping):
+            yield (*place, step), item
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice[:60]!a} is given more than once in one object: keep one")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON: write null, or leave the key out")
 
 
 def _depth_error() -> ValueError:
     return ValueError(f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)  # json.loads makes one a call

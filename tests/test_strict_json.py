@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.config import load_config
-from eagle_ray.strict_json import MAX_JSON_DEPTH, parse_json
+from eagle_ray.strict_json import MAX_JSON_DEPTH, HalfSurrogate, check_texts, parse_json
 
 
 def deep(depth: int) -> str:
@@ -32,6 +32,41 @@ def test_what_is_too_deep_is_refused_whoever_asks(depth):
     for calls in (0, 200):
         with pytest.raises(ValueError, match=f"more than {MAX_JSON_DEPTH} deep"):
             called_from(calls, lambda: parse_json(deep(depth)))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": [NaN]}', "NaN is not a number of JSON"),
+        ("[-Infinity]", "-Infinity is not"),
+        ('{"a": {"b": 1, "c": 2, "b": 1}}', "key 'b' is given more than once"),
+        ("[" + "9" * 5000 + "]", "thousands of digits"),
+        (r'{"a": ["x", "cut \udc00"]}', r"^a\[1\]: half a surrogate, the escape \\udc00 without"),
+        (r'{"a": {"\ud83d": 1}}', r"^a: half a surrogate, the escape \\ud83d without"),
+        ('"raw \ud83d"', "^half a surrogate"),
+    ],
+)
+def test_what_a_reader_would_lose_or_fail_at_is_refused(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_json(text)
+
+
+def test_a_whole_pair_is_one_character():
+    assert parse_json(r'{"\ud83d\ude00": "\\ud83d"}') == {"😀": r"\ud83d"}
+
+
+@pytest.mark.parametrize("value", [["a", ("b\ud800",)], {"a": {"\ud800": 1}}, {5: "\ud800"}, "\ud800"])
+def test_texts_of_python_values_are_checked_at_every_depth(value):
+    with pytest.raises(HalfSurrogate):
+        check_texts(value)
+
+
+def test_a_value_that_contains_itself_is_too_deep():
+    value: list[Any] = ["a", 1]
+    check_texts(value)
+    value.append(value)
+    with pytest.raises(ValueError, match="deep"):
+        check_texts(value)
 
 
 def test_a_row_has_one_id_however_deep_the_reader_stands(tmp_path):
