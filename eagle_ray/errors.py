@@ -4,6 +4,11 @@ Anything else that is raised is a bug and is not caught, but where one row must 
 one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
 """
 
+import json
+
+WIDE_ENCODINGS = ("UTF-16", "UTF-32")
+ENCODING_BYTES = 64  # of a file's start that tell its encoding
+
 
 class RequestError(Exception):
     """This request cannot be answered; every other one can.
@@ -26,3 +31,16 @@ class EngineError(Exception):
 def one_line(error: BaseException) -> str:
     """Return another library's error message in one line."""
     return " ".join(str(error).split())
+
+
+def wide_encoding(start: bytes) -> str | None:
+    """Return UTF-16 or UTF-32 if a text file with these first bytes is written so, with or without a byte order mark.
+
+    >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
+    ('UTF-16', None)
+    """
+    codec = json.detect_encoding(start)
+    name = codec[:6].upper()
+    if name not in WIDE_ENCODINGS or "\0" in start.decode(codec, "ignore"):  # a run of zeros is no text
+        return None
+    return name

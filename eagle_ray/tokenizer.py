@@ -370,7 +370,7 @@ class DecodeStream:
 
 def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:
     if chosen not in ("auto", "none"):
-        return template_path(chosen).read_text("utf-8")
+        return template_path(chosen).read_text("utf-8-sig")  # a byte order mark is no part of the prompt
     return tokenizer.get_chat_template() if chosen == "auto" and tokenizer.chat_template else None
 
 

@@ -193,6 +193,10 @@ def test_a_section_that_holds_itself_is_refused(tmp_path):
 def test_a_chat_template_is_a_readable_text(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"\xff")
     assert "which is not UTF-8 text" in refusal(f"model.chat_template={tmp_path}/bad.jinja")
+    for encoding in ("utf-16", "utf-16-be", "utf-32-le"):
+        (tmp_path / "wide.jinja").write_text("{{ messages }}", encoding)
+        named = encoding[:6].upper()
+        assert f"which is {named} text. Write it as UTF-8" in refusal(f"model.chat_template={tmp_path}/wide.jinja")
     assert "(Is a directory)" in refusal(f"model.chat_template={tmp_path}")
     assert "(No such file or directory)" in refusal(f"model.chat_template={tmp_path}/nowhere.jinja")
 

@@ -66,6 +66,11 @@ def test_a_conversation_gets_what_the_template_writes_and_nothing_more(text):
     assert text.decode_with_special(text.encode_chat(HI)) == text.render_chat(HI)
 
 
+def test_a_byte_order_mark_of_a_template_file_is_not_in_the_prompt(text, tmp_path, directory):
+    (tmp_path / "own.jinja").write_text(text.info()["chat_template"], "utf-8-sig")
+    assert Tokenizer.load(directory, str(tmp_path / "own.jinja")).render_chat(HI) == text.render_chat(HI)
+
+
 def test_a_target_without_a_template_refuses_messages(tmp_path, directory):
     for bare in (
         Tokenizer.load(write_tokenizer(tmp_path / "bare", chat_template=None)),

@@ -18,6 +18,7 @@ from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import EMBEDDED_NAMES, ConfigError, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
+from eagle_ray.errors import ENCODING_BYTES, wide_encoding
 
 NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
@@ -124,10 +125,13 @@ def _siblings(name: str) -> list[str]:
 def _check_template(name: str) -> None:
     wrong = f"model.chat_template: must be {_allowed('chat_template')}, got {name!r}"
     try:
-        Path(name).read_text("utf-8")
+        content = Path(name).read_bytes()
+        if (encoding := wide_encoding(content[:ENCODING_BYTES])) is not None:
+            raise ConfigError(f"{wrong}, which is {encoding} text. Write it as UTF-8.")
+        content.decode()
     except OSError as error:
         raise ConfigError(f"{wrong} ({error.strerror})") from None
-    except ValueError as error:
+    except UnicodeError as error:
         raise ConfigError(f"{wrong}, which is not UTF-8 text ({error})") from None
 
 

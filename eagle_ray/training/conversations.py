@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import RequestError
+from eagle_ray.errors import ENCODING_BYTES, RequestError, wide_encoding
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.chat_mask import encode_conversation
@@ -76,11 +76,22 @@ class TextSource:
     def _lines(self, file: StoragePath) -> Iterator[Row]:
         is_json = self.format == "chat" or (self.format != "text" and file.name.endswith((".jsonl", ".json")))
         try:
-            for number, line in enumerate(file.read_bytes().decode("utf-8").splitlines(), 1):
+            for number, line in enumerate(_text_lines(file), 1):
                 if line.strip():
                     yield _json_row(line, f"{file} line {number}") if is_json else {"text": line}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.path: {file} cannot be read: {error}") from None
+
+
+def _text_lines(file: StoragePath) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, which end at line feeds alone: a text may hold any other separator."""
+    with file.open() as stream:
+        if (encoding := wide_encoding(stream.read(ENCODING_BYTES))) is not None:
+            raise ConfigError(f"data.path: {file} is {encoding} text. Write it as UTF-8.")
+        stream.seek(0)
+        for number, line in enumerate(stream):
+            text = line.decode("utf-8-sig" if number == 0 else "utf-8")
+            yield text.rstrip("\r\n")
 
 
 def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:

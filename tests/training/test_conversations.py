@@ -120,6 +120,24 @@ def documents(count: int) -> list[Document]:
     return [Document([7] * (4 + i), [False] + [True] * (3 + i)) for i in range(count)]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_end_at_line_feeds_alone(tmp_path, encoding, end):
+    texts = ["a\u2028b", "c\x85d", "e\u2029f", "g\x0bh\x1ci"]
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "rows.jsonl").write_bytes(end.join([*rows, ""]).encode(encoding))
+    (tmp_path / "rows.txt").write_bytes(end.join(texts).encode(encoding))
+    for name in ("rows.jsonl", "rows.txt"):
+        assert [row["text"] for row in TextSource([str(tmp_path / name)]).rows()] == texts
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
+def test_another_encoding_is_named(tmp_path, encoding):
+    (tmp_path / "rows.jsonl").write_text('{"text": "Hi"}\n', encoding)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl is {encoding[:6].upper()} text\. Write it as UTF-8"):
+        list(TextSource([str(tmp_path / "rows.jsonl")]).rows())
+
+
 def test_every_epoch_reads_each_document_once_in_another_order():
     order = BatchOrder([len(document) for document in documents(20)], batch_tokens=40, seed=3)
     steps = order.num_steps(2)
