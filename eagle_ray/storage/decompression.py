@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -24,7 +26,8 @@ def open_decompressed(open_source: Callable[[], BinaryIO], codec: str) -> Binary
 class DecompressedFile(io.RawIOBase):
     """The content of a compressed file. A seek reads up to its position; backwards, from the start of the file.
 
-    Reading raises OSError if the file is damaged or cut.
+    Zeros behind the last member of a gzip file, which tapes and block devices add, are not content. Reading raises
+    OSError if the file is damaged or cut.
     """
 
     def __init__(self, open_source: Callable[[], BinaryIO], codec: str):
@@ -45,7 +48,7 @@ class DecompressedFile(io.RawIOBase):
             raise io.UnsupportedOperation("the length of a compressed file is not known")
         target = offset + (self._position if whence == io.SEEK_CUR else 0)
         if target < self._position:
-            self._stream.close()
+            self._close_stream()
             self._open()
         while self._position < target and self._read(min(BUFFER_BYTES, target - self._position)):
             pass
@@ -58,14 +61,25 @@ class DecompressedFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._stream.close()
+            self._close_stream()
         super().close()
 
     def _read(self, size: int) -> bytes:
-        data: bytes = self._stream.read(size)
+        try:
+            data: bytes = self._stream.read(size)
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"the {self._codec} stream is damaged or cut: {error}") from error
         self._position += len(data)
         return data
 
     def _open(self) -> None:
-        self._stream = pa.CompressedInputStream(pa.PythonFile(self._open_source(), "r"), self._codec)
+        self._source = self._open_source()
+        if self._codec == "gzip":
+            self._stream: Any = gzip.GzipFile(fileobj=self._source)
+        else:
+            self._stream = pa.CompressedInputStream(pa.PythonFile(self._source, "r"), self._codec)
         self._position = 0
+
+    def _close_stream(self) -> None:
+        self._stream.close()
+        self._source.close()  # a GzipFile leaves it open

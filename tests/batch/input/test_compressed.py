@@ -50,6 +50,17 @@ def test_a_file_of_several_members_and_a_limit(tmp_path, suffix):
     assert ids(plan(path, "input.limit=3")) == ["0", "1", "2"]
 
 
+@pytest.mark.parametrize("num_zeros", [1, 511, 300_000])
+def test_zeros_behind_gzip_are_padding(tmp_path, num_zeros):
+    packed = gzip.compress(JSONL)
+    padding = bytes(num_zeros)
+    (tmp_path / "a.jsonl.gz").write_bytes(packed + padding)
+    (tmp_path / "b.jsonl.gz").write_bytes(packed[:-9] + padding + packed)
+    assert ids(plan(tmp_path / "a.jsonl.gz")) == [str(i) for i in range(40)]
+    with pytest.raises(ConfigError, match=r"cannot read .*b\.jsonl\.gz as jsonl"):
+        plan(tmp_path / "b.jsonl.gz")
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: b"not compressed"])
 def test_a_damaged_file_is_named(tmp_path, suffix, damage):
