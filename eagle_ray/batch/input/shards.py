@@ -32,6 +32,7 @@ from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.config import ConfigError
+from eagle_ray.errors import ENCODING_BYTES, wide_encoding
 from eagle_ray.storage.path import StorageError
 
 SHARD_ROWS = 512
@@ -226,7 +227,14 @@ def _naming_column(name: str, type_: pa.DataType, file: InputFile) -> Iterator[N
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`."""
     with file.open() as stream:
+        if start == 0:
+            _check_encoding(stream.read(ENCODING_BYTES), file)
         yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
+
+
+def _check_encoding(first_bytes: bytes, file: InputFile) -> None:
+    if (encoding := wide_encoding(first_bytes)) is not None:
+        raise ConfigError(f"cannot read {file.path} as {file.format}: it is {encoding} text. Write it as UTF-8.")
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:

@@ -96,7 +96,7 @@ def test_a_text_that_is_not_utf8_is_a_bad_row_that_keeps_its_id(tmp_path):
     [
         (b"prompt,tag,tag\nx,1,2\n", "more than one column 'tag'"),
         (b",prompt\n0,x\n", "column 1 has no name"),
-        (b"\xff\xfep\x00\n\x00", "not UTF-8"),
+        (b"\xff\xfep\x00\n\x00", "it is UTF-16 text"),
         (b'"prompt\n', "its first line is not CSV"),
         (b"prompt\rx\ry\r", "its first line is not CSV"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from datetime import date
 from pathlib import Path
@@ -38,6 +39,16 @@ def ids(the_plan: InputPlan) -> list[str]:
 
 def errors(the_plan: InputPlan) -> list[str | None]:
     return [row["error_code"] for row in requests_of(the_plan)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_another_encoding_is_named(tmp_path, encoding, name):
+    text = "id,prompt\n1,Hi\n" if name == "a.csv" else '{"id": 1, "prompt": "Hi"}\n'
+    content = text.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(ConfigError, match=rf"{name}.*it is {encoding[:6].upper()} text\. Write it as UTF-8"):
+        plan(tmp_path / name)
 
 
 def test_both_formats_give_the_same_requests(tmp_path):
