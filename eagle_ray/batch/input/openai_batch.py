@@ -11,7 +11,7 @@ no-op; it is never ignored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, UNSUPPORTED_PARAMETERS, has_effect
 from eagle_ray.batch.input.request import InputRow
+from eagle_ray.batch.input.request_columns import PROMPTS
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.chat.chat_options import CHAT_NAMES
 from eagle_ray.config.structured import with_own_keys
@@ -72,33 +73,51 @@ def rows_in_batch(
 
 
 def detect_batch(file: InputFile) -> InputFile:
-    """Return a JSONL file as an OpenAI batch file if its first line is a request of one.
+    """Return a JSONL file as an OpenAI batch file if its lines are requests of one.
 
-    A damaged file is returned as it is: the scan reports it.
+    A file that cannot be read is returned as it is: the scan reports it.
     """
-    if file.format != "jsonl" or not _is_batch_line(_first_line(file)):
+    if file.format != "jsonl" or not _holds_requests(file):
         return file
     log.info("input.path: %s is read as an OpenAI batch file. Set input.format to jsonl to read plain rows.", file.path)
     return replace(file, format="openai_batch")
 
 
-def _first_line(file: InputFile) -> bytes:
+def _holds_requests(file: InputFile) -> bool:
     try:
         with file.detect_changes(), file.open() as stream:
-            return next((line for line in stream if line.strip()), b"")
+            return _are_requests(stream)
     except StorageError:
         raise
     except OSError:
-        return b""
-
-
-def _is_batch_line(line: bytes) -> bool:
-    try:
-        request = parse_json(line.decode("utf-8-sig"))
-    except ValueError:
         return False
-    keys = request.keys() if isinstance(request, dict) else set()
-    return {"custom_id", "url", "body"} <= keys <= LINE_KEYS and isinstance(request["body"], dict)
+
+
+def _are_requests(lines: Iterable[bytes]) -> bool:
+    """Return whether lines are requests of a batch: by the first line that is a request, or else a row with a prompt.
+
+    A wrong line is neither, so any number of them may come first. If every line is wrong, keys of a request decide.
+    """
+    resemble = False
+    for line in lines:
+        row = _object_in(line)
+        has_body = {"custom_id", "url", "body"} <= row.keys() and isinstance(row["body"], dict)
+        if has_body and row.keys() <= LINE_KEYS:
+            return True
+        has_prompt = any(row.get(name) is not None for name in PROMPTS)
+        if has_prompt and not has_body:
+            return False
+        resemble |= not has_prompt and "custom_id" in row and ("url" in row or "body" in row)
+    return resemble
+
+
+def _object_in(line: bytes) -> dict[str, Any]:
+    """Return the object in a line, or an empty one if there is none."""
+    try:
+        value = parse_json(line.decode("utf-8-sig"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse_batch_line(line: InputRow) -> InputRow:

@@ -29,7 +29,7 @@ from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.input.openai_batch import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.input.request import InputRow, id_of, parse_row
-from eagle_ray.batch.input.request_columns import RequestColumns
+from eagle_ray.batch.input.request_columns import PROMPTS, RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.input.run_files import RUN_FORMAT
@@ -41,8 +41,6 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
 from eagle_ray.storage.path import StoragePath
-
-PROMPTS = ("prompt", "messages", "prompt_token_ids")
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 

@@ -13,6 +13,8 @@ from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.output.schema import ROW_FIELDS
 
+PROMPTS = ("prompt", "messages", "prompt_token_ids")  # columns with prompts that need no configuration
+
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:

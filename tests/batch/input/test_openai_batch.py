@@ -172,12 +172,50 @@ def test_lines_that_are_none_and_ids_that_are_missing(requests):
         ({"input.columns.id": "custom_id", "input.columns.messages": "body.messages"}, None),
     ],
 )
-def test_a_batch_file_is_detected_by_its_first_line(tmp_path, settings, wanted):
+def test_a_batch_file_is_detected_by_its_lines(tmp_path, settings, wanted):
     (tmp_path / "a.jsonl").write_text("\n" + json.dumps(line("a")))
     (tmp_path / "b.jsonl").write_text(json.dumps({"custom_id": "x", "body": {}, "url": "u", "prompt": "Hi"}))
     (tmp_path / "c.jsonl").write_text("no JSON")
     config = small_job(tmp_path, **{"input.path": str(tmp_path / "*.jsonl"), "input.on_unknown": "carry"} | settings)
     assert [file.format for file in plan_input(config).files] == (wanted or ["jsonl"] * 3)
+
+
+WRONG = {
+    "list": [1, 2],
+    "cut": '{"custom_id": "a", "method": "POST", "url": "/v1/chat/comp',
+    "extra key": line() | {"metadata": {"a": 1}},
+    "prompt": line() | {"prompt": "Hi"},
+    "no body": {"custom_id": "a", "method": "POST", "url": CHAT},
+    "text as body": line() | {"body": "Hi"},
+    "null": None,
+    "not UTF-8": "\udcff",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_first_line_is_one_error_row(tmp_path, wrong):
+    """Beside a whole batch file, too, whose columns the other file does not need."""
+    text = wrong if isinstance(wrong, str) else json.dumps(wrong)
+    lines = [text, json.dumps(line("b")), json.dumps(line("c"))]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "wrong.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
+    (tmp_path / "in" / "whole.jsonl").write_text(json.dumps(line("d")))
+    found = list(requests_of(plan_input(small_job(tmp_path, **{"input.path": str(tmp_path / "in")}))))
+    assert [row["request_id"] for row in found if row["error_code"] is None] == ["d", "b", "c"]
+    assert len(found) == 4
+
+
+def test_any_number_of_wrong_lines_may_come_first(tmp_path):
+    (tmp_path / "in.jsonl").write_text("[1]\n" * 300 + json.dumps(line("b")))
+    *wrong, good = requests_of(plan_input(small_job(tmp_path)))
+    assert len(wrong) == 300 and (good["request_id"], good["error_code"]) == ("b", None)
+
+
+@pytest.mark.parametrize("wrong", ["extra key", "no body", "text as body"])
+def test_a_file_of_wrong_requests_alone_says_what_is_wrong(tmp_path, wrong):
+    (tmp_path / "in.jsonl").write_text(json.dumps(WRONG[wrong]))
+    [row] = requests_of(plan_input(small_job(tmp_path)))
+    assert row["request_id"] == "a" and row["error_code"] in ("unsupported_parameter", "bad_type")
 
 
 def test_requests_of_a_detected_file(tmp_path):
