@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +105,15 @@ class Tokenizer:
         """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
         if self._with_markers is None:
             shown = self.special_marker_ids().values()
-            showing = copy.copy(self)
-            showing._hidden_ids = frozenset(self._special_tokens()) - frozenset(shown)
-            self._with_markers = showing
+            self._with_markers = self._showing(frozenset(shown))
         return self._with_markers
+
+    def _showing(self, shown: frozenset[int]) -> Tokenizer:
+        """Return this tokenizer with texts that keep these special tokens, too."""
+        showing = copy.copy(self)
+        hidden = frozenset(self._special_tokens) if self._hidden_ids is None else self._hidden_ids
+        showing._hidden_ids = hidden - shown
+        return showing
 
     def reasoning_end_id(self) -> int:
         """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
@@ -120,8 +127,9 @@ class Tokenizer:
 
     def special_marker_ids(self) -> dict[str, int]:
         """Return the ids of the answers' markers that are special tokens."""
-        return {token: id_ for id_, token in self._special_tokens().items() if token in self.chat_format.markers}
+        return {token: id_ for id_, token in self._special_tokens.items() if token in self.chat_format.markers}
 
+    @cached_property
     def _special_tokens(self) -> dict[int, str]:
         """Return the tokens that a text leaves out by default, by their ids."""
         added = self._tokenizer.added_tokens_decoder
@@ -268,23 +276,89 @@ class Tokenizer:
         """Return a new incremental decoder for one output."""
         return DecodeStream(self, stops, options)
 
+    def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
+        """Return the texts in which stop strings are searched: those that name special tokens in a text that has them.
+
+        All others are searched in the output's own text, which may leave special tokens out.
+        """
+        named = {id_ for id_, token in self._special_tokens.items() if any(token in stop for stop in stops)}
+        tokens = [self._special_tokens[id_] for id_ in named]
+        naming = [stop for stop in stops if any(token in stop for token in tokens)]
+        plain = [stop for stop in stops if stop not in naming]
+        searches = [StopSearch(self, plain, names_special=False)] if plain else []
+        return searches + ([StopSearch(self._showing(frozenset(named)), naming, names_special=True)] if naming else [])
+
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
         """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
         is_ended = output_ids and (output_ids[-1] in self._eos_ids or output_ids[-1] in options.stop_token_ids)
         ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
-        text = self.decode(ids, options.skip_special_tokens)
-        num_endless = self._num_endless(ids, stops, options)
-        found = [place for stop in stops if (place := _end_of_stop(text, stop, num_endless))]
+        found = [
+            place
+            for search in self.stop_searches(stops)  # a stop string that names special tokens may end in the EOS itself
+            if (place := search.first_in(output_ids if search.names_special else ids, options)) is not None
+        ]
         if not found:
-            return text
-        end, start = min(found)
-        return text[: end if options.include_stop else start]
+            return self.decode(ids, options.skip_special_tokens)
+        return self._text_to(found[0] if len(found) == 1 else min(found, key=StopPlace.order), options)
 
-    def _num_endless(self, ids: Sequence[int], stops: Sequence[str], options: TextOptions) -> int:
-        """Return the characters at the beginning of a text that no stop string may end in."""
-        if not options.min_tokens or not stops:
-            return 0
-        return len(self.decode(ids[: options.min_tokens], options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
+    def _text_to(self, place: StopPlace, options: TextOptions) -> str:
+        """Return an output's text before a stop string, or with it if options include it."""
+        if not place.search.names_special:
+            return place.text[: place.end if options.include_stop else place.start]
+        num_ids = place.search.num_ids(place.ids, place.start + 1, options)
+        begin, skip = place.ids[num_ids - 1], options.skip_special_tokens  # the token in which the stop string begins
+        ids = place.ids[: num_ids - 1] if skip and begin in self._special_tokens else place.ids[:num_ids]
+        own, shown = self.decode(ids, skip), place.search.text.decode(ids, skip)
+        num_inside = max(0, len(shown) - place.start)
+        before = own[: max(0, len(own) - num_inside)]
+        return before + place.text[len(shown) - num_inside : place.end] if options.include_stop else before
+
+
+@dataclass(frozen=True, slots=True)
+class StopPlace:
+    """A stop string in the text of ids: its characters from start to end."""
+
+    search: StopSearch
+    ids: Sequence[int]
+    text: str
+    start: int
+    end: int
+    options: TextOptions
+
+    def order(self) -> tuple[int, int, bool]:
+        """Return a key by which the place that ends first is the smallest, whichever tokens its text shows."""
+        num_left = len(self.text) - self.end  # comparable if both end in one token
+        return self.search.num_ids(self.ids, self.end, self.options), -num_left, not self.search.names_special
+
+
+@dataclass(frozen=True, slots=True)
+class StopSearch:
+    """Stop strings, and the tokenizer that makes the texts in which they are searched.
+
+    Attributes:
+        names_special: whether the stop strings hold special tokens, which the texts then show.
+    """
+
+    text: Tokenizer
+    stops: Sequence[str]
+    names_special: bool
+
+    def first_in(self, ids: Sequence[int], options: TextOptions) -> StopPlace | None:
+        """Return the stop string that ends first in the text of ids, past the text of the first min_tokens."""
+        text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
+        if options.min_tokens:
+            num_endless = self._num_chars(ids[: options.min_tokens], options)
+        found = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
+        end, start = min(found, default=(0, 0))
+        return StopPlace(self, ids, text, start, end, options) if found else None
+
+    def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
+        """Return how many of the ids have a text of at least num_chars characters."""
+        return bisect_left(range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1)
+
+    def _num_chars(self, ids: Sequence[int], options: TextOptions) -> int:
+        """Return the whole characters in the text of ids."""
+        return len(self.text.decode(ids, options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
 
 
 def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | None:
@@ -294,23 +368,35 @@ def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | No
 
 
 class StopCheck:
-    """Finds stop strings in one growing output. Each token is decoded once, in a window of its neighbours.
-
-    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
-    """
+    """Finds stop strings in one growing output."""
 
     def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
-        self._text, self._stops, self._options = text, stops, options
-        self._window = 0  # ids before it are not decoded again
-        self._read = 0  # ids before it are in _tail, or too old for any stop string
-        self._seen = 0
-        self._tail = ""
+        self._searches = [_GrowingSearch(search, options) for search in text.stop_searches(stops)]
 
     def __call__(self, output_ids: list[int]) -> int | None:
         """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
 
         output_ids: everything generated so far; a call may bring several new ids.
         """
+        found = [search.num_kept(output_ids) for search in self._searches]
+        return min((num_kept for num_kept in found if num_kept is not None), default=None)
+
+
+class _GrowingSearch:
+    """A search in one growing output. Each token is decoded once, in a window of its neighbours.
+
+    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
+    """
+
+    def __init__(self, search: StopSearch, options: TextOptions):
+        self._text, self._stops, self._options = search.text, search.stops, options
+        self._window = 0  # ids before it are not decoded again
+        self._read = 0  # ids before it are in _tail, or too old for any stop string
+        self._seen = 0
+        self._tail = ""
+
+    def num_kept(self, output_ids: list[int]) -> int | None:
+        """Return how many ids to keep, as StopCheck does for its searches together."""
         for end in range(self._seen + 1, len(output_ids) + 1):
             if self._completes(output_ids, end):
                 return end
@@ -341,31 +427,55 @@ class DecodeStream:
 
     def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
         self._text, self._stops, self._options = text, stops, options
-        self._ids: list[int] = []
-        self._window = 0  # as in StopCheck
-        self._read = 0
+        self._own = _GrowingText(text, options, stops)
+        self._searched = [
+            (search.stops, _GrowingText(search.text, options, stops) if search.names_special else self._own)
+            for search in text.stop_searches(stops)
+        ]
         self._held = ""
         self._told = ""
 
     def grow(self, ids: Sequence[int]) -> str:
         """Return the text that is certain after these further ids, which do not end the output."""
-        self._ids += ids
-        skip = self._options.skip_special_tokens
-        old = self._text.decode(self._ids[self._window : self._read], skip)
-        new = self._text.decode(self._ids[self._window :], skip)
-        if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
-            return ""
-        self._window, self._read = self._read, len(self._ids)
-        known = self._held + new[len(old) :]
-        num_safe = len(known) - num_begun(known, self._stops)
-        self._held = known[num_safe:]
-        self._told += known[:num_safe]
-        return known[:num_safe]
+        self._held += self._own.grow(ids)
+        num_held = 0
+        for stops, growing in self._searched:
+            if growing is not self._own:
+                growing.grow(ids)
+            num_held = max(num_held, num_begun(growing.tail, stops))  # of another text, at least as many as of this one
+        known = self._held[: max(0, len(self._held) - num_held)]
+        self._held = self._held[len(known) :]
+        self._told += known
+        return known
 
     def end(self, output_ids: Sequence[int]) -> str:
         """Return the rest, once all ids of the output are known."""
         whole = self._text.final_text(output_ids, self._stops, self._options)
         return whole[len(self._told) :]
+
+
+class _GrowingText:
+    """The whole characters of one growing output. tail: the last of them, as many as the longest stop string has."""
+
+    def __init__(self, text: Tokenizer, options: TextOptions, stops: Sequence[str]):
+        self._text, self._skip = text, options.skip_special_tokens
+        self._max_tail = max(map(len, stops), default=0)
+        self._ids: list[int] = []
+        self._window = 0  # as in _GrowingSearch
+        self._read = 0
+        self.tail = ""
+
+    def grow(self, ids: Sequence[int]) -> str:
+        """Return the text that these further ids complete."""
+        self._ids += ids
+        old = self._text.decode(self._ids[self._window : self._read], self._skip)
+        new = self._text.decode(self._ids[self._window :], self._skip)
+        if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        piece = new[len(old) :]
+        self.tail = (self.tail + piece)[-self._max_tail :] if self._max_tail else ""
+        return piece
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, TextOptions, Tokenizer
-from tests.helpers.tokenizers import write_tokenizer
+from tests.helpers.tokenizers import SPECIAL, write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
 VOCAB = 330
@@ -35,13 +35,36 @@ def ids_of(text: Tokenizer, string: str) -> list[int]:
     return text.encode(string)[1:]
 
 
+def shown(text: Tokenizer, ids: list[int], stops: list[str]) -> str:
+    """The text of ids with the special tokens that the stops name, and no others."""
+    named = {i for i, token in enumerate(SPECIAL) if any(token in stop for stop in stops)}
+    return text.decode_with_special([i for i in ids if i >= len(SPECIAL) or i in named])
+
+
 def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str]) -> int | None:
     """What StopCheck must return: the first prefix whose whole characters hold a stop string."""
+    naming = [stop for stop in stops if any(token in stop for token in SPECIAL)]
     for end in range(1, len(ids) + 1):
         whole = text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
-        if any(stop in whole for stop in stops):
+        if any(stop in whole for stop in stops) or any(stop in shown(text, ids[:end], naming) for stop in naming):
             return end
     return None
+
+
+@st.composite
+def outputs(draw, text: Tokenizer) -> tuple[list[int], list[str]]:
+    """Ids, and stop strings out of their text, with and without special tokens."""
+    emoji = ids_of(text, "😀é日")
+    id_ = st.integers(0, VOCAB - 1) | st.sampled_from(emoji) | st.integers(0, len(SPECIAL) - 1)
+    ids = draw(st.lists(id_, min_size=1, max_size=30))
+    stops = []
+    for _ in range(draw(st.integers(0, 3))):
+        first = draw(st.integers(0, len(ids) - 1))
+        some = [i for i in ids[first : first + draw(st.integers(1, 4))] if i >= len(SPECIAL) or draw(st.booleans())]
+        spelled = draw(st.sampled_from([text.decode, text.decode_with_special]))(some)
+        start = draw(st.integers(0, 3))
+        stops += [stop for stop in [spelled[start:].strip(REPLACEMENT_CHAR)] if stop]
+    return ids, stops
 
 
 def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1) -> int | None:
@@ -232,11 +255,7 @@ def test_half_a_character_does_not_hide_the_text_before_it(text):
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_the_window_finds_what_decoding_everything_finds(text, data):
-    emoji = ids_of(text, "😀é日")
-    ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
-    whole = text.decode(ids)
-    starts = data.draw(st.lists(st.integers(0, max(0, len(whole) - 1)), min_size=1, max_size=2))
-    stops = [stop for at in starts if (stop := whole[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
+    ids, stops = data.draw(outputs(text))
     if stops:
         per_step = data.draw(st.integers(1, 6))
         assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
@@ -304,11 +323,7 @@ def test_the_config_names_the_eos_where_the_generation_config_does_not(tmp_path)
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, data):
-    emoji = ids_of(text, "😀é日")
-    ids = data.draw(st.lists(st.integers(0, VOCAB - 1) | st.sampled_from(emoji), min_size=1, max_size=30))
-    spelled = text.decode(ids)
-    starts = data.draw(st.lists(st.integers(0, max(0, len(spelled) - 1)), max_size=2))
-    stops = [stop for at in starts if (stop := spelled[at : at + data.draw(st.integers(1, 5))].strip(REPLACEMENT_CHAR))]
+    ids, stops = data.draw(outputs(text))
     output = ids[: kept(text, ids, stops)] if stops else ids
     whole, growing, told, per_step = (
         text.final_text(output, stops),
@@ -320,6 +335,47 @@ def test_what_a_growing_text_tells_is_always_the_beginning_of_the_whole(text, da
         told += growing.grow(output[start : start + per_step])
         assert whole.startswith(told)
     assert told + growing.end(output) == whole
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2])
+@pytest.mark.parametrize(
+    ("stops", "before", "stop"),
+    [
+        (["<|user|>"], "the cat", "<|user|>"),
+        (["cat<|user|>"], "the ", "cat<|user|>"),
+        (["<|user|> sat"], "the cat", "<|user|> sat"),
+        (["absent", "<|user|>", "sat"], "the cat", "<|user|>"),
+        (["<|user|><|user|>", "sat"], "the cat ", "sat"),
+        (["cat sat"], "the ", "cat sat"),  # without the tokens that the text leaves out
+        (["cat<|end|>", "<|user|>"], "the cat", "<|user|>"),
+    ],
+)
+def test_a_stop_string_may_name_special_tokens_that_the_text_leaves_out(text, stops, before, stop, min_tokens):
+    ids = [*ids_of(text, "the cat"), USER, *ids_of(text, " sat on")]
+    options = TextOptions(min_tokens=min_tokens)
+    num_kept = text.stop_check(stops, options)(ids)
+    assert text.final_text(ids[:num_kept], stops, options) == before
+    keeping = TextOptions(include_stop=True, min_tokens=min_tokens)
+    assert text.final_text(ids[:num_kept], stops, keeping) == before + stop
+    growing = text.decode_stream(stops, options)
+    told = "".join(growing.grow([token]) for token in ids[: num_kept - 1])
+    assert before.startswith(told) and told + growing.end(ids[:num_kept]) == before
+
+
+def test_a_stop_string_may_end_in_an_eos_that_is_ignored(text):
+    ids = [*ids_of(text, "the cat"), END]
+    assert text.stop_check(["cat<|end|>"])(ids) == len(ids)
+    assert text.final_text(ids, ["cat<|end|>"]) == "the "
+    assert text.final_text(ids, ["<|end|>"]) == "the cat"
+
+
+def test_special_tokens_that_a_tokenizer_joins_with_spaces_are_found():
+    tokenizer = FastTokenizer(models.WordLevel({"<unk>": 0, "red": 1, "blue": 2, "<sep>": 3}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<sep>"])
+    text = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
+    for stop, num_kept, before in (("<sep>", 3, "red blue"), ("blue <sep>", 3, "red "), ("<sep> red", 4, "red blue")):
+        assert text.stop_check([stop])([1, 2, 3, 1]) == num_kept
+        assert text.final_text([1, 2, 3, 1][:num_kept], [stop]) == before
 
 
 def test_a_growing_text_holds_back_no_more_than_it_must(text):
