@@ -111,25 +111,29 @@ class Sequence:
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
-        """Commit new tokens and finish at the first EOS, stop token, stop string or max_tokens; returns how many were
-        cut off: all of them if the grammar cannot go on with them, which is an error.
+        """Commit new tokens up to the first EOS, stop token, stop string or max_tokens, at which the sequence finishes.
+        Return how many were cut off.
+
+        It fails where its grammar leaves no token, if it does not finish at or before that place.
         """
-        if self.grammar is not None and (error := self.grammar.error_after(tokens)) is not None:
-            self.status, self.error = SequenceStatus.FINISHED, error
-            del self.output_logprobs[len(self.output_ids) :]
-            del self.output_tops[len(self.output_ids) :]
-            return len(tokens)
+        start = len(self.output_ids)
         self.output_ids += tokens
-        keep, reason = self._cut(len(self.output_ids) - len(tokens), eos_ids)
+        keep, reason = self._cut(start, eos_ids)
+        dead_end = None if self.grammar is None else self.grammar.dead_end_in(self.output_ids[start:keep])
+        if dead_end is not None:
+            keep = start + dead_end.num_tokens
+
         num_discarded = len(self.output_ids) - keep
-        if reason is not None:
-            del self.output_ids[keep:]
-            del self.output_logprobs[keep:]
-            del self.output_tops[keep:]
+        del self.output_ids[keep:]
+        del self.output_logprobs[keep:]
+        del self.output_tops[keep:]
+        if dead_end is not None:
+            self.status, self.error = SequenceStatus.FINISHED, dead_end.error
+        elif reason is not None:
             self.status, self.finish_reason = SequenceStatus.FINISHED, reason
             if self.grammar is not None:
                 self.grammar.sync(self.output_ids)
-        if self.listener is not None:
+        if self.listener is not None and keep > start:
             self.listener()
         return num_discarded
 

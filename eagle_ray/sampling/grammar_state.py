@@ -5,7 +5,7 @@
     masks = state.path_masks([[], [17], [17, 4]])   # [3, words]: a token mask for each path
     state.predicted_tokens(6)                       # tokens that the grammar forces, or that came here before
     state.mark_dead_end([17, 4], error)             # no token is left there
-    state.error_after([17, 4, 9])                   # the error, if the output goes past such a node
+    state.dead_end_in([17, 4, 9])                   # DeadEnd(2, error): the output goes past such a node
 
 A state starts as a copy of a compiled matcher, follows the committed tokens, and visits a tree depth first: one token
 consumed and rolled back per node. The masks are those of plain decoding: if the parser meets a limit at one node, only
@@ -47,6 +47,13 @@ class PredictedToken(NamedTuple):
 
     token: int
     is_forced: bool
+
+
+class DeadEnd(NamedTuple):
+    """A place after which no token is left. num_tokens: of a path, before it."""
+
+    num_tokens: int
+    error: RequestError
 
 
 class RecentTokens:
@@ -229,12 +236,14 @@ class GrammarState:
         """Fail an output that goes on after this path, until the next sync."""
         self._dead_ends.setdefault(tuple(path), error)
 
-    def error_after(self, tokens: Sequence[int]) -> RequestError | None:
-        """Return why the output cannot have these next tokens, or None if it can."""
+    def dead_end_in(self, tokens: Sequence[int]) -> DeadEnd | None:
+        """Return the first dead end that the output passes with these next tokens, or None if it passes none."""
         if not self._dead_ends:
             return None
-        prefixes = (tuple(tokens[:end]) for end in range(len(tokens)))
-        return next((self._dead_ends[prefix] for prefix in prefixes if prefix in self._dead_ends), None)
+        for num_tokens in range(len(tokens)):
+            if (error := self._dead_ends.get(tuple(tokens[:num_tokens]))) is not None:
+                return DeadEnd(num_tokens, error)
+        return None
 
     def _begin(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that are parsed, and note whether the grammar has begun."""

@@ -1,12 +1,16 @@
 """With a grammar, outputs under trees are those of plain decoding with the same grammar, token for token."""
 
 import json
+import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import jsonschema
 import pytest
 
+from eagle_ray.build import build_engine
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
@@ -19,6 +23,7 @@ from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
+from tests.engine.test_drafters import weights_for
 from tests.engine.test_lossless import SAMPLING, some_prompts
 from tests.helpers.toy_models import llama, llama_engine, run
 from tests.helpers.toy_tokenizer import toy_tokenizer
@@ -166,6 +171,93 @@ def test_controls_that_leave_no_token_fail_that_sequence_alone(tree):
     assert [s.error and s.error.code for s in sequences] == ["grammar_conflict", None, None]
     assert sequences[0].finish_reason is None and sequences[1].finish_reason == "stop"
     assert TEXT.decode(sequences[1].output_ids) == "na12"
+
+
+PATTERNS = ["ab[0-9]x", "(ab?12)+x", "[a-f]{3,5}", "name?(12|ab)*", "[a-c0-9]{1,6}[xyz]", "(na){2}|abc"]
+DRAFTED_BY = ["suffix", "ngram", "eagle2", "eagle2 uniform", "eagle2+suffix", "medusa", "dflash", "auto"]
+
+
+def stop_check_of(stops: list[str]) -> Callable[[list[int]], int | None]:
+    """Return a check that decodes every prefix of the output."""
+    return lambda ids: next((n for n in range(1, len(ids) + 1) if any(s in TEXT.decode(ids[:n]) for s in stops)), None)
+
+
+def some_conflicting(count: int, seed: int) -> list[tuple[SamplingParams, list[str]]]:
+    """Grammars with controls that often leave no token, and with every way to end before that; with stop strings."""
+    rng = random.Random(seed)
+    cases = []
+    for i in range(count):
+        pattern = rng.choice(PATTERNS)
+        used = [t for t in range(3, VOCAB) if re.fullmatch("[a-fmnex-z0-9]+", TEXT.decode([t]))]
+        allowed = [*rng.sample(used, rng.randint(len(used) // 2, len(used))), *([EOS] if rng.random() < 0.5 else [])]
+        controls = Controls.of(
+            allowed_token_ids=rng.choice([None, allowed, allowed]),
+            bad_words=[[token] * rng.randint(1, 2) for token in rng.sample(used, rng.choice([0, 0, 2]))],
+            min_tokens=rng.choice([0, 0, 0, 1, 3]),
+        )
+        params = SamplingParams(
+            temperature=i % 2,
+            seed=i,
+            max_tokens=rng.choice([3, 4, 5, 12]),
+            logprobs=True,
+            top_logprobs=2,
+            stop_token_ids=tuple(rng.sample(used, rng.choice([0, 0, 3]))),
+            controls=controls,
+            grammar=GrammarSpec("regex", pattern),
+        )
+        cases.append((params, rng.sample(["b", "b1", "1", "c", "a", "x"], rng.choice([0, 1, 2]))))
+    return cases
+
+
+def outcome_of(sequence: Sequence) -> tuple:
+    """Return everything about a finished sequence that no draft may change."""
+    places = len(sequence.output_ids), len(sequence.output_logprobs), len(sequence.output_tops)
+    error = sequence.error and sequence.error.code
+    return sequence.output_ids, sequence.finish_reason, error, places, sequence.grammar.is_complete
+
+
+def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> list[tuple]:
+    name, _, budget = method.partition(" ")
+    weights = None if name in ("none", "suffix", "ngram") else weights_for(name)
+    speculative = SpeculativeConfig(method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4)
+    engine = build_engine(llama(), weights, speculative, 4, 128)
+    engine.grammars = compiler()
+    sequences, heard = [], {}
+    for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):
+        sequence = Sequence(str(i), ids, params, stop_check_of(stops) if stops else None)
+        sequence.listener = lambda s=sequence: heard.update({s: list(s.output_ids)})
+        engine.add(sequence)
+        sequences.append(sequence)
+    while engine.has_work:
+        engine.step()
+    assert all(heard.get(s, []) == s.output_ids for s in sequences)
+    assert engine.counters.num_output_tokens == sum(len(s.output_ids) for s in sequences)
+    for s in sequences:
+        made = 1 + s.stats.num_steps + s.stats.num_accepted_draft_tokens - s.stats.num_discarded_tokens
+        assert len(s.output_ids) == made
+    return [outcome_of(s) for s in sequences]
+
+
+def check_conflicting(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> None:
+    plain = outcomes("none", cases)
+    drafted = outcomes(method, cases)
+    assert {i: (a, b) for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b} == {}
+    assert {(reason, error) for _, reason, error, *_ in plain} == {
+        ("stop", None),
+        ("length", None),
+        (None, "grammar_conflict"),
+    }
+
+
+@pytest.mark.parametrize("method", DRAFTED_BY)
+def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
+    check_conflicting(method, some_conflicting(64, seed=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*DRAFTED_BY, "hydra", "draft_model", "eagle1", "sequoia"])
+def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
+    check_conflicting(method, some_conflicting(1000, seed=1))
 
 
 @pytest.mark.parametrize("tree", TREES)
