@@ -394,6 +394,7 @@ class _GrowingSearch:
         self._read = 0  # ids before it are in _tail, or too old for any stop string
         self._seen = 0
         self._tail = ""
+        self._num_endless = 0  # characters after _tail, of the first min_tokens tokens: no stop string may end in them
 
     def num_kept(self, output_ids: list[int]) -> int | None:
         """Return how many ids to keep, as StopCheck does for its searches together."""
@@ -409,12 +410,13 @@ class _GrowingSearch:
         new = self._text.decode(ids[self._window : end], skip)
         whole = new.rstrip(REPLACEMENT_CHAR)
         text = self._tail + whole[len(old) :]
-        is_complete = any(_end_of_stop(text, stop, len(self._tail)) for stop in self._stops)
-        if is_complete and end > self._options.min_tokens:
+        if end <= self._options.min_tokens:
+            self._num_endless = len(text) - len(self._tail)
+        elif any(_end_of_stop(text, stop, len(self._tail) + self._num_endless) for stop in self._stops):
             return True
         if len(whole) == len(new) > len(old):
             self._window, self._read = self._read, end
-            self._tail = text[-max(map(len, self._stops)) :]
+            self._tail, self._num_endless = text[-max(map(len, self._stops)) :], 0
         return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -41,12 +42,19 @@ def shown(text: Tokenizer, ids: list[int], stops: list[str]) -> str:
     return text.decode_with_special([i for i in ids if i >= len(SPECIAL) or i in named])
 
 
-def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str]) -> int | None:
-    """What StopCheck must return: the first prefix whose whole characters hold a stop string."""
+def holds_stop(spelled: Callable[[list[int]], str], ids: list[int], stops: list[str], min_tokens: int) -> bool:
+    """Whether the whole characters of ids hold a stop string that ends past those of the first min_tokens ids."""
+    num_endless = len(spelled(ids[:min_tokens]).rstrip(REPLACEMENT_CHAR))
+    whole = spelled(ids).rstrip(REPLACEMENT_CHAR)
+    return any(whole.find(stop, max(0, num_endless - len(stop) + 1)) >= 0 for stop in stops)
+
+
+def kept_by_decoding_everything(text: Tokenizer, ids: list[int], stops: list[str], min_tokens: int = 0) -> int | None:
+    """What StopCheck must return: the first prefix that holds a stop string."""
     naming = [stop for stop in stops if any(token in stop for token in SPECIAL)]
-    for end in range(1, len(ids) + 1):
-        whole = text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
-        if any(stop in whole for stop in stops) or any(stop in shown(text, ids[:end], naming) for stop in naming):
+    for end in range(min_tokens + 1, len(ids) + 1):
+        is_named = holds_stop(lambda some: shown(text, some, naming), ids[:end], naming, min_tokens)
+        if is_named or holds_stop(text.decode, ids[:end], stops, min_tokens):
             return end
     return None
 
@@ -67,9 +75,9 @@ def outputs(draw, text: Tokenizer) -> tuple[list[int], list[str]]:
     return ids, stops
 
 
-def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1) -> int | None:
+def kept(text: Tokenizer, ids: list[int], stops: list[str], ids_per_step: int = 1, min_tokens: int = 0) -> int | None:
     """The answer of a check that is asked after each step, as the engine asks."""
-    check = text.stop_check(stops)
+    check = text.stop_check(stops, TextOptions(min_tokens=min_tokens))
     for end in range(ids_per_step, len(ids) + ids_per_step, ids_per_step):
         if (keep := check(ids[:end])) is not None:
             return keep
@@ -257,8 +265,15 @@ def test_half_a_character_does_not_hide_the_text_before_it(text):
 def test_the_window_finds_what_decoding_everything_finds(text, data):
     ids, stops = data.draw(outputs(text))
     if stops:
-        per_step = data.draw(st.integers(1, 6))
-        assert kept(text, ids, stops, per_step) == kept_by_decoding_everything(text, ids, stops)
+        per_step, min_tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(0, 4))
+        wanted = kept_by_decoding_everything(text, ids, stops, min_tokens)
+        assert kept(text, ids, stops, per_step, min_tokens) == wanted
+
+
+def test_half_a_character_at_min_tokens_does_not_count_the_text_before_it_again(text):
+    ids = [*ids_of(text, "a"), *ids_of(text, "😀")]
+    assert kept(text, ids, ["a"], min_tokens=2) is None
+    assert kept(text, ids, ["😀"], min_tokens=2) == len(ids)
 
 
 def test_a_tokenizer_that_drops_the_first_space_still_shows_the_others():
