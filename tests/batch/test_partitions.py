@@ -1,6 +1,7 @@
 """Hive partitions: directories named after values, files that others read back as Hive, and what cannot partition."""
 
 import datetime
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -11,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
+from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output.output_index import OutputIndex, excess_in, without_ids
 from eagle_ray.batch.output.part_files import has_column, part_files, read_tables
 from eagle_ray.batch.output.partitions import HIVE_NULL, Partitions
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.path import StoragePath, parquet_bytes
+from tests.conftest import small_job
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
 SCHEMA = output_schema([pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())])
@@ -137,3 +140,12 @@ def test_a_value_too_long_for_a_name_is_found_before_the_start_with_its_row():
             Partitions(("lang",)).check_values([good, good | {"source_line": 2, "lang": lang}])
     with pytest.raises(ConfigError, match="'source_file' is too long"):
         Partitions(("source_file",)).check_values([good | {"source_file": "/" * 90}])
+
+
+def test_a_plain_reader_of_our_files_gets_their_partitions_in_their_types(data):
+    settings = {"input.columns.id": "request_id", "input.on_unknown": "carry"}
+    found = plan_input(small_job(Path(data.text), **{"input.path": data.text, "input.template": "{day}"} | settings))
+    rows = {row["request_id"]: row for row in requests_of(found)}
+    assert [(rows[f"q{i}"]["lang"], rows[f"q{i}"]["shard"]) for i in range(len(ROWS))] == [
+        (row["lang"], row["shard"]) for row in ROWS
+    ]

@@ -143,10 +143,10 @@ def _parse_record(header: list[str], values: list[str] | RequestError) -> InputR
             f"the row has {len(values)} values and the first line names {len(header)} columns: give each column one "
             "value, and quote texts that hold commas or newlines",
         )
-    return {name: _parse_value(name, text) for name, text in zip(header, values, strict=True)}
+    return {name: parse_csv_value(name, text) for name, text in zip(header, values, strict=True)}
 
 
-def _parse_value(column: str, text: str) -> Any:
+def parse_csv_value(column: str, text: str) -> Any:
     """Return the text, or null if it is empty; a sampling column's number, or the text if it is not one."""
     try:
         text.encode()

@@ -20,6 +20,7 @@ from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.partitions import partition_values
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
@@ -58,6 +59,11 @@ class InputFile:
     def can_split(self) -> bool:
         """Return whether its lines can be read from any offset: a compressed file only from its start."""
         return self._codec is None and (self.storage_path.is_local or self.storage_path.is_s3)
+
+    @property
+    def partitions(self) -> dict[str, str | None]:
+        """Return the columns and values in the names of its directories below the glob's root; a run has its own."""
+        return {} if self.format == RUN_FORMAT else partition_values(self.name)
 
     def open(self) -> BinaryIO:
         """Return the content, decompressed. Raises FileNotFoundError."""
@@ -117,6 +123,12 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
         for location, version in files.items():
             found.setdefault(location, _input_file(location, version, root, format_))
+        if "=" in root.name and not is_run(pattern):
+            log.warning(
+                "input.path: %s is in the path that is given, so it is no column. For one, give the directory above "
+                "it, or a glob with a wildcard there.",
+                root.name,
+            )
     return tuple(found.values())
 
 

@@ -53,7 +53,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 3
+VERSION = 4
 DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),

@@ -4,6 +4,9 @@ Parquet is split at row groups, every other format at the ends of its records: l
 A compressed file, and one that is read through fsspec, is one shard: its parts could only be read from its start.
 A malformed record is one bad row. Memory is bounded by a record or a batch.
 
+Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
+column of that name. Their values are texts, but a run's own files tell the types that the values had.
+
     >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
     [{'prompt': 'Hi'}]
 """
@@ -20,10 +23,11 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
+from eagle_ray.batch.input.csv import parse_csv_value, rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import rows_in_batch
+from eagle_ray.batch.input.parameters import ROW_PARAMETERS
 from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique
 from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
 from eagle_ray.batch.input.request import InputRow
@@ -31,6 +35,7 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.output.partitions import partition_types
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import ENCODING_BYTES, wide_encoding
 from eagle_ray.storage.path import StorageError
@@ -155,6 +160,8 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
     counts: list[int] = []
     types = RecordTypes(file.format)
     can_split, stop = file.can_split, part.stop
+    partitions = partition_scalars(file)
+    inherited: set[str] = set()  # partition columns that some row does not have of its own
     for offset, position, row in _records(file, part.start, part.first):
         if stop is not None and offset >= stop:
             break
@@ -164,9 +171,37 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
         counts[-1] += 1
         if isinstance(row, dict):
             types.add(row)
-        on_row(position, row)
+            inherited |= partitions.keys() - row.keys()
+        on_row(position, _with_partitions(row, partitions))
+    joined = types.joined()
+    join_into(joined, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
     shards = (Shard(file, *start, count) for start, count in zip(starts, counts, strict=True))
-    return FileScan(types.joined(), tuple(shards))
+    return FileScan(joined, tuple(shards))
+
+
+def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
+    """Return the file's partition columns. types: those that are known; others are texts, and null has no type."""
+    scalars = {}
+    for name, text in file.partitions.items():
+        known = None if types is None or name not in types.names else types.field(name).type
+        value = text if known is not None or text is None or name not in ROW_PARAMETERS else parse_csv_value(name, text)
+        if known is not None:
+            scalars[name] = pa.scalar(text, pa.string()).cast(known)
+        elif value is None or isinstance(value, str):
+            scalars[name] = pa.scalar(value, pa.null() if value is None else CSV_TEXT)
+        else:
+            scalars[name] = pa.scalar(value)
+    return scalars
+
+
+def _with_partitions(row: InputRow, partitions: Mapping[str, pa.Scalar]) -> InputRow:
+    if not partitions or not isinstance(row, dict):
+        return row
+    return {name: scalar.as_py() for name, scalar in partitions.items()} | row
+
+
+def _only(partitions: Mapping[str, pa.Scalar], names: Iterable[str]) -> dict[str, pa.Scalar]:
+    return {name: partitions[name] for name in names if name in partitions}
 
 
 class RecordTypes:
@@ -195,8 +230,9 @@ class RecordTypes:
 
 
 def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+    partitions = partition_scalars(shard.file)
     for _, position, row in _records(shard.file, shard.start, shard.first):
-        yield position, row
+        yield position, _with_partitions(row, partitions)
 
 
 def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
@@ -241,14 +277,24 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
     with open_parquet(file.storage_path) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in _columns_in(parquet, file)}
         check_unique(parquet, file)
+        partitions = _partitions_in(parquet, file)
+        types |= {name: scalar.type for name, scalar in partitions.items()}
+        read = _only(partitions, needed)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
         batches = _parquet_batches(parquet, file, needed, list(groups), ())
         for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
-            on_row(RowPosition(index, None), row)
+            on_row(RowPosition(index, None), _with_partitions(row, read))
     shards = (Shard(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
     return FileScan(types, tuple(shards))
+
+
+def _partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
+    """Return the partition columns of a Parquet file, without those that it has itself."""
+    schema = parquet.schema_arrow
+    scalars = partition_scalars(file, partition_types(schema))
+    return {name: scalar for name, scalar in scalars.items() if name not in schema.names}
 
 
 def _columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
@@ -272,12 +318,16 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
     index = shard.first.row
     try:
         with open_parquet(shard.file.storage_path) as parquet:
+            partitions = _partitions_in(parquet, shard.file)
+            read = _only(partitions, needed)
+            values = {name: partitions[name].as_py() if name in partitions else None for name in carried}
             for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
                 columns = {name: _parquet_column(batch, name, carried[name], shard.file) for name in batch.schema.names}
-                absent = {name: column_of([None] * len(rows), type_) for name, type_ in carried.items()}
-                yield Chunk(list(zip(positions, rows, strict=True)), absent | columns)
+                absent = {name: column_of([values[name]] * len(rows), type_) for name, type_ in carried.items()}
+                placed = [(place, _with_partitions(row, read)) for place, row in zip(positions, rows, strict=True)]
+                yield Chunk(placed, absent | columns)
     except StorageError:
         raise
     except READ_ERRORS as error:

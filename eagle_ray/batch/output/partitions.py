@@ -94,7 +94,7 @@ class Partitions:
 
 def partition_values(path: str) -> dict[str, str | None]:
     """Return the columns and values in a path's directory names."""
-    pairs = [part.partition("=") for part in path.split("/")[:-1] if "=" in part]
+    pairs = [part.partition("=") for part in path.split("/")[:-1] if part.find("=") > 0]
     return {unquote(name): None if value == HIVE_NULL else unquote(value) for name, _, value in pairs}
 
 

@@ -51,6 +51,60 @@ def test_another_encoding_is_named(tmp_path, encoding, name):
         plan(tmp_path / name)
 
 
+def write_any(path: Path, rows: list[dict]) -> Path:
+    """Write the rows in the format of the extension."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        return write_parquet(path, rows)
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, rows)
+    lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_directories_of_hive_partitions_are_columns(tmp_path, suffix):
+    """Texts, percent-encoded, or null; a directory that only some files have is null for the others."""
+    root = tmp_path / "in"
+    for i, directory in enumerate(
+        ["lang=de/y=2024", "lang=a%2Fb%20%C3%BC/y=007", "lang=__HIVE_DEFAULT_PARTITION__", "."]
+    ):
+        write_any(root / directory / f"part.{suffix}", [{"id": i, "prompt": f"p{i}"}])
+    for path in (root, root / f"**/*.{suffix}"):
+        found = plan(path)
+        assert {column.name: column.field.type for column in found.passthrough_columns if column.name in "lang y"} == {
+            "lang": pa.string(),
+            "y": pa.string(),
+        }
+        rows = {row["request_id"]: (row["lang"], row["y"]) for row in requests_of(found)}
+        assert rows == {"0": ("de", "2024"), "1": ("a/b ü", "007"), "2": (None, None), "3": (None, None)}
+    rows = {row["request_id"]: row for row in requests_of(plan(root, "input.template='{lang}: {prompt}'"))}
+    assert (rows["0"]["prompt"], rows["3"]["error_code"]) == ("de: p0", "field_missing")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_a_column_of_the_file_takes_precedence_over_its_directory(tmp_path, suffix):
+    write_any(tmp_path / "in" / "year=2024" / f"a.{suffix}", [{"id": 0, "prompt": "p", "year": 1999}])
+    write_any(tmp_path / "in" / "year=2025" / f"b.{suffix}", [{"id": 1, "prompt": "p"}])
+    assert [row["year"] for row in requests_of(plan(tmp_path / "in"))] == ["1999", "2025"]
+    only = plan(tmp_path / "in" / "*" / f"a.{suffix}")
+    assert [row["year"] for row in requests_of(only)] == [1999]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_a_directory_of_a_parameter_sets_it_for_its_rows(tmp_path, suffix):
+    write_any(tmp_path / "in" / "temperature=0.5" / f"a.{suffix}", [{"id": 0, "prompt": "p"}])
+    [row] = requests_of(plan(tmp_path / "in"))
+    assert (row["temperature"], row["error_code"]) == (0.5, None)
+
+
+def test_directories_in_the_path_that_is_given_are_named_as_no_columns(tmp_path, caplog):
+    write_any(tmp_path / "in" / "lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
+    [row] = requests_of(plan(tmp_path / "in" / "lang=de"))
+    assert "lang" not in row and "lang=de is in the path that is given, so it is no column" in caplog.text
+
+
 def test_both_formats_give_the_same_requests(tmp_path):
     jsonl = list(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", ROWS))))
     parquet = list(requests_of(plan(write_parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))))
