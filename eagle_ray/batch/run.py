@@ -28,7 +28,14 @@ from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import check_unchanged
 from eagle_ray.batch.finished import files_key, finished_key, previous_run, record_finished
 from eagle_ray.batch.input.parallel_scan import ParallelScan
-from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, sample_ids
+from eagle_ray.batch.input.plan import (
+    InputPlan,
+    check_not_empty,
+    plan_input,
+    requests_of,
+    row_settings_line,
+    sample_ids,
+)
 from eagle_ray.batch.input.source_check import check_changes, check_sources
 from eagle_ray.batch.job_errors import (
     DONE,
@@ -328,6 +335,8 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> Non
     log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
     if num_rows == 0:
         return
+    if (line := row_settings_line(plan)) is not None:
+        log.info("%s", line)
     _check_columns(plan, run)
     _check_models(config)
     (run.output / SUMMARY).remove()  # it no longer says what the files hold

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from eagle_ray.batch.input.passthrough import PassthroughColumn
-from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of
+from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, row_settings_line
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
@@ -114,7 +114,9 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
 def _input(plan: InputPlan) -> str:
     carried = ", ".join(_carried(column) for column in plan.passthrough_columns) or "nothing"
     formats = ", ".join(sorted({file.format for file in plan.files}))
-    return f"input    {plan.num_rows} rows in {_files(plan)} ({formats})\ncarried  {carried}"
+    settings = row_settings_line(plan)
+    lines = [f"input    {plan.num_rows} rows in {_files(plan)} ({formats})", f"carried  {carried}"]
+    return "\n".join(lines if settings is None else [*lines, f"settings {settings}"])
 
 
 def _carried(column: PassthroughColumn) -> str:

@@ -297,6 +297,21 @@ def _with_formats(
         )
 
 
+def row_settings_line(plan: InputPlan) -> str | None:
+    """Return settings_line of the plan's columns; requests of batch files are not columns."""
+    if plan.index is None:
+        return None
+    entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
+    names = {name for entry in entries for name, type_ in entry.types.items() if not pa.types.is_null(type_)}
+    return settings_line(names & ROW_SETTINGS)
+
+
+def settings_line(names: Iterable[str]) -> str | None:
+    """Return one line that names the columns that are taken for parameters of their rows, or None if there are none."""
+    listed = ", ".join(sorted(names))
+    return f"columns that set parameters of their rows: {listed}. Rename a column that is data." if listed else None
+
+
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
     """Raise ConfigError if there are no rows and input.allow_empty is not set."""
     if plan.num_rows == 0 and not config.input.allow_empty:

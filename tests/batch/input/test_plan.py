@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input import shards
-from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of
+from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of, row_settings_line
 from eagle_ray.config import ConfigError, load_config
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
@@ -103,6 +104,16 @@ def test_directories_in_the_path_that_is_given_are_named_as_no_columns(tmp_path,
     write_any(tmp_path / "in" / "lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
     [row] = requests_of(plan(tmp_path / "in" / "lang=de"))
     assert "lang" not in row and "lang=de is in the path that is given, so it is no column" in caplog.text
+
+
+def test_columns_that_set_parameters_are_named(tmp_path):
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "prompt": "x", "n": 3, "seed": None, "top_k": 2}])
+    assert (
+        row_settings_line(plan(rows)) == "columns that set parameters of their rows: n, top_k. Rename one that is data."
+    )
+    body = {"prompt": "x", "n": 3}
+    batch = write_jsonl(tmp_path / "b.jsonl", [{"custom_id": "a", "url": "/v1/completions", "body": body}])
+    assert row_settings_line(plan(batch)) is None
 
 
 def test_both_formats_give_the_same_requests(tmp_path):
