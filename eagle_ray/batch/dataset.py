@@ -12,6 +12,7 @@ stay as they are.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from eagle_ray.batch.actor import EngineActor, as_config_error
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.passthrough import output_names
-from eagle_ray.batch.input.plan import request_columns, template_of
+from eagle_ray.batch.input.plan import request_columns, settings_line, template_of
 from eagle_ray.batch.input.request import parse_row
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
@@ -35,11 +36,12 @@ from eagle_ray.batch.output.nested_rows import unnest
 from eagle_ray.batch.output.schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
-from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config import ConfigError, InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.config.structured import schema_text
 from eagle_ray.slot_limits import usual_slots
 from eagle_ray.storage.path import StoragePath
 
+log = logging.getLogger("eagle_ray")
 INPUT_ROW = pa.field("_input_row", pa.binary())  # an Arrow stream of one row: the input's columns
 SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's own LLM processors take it
 LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
@@ -47,6 +49,26 @@ WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash
 ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 READ = frozenset(field.name for field in ROW_FIELDS) | {"prompt"}  # input columns that the output's replace
+PATHS = {"input": {"path": "dataset"}, "output": {"path": "dataset"}}  # keys that are required and not read
+# Keys, or their beginnings, of a job's input files, its output and what it does at its end.
+OF_JOBS = (
+    "input.format",
+    "input.allow_unfinished",
+    "execution.ray_address",
+    "execution.rows_per_file",
+    "execution.max_error_rate",
+    "execution.price_per_hour",
+    "execution.restarts.",
+    "execution.shard",
+    "output.format",
+    "output.partition_by",
+    "output.compression",
+    "output.if_exists",
+    "report.",
+    "on_finish.",
+    "logging.format",
+    "logging.progress_every_s",
+)
 MANY_ROWS = 1 << 30  # how many there are is not known before they are read
 
 
@@ -68,20 +90,43 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     """
     from eagle_ray.build import check_models  # torch
 
+    _check_keys(config)
     check_models(config.model, config.speculative)
-    execution = config.execution
+    execution, limit = config.execution, config.input.limit
+    if limit is not None:
+        dataset = dataset.limit(limit)
+    if execution.preserve_order:
+        dataset.context.execution_options.preserve_order = True  # the context of every Dataset made from it, too
+    log.setLevel(config.logging.level.upper())
+    columns = dataset.columns(fetch_if_missing=False) or []
+    if (line := settings_line(READ.intersection(columns) - {"prompt"})) is not None:
+        log.info("%s", line)
     workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
     batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
     run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
     actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
     requests = dataset.map_batches(
-        RequestMaker(request_columns(config.input.columns, template_of(config.input))),
+        RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input),
         batch_size=batch_size,
         batch_format="pyarrow",
         zero_copy_batch=True,
     )
     nested = map_engine(requests, batch_size, workers, actor_args, DatasetActor)
-    return nested.map_batches(with_input_columns, batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True)
+    return nested.map_batches(
+        OutputMaker(config.input.passthrough), batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True
+    )
+
+
+def _check_keys(config: JobConfig) -> None:
+    """Raise ConfigError naming the keys that are set and that have a meaning only where a job stores its output."""
+    usual = flatten_config(JobConfig.model_validate(PATHS).model_dump(mode="json"))
+    given = flatten_config(config.model_dump(mode="json"))
+    wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] != usual.get(key)]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: of no meaning to eagle_ray.generate without output_path, which stores nothing. Leave "
+            "them out, or give output_path."
+        )
 
 
 def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Dataset:
@@ -116,9 +161,13 @@ class ColumnAdder:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id."""
+    """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id.
+
+    settings: how rows are treated that cannot be answered, and columns that ask for what rows cannot set.
+    """
 
     columns: RequestColumns
+    settings: InputConfig
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         rows = []
@@ -127,15 +176,22 @@ class RequestMaker:
             carried = stream_bytes(batch.slice(i, 1))
             if self.columns.id.column_in(row) is None or request["request_id"] == LOCATION.id:
                 request["request_id"] = content_id(request)
+            if request.get("error_code") is not None and self.settings.on_bad_row == "fail":
+                message = request["error_message"].removeprefix(f"{LOCATION}: ")
+                raise ConfigError(f"dataset: {message} (input.on_bad_row is fail)")
             rows.append(request | {INPUT_ROW.name: carried})
         return table_of(rows, request_schema([INPUT_ROW]))
 
     def _request(self, row: dict[str, Any]) -> dict[str, Any]:
         row = with_sampling_params(row)
-        for name, value in row.items():
+        for name, value in row.items() if self.settings.on_unknown != "carry" else ():
             parameter = match_unsupported(name)
-            if parameter is not None and has_effect(parameter, value):
-                raise ConfigError(f"dataset: column {name!r} is a request parameter that rows cannot set. Drop it.")
+            if parameter is None or not has_effect(parameter, value):
+                continue
+            problem = f"dataset: column {name!r} is a request parameter that rows cannot set"
+            if self.settings.on_unknown == "refuse":
+                raise ConfigError(f"{problem}. Drop it, or treat it as data (input.on_unknown=carry).")
+            log.warning("%s. It is treated as data.", problem)
         return parse_row(row, self.columns, LOCATION)
 
 
@@ -162,17 +218,32 @@ def stream_bytes(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def with_input_columns(nested: pa.Table) -> pa.Table:
-    """Return the rows of a block with the columns of their input rows before the output columns."""
+@dataclass(frozen=True, slots=True)
+class OutputMaker:
+    """A task that turns blocks of nested output rows into rows of the result. carried: as input.passthrough."""
+
+    carried: str | list[str]
+
+    def __call__(self, nested: pa.Table) -> pa.Table:
+        return with_input_columns(nested, self.carried)
+
+
+def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa.Table:
+    """Return the rows of a block with the columns of their input rows before the output columns.
+
+    carried: all, none or a list of names, as input.passthrough.
+    """
     rows = unnest(nested)
-    carried = [pa.ipc.open_stream(value.as_buffer()).read_all() for value in rows[INPUT_ROW.name].combine_chunks()]
+    streams = [pa.ipc.open_stream(value.as_buffer()).read_all() for value in rows[INPUT_ROW.name].combine_chunks()]
     outputs = rows.select(ADDED)
     messages = pc.replace_substring(outputs["error_message"], f"{LOCATION}: ", "", max_replacements=1)
     outputs = outputs.set_column(outputs.column_names.index("error_message"), "error_message", messages)
-    if not carried:
+    if not streams:
         return outputs
-    inputs = pa.concat_tables(carried, promote_options="permissive")
-    names = output_names([name for name in inputs.column_names if name not in READ and name != SAMPLING_PARAMS], ADDED)
+    inputs = pa.concat_tables(streams, promote_options="permissive")
+    listed = {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
+    kept = [name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS]
+    names = output_names(kept, ADDED)
     inputs = inputs.select(list(names)).rename_columns(list(names.values()))
     for field, column in zip(outputs.schema, outputs.columns, strict=True):
         inputs = inputs.append_column(field, column)

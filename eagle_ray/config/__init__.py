@@ -18,6 +18,7 @@ from eagle_ray.config.job import (
     changed_keys,
     check_row_sampling,
     config_hash,
+    flatten_config,
     recorded,
     upgrade_config,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "changed_keys",
     "check_row_sampling",
     "config_hash",
+    "flatten_config",
     "load_config",
     "load_serve_config",
     "load_train_config",

@@ -604,14 +604,14 @@ def changed_keys(old: dict, new: dict) -> list[str]:
 def _compared(dump: dict) -> dict[str, Any]:
     return {
         key: value
-        for key, value in _flatten(dump).items()
+        for key, value in flatten_config(dump).items()
         if not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
     }
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+def flatten_config(tree: dict, prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves

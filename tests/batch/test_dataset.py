@@ -1,6 +1,7 @@
 """Ray Datasets of prompts to Ray Datasets of completions, lazily and as a job, on a real local Ray."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.api.python_config import job_config
 from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, with_input_columns
 from eagle_ray.batch.input.plan import request_columns
-from eagle_ray.config import ColumnsConfig
+from eagle_ray.config import ColumnsConfig, InputConfig
 from tests.conftest import PAIR, token_rows
 
 README = Path(__file__).parents[2] / "README.md"
@@ -47,7 +48,7 @@ def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
 
 
 def test_requests_keep_their_ids_and_rows_without_one_get_one_from_their_content():
-    maker = RequestMaker(request_columns(ColumnsConfig()))
+    maker = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"))
     rows = [
         {"id": "a", "prompt": "x", "n": 1},
         {"id": None, "prompt": "x", "n": 2},
@@ -60,7 +61,9 @@ def test_requests_keep_their_ids_and_rows_without_one_get_one_from_their_content
 
 def test_a_column_that_asks_for_what_rows_cannot_set_is_refused():
     with pytest.raises(ConfigError, match="length_penalty"):
-        RequestMaker(request_columns(ColumnsConfig()))(table([{"prompt": "x", "length_penalty": 2.0}]))
+        RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"))(
+            table([{"prompt": "x", "length_penalty": 2.0}])
+        )
 
 
 def test_an_empty_block_has_no_rows(make_job):
@@ -92,6 +95,43 @@ def test_a_dataset_is_answered_lazily_with_its_columns_and_types(ray_session, ma
     assert found["bad"]["error_code"] == "bad_token_id" and found["bad"]["error_message"].startswith("token id 1000000")
     assert found["q1"]["mean_acceptance_length"] >= 1 and found["q1"]["input_text"] == "given"
     assert answered.schema().base_schema.field("level").type == types.field("level").type
+
+
+def test_the_keys_of_a_dataset_hold(ray_session, caplog):
+    """In the Dataset's order, its first rows, with the columns that are asked for; one line names parameters."""
+    asked = ray.data.from_items([row | {"n": 1, "a": 1, "b": 2} for row in token_rows(40)], override_num_blocks=10)
+    settings = {
+        "execution.preserve_order": True,
+        "input.limit": 30,
+        "input.passthrough": ["a"],
+        "sampling.max_tokens": 2,
+        "logging.level": "info",
+    }
+    answered = eagle_ray.generate(asked, CONFIG | settings)
+    rows = [row for batch in answered.iter_batches(batch_size=7, batch_format="pyarrow") for row in batch.to_pylist()]
+    assert [row["request_id"] for row in rows] == [f"q{i}" for i in range(30)]
+    assert rows[0]["a"] == 1 and not {"b", "id"} & rows[0].keys()
+    assert caplog.messages.count("columns that set parameters of their rows: n. Rename a column that is data.") == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["output.partition_by=[a]", "execution.rows_per_file=7", "execution.restarts.limit=1", "report.baseline_rows=2"],
+)
+def test_a_key_of_stored_outputs_is_refused_by_name(ray_session, key):
+    name, _, value = key.partition("=")
+    asked = ray.data.from_items([{"prompt_token_ids": [1]}])
+    with pytest.raises(ConfigError, match=rf"^{name}: of no meaning"):
+        eagle_ray.generate(asked, CONFIG | {name: json.loads(value.replace("a", '"a"'))})
+
+
+def test_bad_and_unknown_columns_are_treated_as_the_keys_say():
+    maker = partial(RequestMaker, request_columns(ColumnsConfig()))
+    carry = maker(InputConfig(path="dataset", on_unknown="carry"))
+    [row] = carry(table([{"prompt": "x", "length_penalty": 2.0}])).to_pylist()
+    assert row["error_code"] is None
+    with pytest.raises(ConfigError, match=r"dataset: column 'prompt' must be a text.*input.on_bad_row is fail"):
+        maker(InputConfig(path="dataset", on_bad_row="fail"))(table([{"prompt": 5}]))
 
 
 def test_postprocess_makes_the_rows_and_n_samples_are_rows(ray_session):
