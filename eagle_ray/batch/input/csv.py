@@ -4,6 +4,9 @@ Values are texts and an empty one is null, but for sampling columns, which are n
 bad row of its first line: reading goes on at the line after it, so that a quote without its end costs one row and
 not the rest of the file. Memory is bounded by MAX_RECORD_BYTES.
 
+A last line without a line end that is no whole record is not a row, as in JSONL files. Whether its last value is whole
+cannot be told.
+
     >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
     [{'id': '7', 'prompt': 'Hi,\nyou'}]
 """
@@ -20,6 +23,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from eagle_ray.batch.input.jsonl import is_cut, log_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
@@ -45,8 +49,19 @@ def rows_in_csv(
     if start:
         lines = _Lines(stream, start, start_position.line)
     for index, (offset, line, values) in enumerate(_records(lines), start_position.row):
+        position = RowPosition(index, line)
+        if values and lines.is_cut and lines.number == line + 1 and _is_part(header, values):
+            log_cut(path, position)
+            return
         if values:
-            yield offset, RowPosition(index, line), _parse_record(header, values)
+            yield offset, position, _parse_record(header, values)
+
+
+def _is_part(header: list[str], values: list[str] | RequestError) -> bool:
+    """Return whether a file's last line can only be a part of a record."""
+    if isinstance(values, RequestError) or len(values) < len(header):
+        return True
+    return "\udc80" <= values[-1][-1:] <= "\udcff"  # a part of a character
 
 
 def type_of_csv_value(value: Any) -> pa.DataType:
@@ -86,26 +101,30 @@ def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError
     reader = csv.reader(lines, strict=True)
     while True:
         offset, line = lines.begin_record()
+        is_bad = False
         try:
             values = next(reader, None)
         except csv.Error as error:
+            is_bad = True
             values = RequestError(
                 "bad_csv", f"the row is not CSV ({error}): quote its texts, and double quotes in them"
             )
-            lines.return_to_second_line()
         if values is None:
             return
         yield offset, line, values
+        if is_bad:
+            lines.return_to_second_line()
 
 
 class _Lines:
     """A stream's lines for the csv module; bytes that are not UTF-8 become lone surrogates.
 
-    offset, number: of the next line.
+    offset, number: of the next line. is_cut: whether the last one that was read has no line end.
     """
 
     def __init__(self, stream: BinaryIO, offset: int, number: int):
         self._stream, self.offset, self.number = stream, offset, number
+        self.is_cut = False
         self._stream.seek(offset)
         self.begin_record()
 
@@ -128,6 +147,7 @@ class _Lines:
         line = self._stream.readline()
         if not line:
             raise StopIteration
+        self.is_cut = is_cut(line)
         text = line.removeprefix(codecs.BOM_UTF8) if self.offset == 0 else line
         self.offset, self.number = self.offset + len(line), self.number + 1
         self._second_line = self._second_line or self.offset

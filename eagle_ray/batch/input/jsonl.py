@@ -1,6 +1,7 @@
 """Rows of a JSONL file: one JSON object a line. A line that is none is one bad row.
 
-Memory is bounded by a line.
+Memory is bounded by a line. A last line without a line end that is not JSON is not a row: the file may be one that
+another process appends to, and the line is read once it is whole.
 
     >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
     [(0, At(row=0, line=1), {'prompt': 'Hi'})]
@@ -9,6 +10,7 @@ Memory is bounded by a line.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -17,6 +19,7 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.errors import RequestError
 from eagle_ray.strict_json import parse_json
 
+log = logging.getLogger("eagle_ray")
 BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -29,9 +32,33 @@ def rows_in_jsonl(
     """
     stream.seek(start)
     for i, line in enumerate(stream):
+        position = RowPosition(start_position.row + i, start_position.line + i)
         if line.strip():
-            yield start, RowPosition(start_position.row + i, start_position.line + i), _parse_line(line)
+            row = _parse_line(line)
+            if is_cut(line) and isinstance(row, RequestError) and not _is_json(line):
+                log_cut(path, position)
+                return
+            yield start, position, row
         start += len(line)
+
+
+def is_cut(line: bytes) -> bool:
+    """Return whether a file's last line has no line end, so that it may be the beginning of a longer one."""
+    return not line.endswith(b"\n")
+
+
+def log_cut(path: str, position: RowPosition) -> None:
+    log.warning("%s, line %s: the last line is not whole. It is read once it is.", path, position.line)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _parse_line(line: bytes) -> InputRow:

@@ -437,3 +437,28 @@ def test_a_prompt_of_nothing_is_an_error_row(tmp_path, prompt):
 def test_what_is_wrong_is_said_shortly(tmp_path):
     [row] = requests_of(plan(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "temperature": "hot" * 10_000}])))
     assert row["error_code"] == "bad_sampling" and len(row["error_message"]) < 200 + len(str(tmp_path))
+
+
+LAST_LINES = {
+    "a.jsonl": '{"id": 1, "prompt": "Grüße an dich"}',
+    "b.jsonl": json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}),
+    "a.csv": '1,"Hi, you",x',
+}
+
+
+@pytest.mark.parametrize(("name", "line"), LAST_LINES.items())
+def test_a_part_of_a_last_line_is_no_row_until_it_is_whole(tmp_path, caplog, name, line):
+    first = "id,prompt,c\n" if name == "a.csv" else ""
+    first += line.replace("1", "0", 1) + "\n"
+    content = line.encode()
+    for length in range(1, len(content) - 2 * (name == "a.csv")):
+        caplog.clear()
+        (tmp_path / name).write_bytes(first.encode() + content[:length])
+        assert ids(plan(tmp_path / name)) == ["0"], content[:length]
+        [message] = [message for message in caplog.messages if "not whole" in message]
+        number = first.count("\n") + 1
+        assert message.endswith(f"{name}, line {number}: the last line is not whole. It is read once it is.")
+    (tmp_path / name).write_bytes(first.encode() + content)
+    assert ids(plan(tmp_path / name)) == ["0", "1"]
+    (tmp_path / name).write_bytes(first.encode() + content[:10] + b"\n")
+    assert len(ids(plan(tmp_path / name))) == 2
