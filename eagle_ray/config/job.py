@@ -42,7 +42,7 @@ from eagle_ray.chat.chat_options import (
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.config.structured import choice_list, response_format_text, schema_text
+from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, choice_list, response_format_text, schema_text
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -327,8 +327,7 @@ class SamplingConfig(StrictModel):
     grammar: Name | None = Field(default=None, description=f"a grammar in Lark's syntax or GBNF, or null; {ONLY_ONE}")
     response_format: Annotated[str, BeforeValidator(response_format_text)] | None = Field(
         default=None,
-        description="OpenAI's {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}, "
-        f"or null; {ONLY_ONE}",
+        description=f"OpenAI's {RESPONSE_FORMAT_FORM}, or null; {ONLY_ONE}",
     )
 
     @field_validator(*STRUCTURED_KEYS)

@@ -4,6 +4,8 @@
     '{"type": "object"}'
     >>> response_format_text({"type": "json_schema", "json_schema": {"name": "a", "schema": {}}})
     '{"type": "json_schema", "json_schema": {"schema": {}}}'
+    >>> response_format_text({"type": "json_object", "schema": {"type": "object"}})
+    '{"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}'
 
     >>> with_own_keys({"structured_outputs": {"json": {"type": "object"}}})
     {'json_schema': {'type': 'object'}}
@@ -24,6 +26,14 @@ KEY_BY_VLLM_NAME = {
     "choice": "choice",
     "grammar": "grammar",
 }
+RESPONSE_FORMAT_FORM = (
+    "{type: text}, {type: json_object}, {type: json_object, schema: ...} or "
+    "{type: json_schema, json_schema: {schema: ...}}"
+)
+KEYS_OF_FORMAT = {
+    "json_object": ("schema",),
+    "json_schema": ("schema", "name", "description", "strict", "type"),
+}  # of the types that have a schema: the keys of the object that it stands in
 
 
 def schema_text(value: Any) -> Any:
@@ -45,18 +55,25 @@ def choice_list(value: Any) -> Any:
 
 
 def response_format_text(value: Any) -> Any:
-    """Return OpenAI's response_format as JSON text: its type, and the schema of type json_schema.
+    """Return OpenAI's response_format as JSON text: its type, and its schema if it has one.
 
-    Raises ValueError if it is of another form.
+    The schema stands in json_schema, or next to the type: /v1/responses, llama.cpp and instructor write it there, the
+    last two also with the type json_object. Raises ValueError if the format is of another form or has another key.
     """
-    value = _parsed(value)
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("text", "json_object"):
-        return json.dumps({"type": kind})
-    inner = value.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict | bool):
+    given = _object(_parsed(value))
+    kind = given.pop("type", None)
+    inner = _object(given.pop("json_schema", None))
+    if inner and (given or kind != "json_schema"):
         raise ValueError("not a response_format")
-    return json.dumps({"type": kind, kind: {"schema": inner["schema"]}}, ensure_ascii=False)
+    given = inner or given
+    if (kind in ("text", "json_object") and not given) or (kind == "json_object" and given == {"schema": {}}):
+        return json.dumps({"type": kind})
+    keys = KEYS_OF_FORMAT.get(kind, ()) if isinstance(kind, str) else ()
+    schema = given.get("schema")
+    is_schema = isinstance(schema, dict) or (kind == "json_schema" and isinstance(schema, bool))
+    if not is_schema or not given.keys() <= {*keys}:
+        raise ValueError("not a response_format")
+    return json.dumps({"type": "json_schema", "json_schema": {"schema": schema}}, ensure_ascii=False)
 
 
 def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,6 +92,13 @@ def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
     if any(body.get(name) is not None for name in own):
         return body
     return {name: value for name, value in body.items() if name != "structured_outputs"} | own
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return an object without its nulls, which Parquet has for absent keys; null is empty. Raises ValueError."""
+    if not isinstance(value, dict | None):
+        raise ValueError("not an object")
+    return {name: inner for name, inner in (value or {}).items() if inner is not None}
 
 
 def _parsed(value: Any) -> Any:

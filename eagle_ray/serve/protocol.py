@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
 from eagle_ray.chat.template_messages import template_message
-from eagle_ray.config.structured import response_format_text, schema_text, with_own_keys
+from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -48,22 +48,28 @@ def _token_id_key(key: Any) -> Any:
 
 
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
+def _object_of(**properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
+    required = [name for name, schema in properties.items() if schema]
+    nothing = {"type": "null"}
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": nothing}
+
+
+def _form(kind: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a response_format of this type."""
+    return _object_of(type={"const": kind}, **properties)
+
+
 SCHEMA_FORM: dict[str, Any] = {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
-RESPONSE_FORMAT_FORM: dict[str, Any] = {
+ANY_SCHEMA: dict[str, Any] = {"type": ["object", "boolean"]}
+LABELS: dict[str, Any] = {"name": {}, "description": {}, "strict": {}}  # of a schema: they say nothing of an answer
+RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
     "anyOf": [
-        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {
-                "type": {"const": "json_schema"},
-                "json_schema": {
-                    "type": "object",
-                    "required": ["schema"],
-                    "properties": {"schema": {"type": ["object", "boolean"]}},
-                },
-            },
-        },
+        _form("text"),
+        _form("json_object"),
+        _form("json_object", schema={"type": "object"}),
+        _form("json_schema", schema=ANY_SCHEMA, **LABELS),
+        _form("json_schema", json_schema=_object_of(schema=ANY_SCHEMA, type={}, **LABELS)),
         JSON_TEXT,
     ]
 }
@@ -94,7 +100,7 @@ Metadata = Annotated[
 ]
 METADATA_FORM = f"an object of at most {MAX_METADATA} texts: keys of 64, values of 512 characters"
 JsonSchema = Annotated[Text, BeforeValidator(schema_text), WithJsonSchema(SCHEMA_FORM)]
-ResponseFormat = Annotated[Text, BeforeValidator(response_format_text), WithJsonSchema(RESPONSE_FORMAT_FORM)]
+ResponseFormat = Annotated[Text, BeforeValidator(response_format_text), WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
 PENALTY_RANGE = f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
 
 MAX_SEQUENCES = 1024
@@ -238,7 +244,7 @@ class Request(Body):
     grammar: Stop | None = Field(default=None, description="a grammar in Lark's syntax or GBNF")
     response_format: ResponseFormat | None = Field(
         default=None,
-        description="{type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}",
+        description=RESPONSE_FORMAT_FORM,
     )
     stream: bool = Field(default=False, description="true or false")
     stream_options: StreamOptions | None = Field(

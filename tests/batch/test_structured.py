@@ -14,6 +14,7 @@ from eagle_ray.batch.input.openai_batch import parse_batch_line
 from eagle_ray.batch.input.plan import requests_of
 from eagle_ray.batch.sequences import controls_json, sequences_of
 from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config.structured import response_format_text
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar import GrammarSpec
 from tests.batch.input.test_openai_batch import line
@@ -74,6 +75,39 @@ def test_a_struct_of_parquet_is_a_response_format(tmp_path):
     pq.write_table(pa.table({"prompt": ["x"], "response_format": [FORMAT]}), tmp_path / "a.parquet")
     [row] = requests_of(plan(tmp_path / "a.parquet"))
     assert json.loads(row["response_format"])["json_schema"]["schema"]["required"] == SCHEMA["required"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": SCHEMA},
+        {"type": "json_object", "schema": SCHEMA, "json_schema": None},
+        {"type": "json_schema", "schema": SCHEMA, "name": "a", "strict": True},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "name": "a", "description": None, "strict": False}},
+    ],
+)
+def test_a_response_format_keeps_its_schema_wherever_it_stands(form):
+    kept = json.dumps({"type": "json_schema", "json_schema": {"schema": SCHEMA}})
+    assert response_format_text(form) == response_format_text(json.dumps(form)) == kept
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text", "schema": SCHEMA},
+        {"type": "json_object", "schema": True},
+        {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+        {"type": "json_object", "schema": SCHEMA, "strict": True},
+        {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": SCHEMA}},
+        {"type": "json_schema", "json_schema": {"schema": SCHEMA, "any_whitespace": False}},
+        {"type": "json_object", "format": "a"},
+        {"type": ["json_object"]},
+        {"type": "text", "json_schema": 5},
+    ],
+)
+def test_a_response_format_is_refused_if_it_asks_for_more(form):
+    with pytest.raises(ValueError):
+        response_format_text(form)
 
 
 @pytest.mark.parametrize(

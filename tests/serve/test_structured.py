@@ -17,6 +17,7 @@ def test_answers_are_the_batch_jobs(app, tmp_path):
         (CHAT, FRANCE | {"choice": ["Paris", "London"], "temperature": 0.9, "seed": 3}),
         (TEXT, {"prompt": "Once", "json_schema": SCHEMA, "max_tokens": 120, "temperature": 0.7, "seed": 5}),
         (TEXT, {"prompt": "Once", "regex": "[a-c]{3}x", "n": 2, "seed": 1}),
+        (CHAT, FRANCE | {"response_format": {"type": "json_object", "schema": SCHEMA}, "max_tokens": 120}),
     ]
     rows = batch_rows(tmp_path, [{"id": f"{i}", **body} for i, (_, body) in enumerate(asked)])
     by_request = {str(i): [row for row in rows if row["request_id"] == str(i)] for i in range(len(asked))}
@@ -25,7 +26,8 @@ def test_answers_are_the_batch_jobs(app, tmp_path):
         found = [choice["message"]["content"] if path == CHAT else choice["text"] for choice in choices]
         assert found == [row["text"] for row in by_request[str(i)]]
         assert texts(ask(app, path, body | {"stream": True}).events) == found
-    jsonschema.validate(json.loads(by_request["0"][0]["text"]), SCHEMA)
+    for i in ("0", "4"):
+        jsonschema.validate(json.loads(by_request[i][0]["text"]), SCHEMA)
     assert by_request["1"][0]["text"] in ["Paris", "London"]
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -155,10 +154,9 @@ def _response_format(text: Json | None) -> str | None:
     form = (text or {}).get("format")
     if form is None:
         return None
-    kind = form.get("type") if isinstance(form, dict) else None
     try:
-        found: str = response_format_text({"type": kind, "json_schema": form} if kind == "json_schema" else form)
-    except (ValueError, json.JSONDecodeError):
+        found: str = response_format_text(form)
+    except ValueError:
         rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
         raise ApiError(400, f"text.format: {rule}, got {reprlib.repr(form)}", "text.format", "bad_value") from None
     return found
