@@ -18,6 +18,7 @@ from typing import Any
 
 CHAT_NAMES = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 MODES = ("none", "auto", "required")
+MAX_TOOLS = 1024  # eight times OpenAI's bound
 TOOLS_FORM = 'a list of tools {"type": "function", "function": {"name", "description", "parameters", "strict"}}'
 CHOICE_FORM = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 KWARGS_FORM = "an object of names and values that the chat template reads, such as enable_thinking"
@@ -105,10 +106,14 @@ def check_tools(value: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list):
         raise ValueError(f"tools: must be {TOOLS_FORM}, got {reprlib.repr(value)}")
-    names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(value)]
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
-        raise ValueError(f"tools: {twice[0]!r} is the name of two tools. Give each tool a name of its own")
+    if len(value) > MAX_TOOLS:
+        raise ValueError(f"tools: must be at most {MAX_TOOLS} tools, got {len(value)}. Leave some out")
+    seen: set[str] = set()
+    for i, tool in enumerate(value):
+        name = _checked_name(tool, f"tools[{i}]")
+        if name in seen:
+            raise ValueError(f"tools: {name!r} is the name of two tools. Give each tool a name of its own")
+        seen.add(name)
     return value
 
 

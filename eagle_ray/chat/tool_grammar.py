@@ -142,7 +142,8 @@ _FORMS: dict[str, Callable[[ChatOptions, Mapping[str, int]], _FormWriter]] = {
 
 
 def _callable(options: ChatOptions) -> list[Tool]:
-    return [tool for tool in options.tools if _name(tool) in options.callable_names]
+    names = frozenset(options.callable_names)
+    return [tool for tool in options.tools if _name(tool) in names]
 
 
 def _name(tool: Tool) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_ray.chat.chat_options import ChatOptions
+from eagle_ray.chat.chat_options import MAX_TOOLS, ChatOptions
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 SUB = {"type": "function", "function": {"name": "sub"}}
@@ -33,6 +33,7 @@ def test_the_choice_of_a_tool():
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, r"function\.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, r"function\.strict"),
         ({"tools": [ADD, ADD]}, "'add' is the name of two tools"),
+        ({"tools": [ADD] * (MAX_TOOLS + 1)}, f"tools: must be at most {MAX_TOOLS} tools, got {MAX_TOOLS + 1}"),
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice: must be none, auto, required"),
         ({"tools": [ADD], "tool_choice": {"type": "function"}}, "tool_choice: must be"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no tool 'sub'"),
