@@ -10,7 +10,7 @@ driver would accept a row that a worker, with a deeper stack, refuses. So nestin
     >>> parse_json('{"prompt": ["Hi", "cut \\ud83d"]}')
     Traceback (most recent call last):
     ...
-    eagle_ray.strict_json.HalfSurrogate: prompt[1]: half a surrogate, the escape \ud83d without its second half
+    eagle_ray.strict_json.HalfSurrogate: prompt[1]: half a surrogate: \ud83d without its second half. Write it whole
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ Place = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
 
 
-class HalfSurrogate(UnicodeError):
+class JsonError(ValueError):
+    """A text is JSON by Python's json and is refused all the same."""
+
+
+class HalfSurrogate(JsonError):
     """A text has half a surrogate pair.
 
-    Attributes:
-        place: where the text stands in the checked value; for a key, where its object stands.
-        problem: what is wrong, without the place.
+    place: where it stands in the checked value; for a key, where its object does.
     """
 
     def __init__(self, place: Place, text: str):
         half = next(character for character in text if "\ud800" <= character <= "\udfff")
         self.place = place
-        self.problem = f"half a surrogate, the escape \\u{ord(half):04x} without its second half"
-        super().__init__(f"{where}: {self.problem}" if (where := place_text(place)) else self.problem)
+        problem = f"half a surrogate: \\u{ord(half):04x} without its second half. Write it whole"
+        super().__init__(f"{where}: {problem}" if (where := place_text(place)) else problem)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value. Raises ValueError that says why the text is refused, and HalfSurrogate, which is one."""
+    """Return the value. Raises json.JSONDecodeError or JsonError, both ValueErrors that say what is wrong."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -50,7 +52,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError as error:
         if "integer string" in str(error):  # Python's own text names a function of Python
-            raise ValueError("an integer has thousands of digits: write it as a text") from None
+            raise JsonError("an integer has thousands of digits: write it as a text") from None
         raise
     if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MAX_JSON_DEPTH or not _is_utf8(text):
         check_texts(value)
@@ -60,7 +62,7 @@ def parse_json(text: str) -> Any:
 def check_texts(value: Any) -> None:
     """Check the texts of a value that may not come from JSON, such as a Python caller's.
 
-    Raises HalfSurrogate for a text with half a surrogate pair, a key too, and ValueError for nesting that parse_json
+    Raises HalfSurrogate for a text or a key with half a surrogate pair, and JsonError for nesting that parse_json
     refuses.
     """
     level: list[tuple[Place, Any]] = [((), value)]
@@ -107,16 +109,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"key {twice[:60]!a} is given more than once in one object: keep one")
+        raise JsonError(f"key {twice[:60]!a} is given more than once in one object: keep one")
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON: write null, or leave the key out")
+    raise JsonError(f"{name} is not a number of JSON: write null, or leave the key out")
 
 
-def _depth_error() -> ValueError:
-    return ValueError(f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it")
+def _depth_error() -> JsonError:
+    return JsonError(f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)  # json.loads makes one a call

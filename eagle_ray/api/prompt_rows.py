@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.plan import request_columns
-from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.request import parse_row, with_checked_texts
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.schema import REQUEST
@@ -81,7 +81,7 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
 def _request_row(row: Mapping[str, Any], number: int, columns: RequestColumns) -> RequestRow:
     check_keys(row)
     location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
-    return dict.fromkeys(REQUEST.names) | parse_row(dict(row), columns, location)
+    return dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location)
 
 
 def check_keys(row: Mapping[str, Any]) -> None:

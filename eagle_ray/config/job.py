@@ -52,6 +52,7 @@ from eagle_ray.sampling_limits import (
     MIN_REPETITION_PENALTY,
     STRUCTURED_KEYS,
 )
+from eagle_ray.strict_json import JsonError
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -545,9 +546,12 @@ def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return RowSampling.model_validate(dict(values)).model_dump(exclude_unset=True)
     except ValidationError as error:
-        name = str(error.errors()[0]["loc"][0])
+        detail = error.errors()[0]
+        name = str(detail["loc"][0])
         allowed = RowSampling.model_fields[name].description
-        raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}") from None
+        cause = detail.get("ctx", {}).get("error")
+        reason = f" ({cause})" if isinstance(cause, JsonError | json.JSONDecodeError) else ""
+        raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}{reason}") from None
 
 
 # A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.

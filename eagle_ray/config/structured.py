@@ -19,6 +19,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_ray.strict_json import parse_json
+
 KEY_BY_VLLM_NAME = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -103,4 +105,4 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _parsed(value: Any) -> Any:
     """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
-    return json.loads(value) if isinstance(value, str) else value
+    return parse_json(value) if isinstance(value, str) else value

@@ -48,6 +48,8 @@ def _token_id_key(key: Any) -> Any:
 
 
 JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
+
+
 def _object_of(**properties: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
     required = [name for name, schema in properties.items() if schema]

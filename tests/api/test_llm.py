@@ -51,6 +51,23 @@ def test_import_takes_neither_torch_nor_ray():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_half_a_surrogate_is_an_error_of_its_prompt(llm, caplog):
+    call = {"function": {"name": "f", "arguments": r'{"a": "\ud83d"}'}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "\ud83d"}}]
+    bad = [
+        "a\ud800b",
+        {"id": "\ud83d", "prompt": "Hi"},
+        {"messages": [{"role": "user", "content": "\ud83d"}]},
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": CHAT, "tools": tools},
+        {"prompt": "Hi", "stop": ["\ud83d"]},
+        {"prompt": "Hi", "json_schema": {"title": "\ud83d"}},
+    ]
+    outputs = llm.generate([*bad, "Hi"], SamplingParams(max_tokens=2))
+    assert [output.error and output.error.code for output in outputs] == [*["bad_encoding"] * len(bad), None]
+    assert all("half a surrogate: \\ud8" in str(output.error) for output in outputs[:-1]) and not caplog.records
+
+
 def test_every_public_name_is_there_and_in_the_stub():
     assert all(getattr(eagle_ray, name) is not None for name in eagle_ray.__all__)
     stub = (PAIR.parents[2] / "eagle_ray" / "__init__.pyi").read_text()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.errors import RequestError
+from eagle_ray.strict_json import HalfSurrogate
 
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
 
@@ -67,6 +68,11 @@ class ColumnPath:
             return value[step] if -len(value) <= step < len(value) else None
         expected = "a list" if isinstance(step, int) else "an object"
         raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
+
+
+def json_error(where: str, error: ValueError) -> RequestError:
+    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
+    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
 
 
 def describe_value(value: Any) -> str:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from eagle_ray.batch.input.columns import json_error
 from eagle_ray.batch.input.jsonl import is_cut, log_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.batch.input.request import InputRow
@@ -30,7 +31,7 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.output.schema import ROW_FIELDS
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import parse_json
+from eagle_ray.strict_json import HalfSurrogate, parse_json
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
@@ -178,6 +179,8 @@ def parse_csv_value(column: str, text: str) -> Any:
     is_list, is_map = pa.types.is_list(type_), pa.types.is_map(type_)
     try:
         value = parse_json(text if is_list or is_map else text.lower())
+    except HalfSurrogate as error:
+        return json_error(f"column {column!r}", error)
     except ValueError:
         return text
     wanted = list if is_list else dict if is_map else int | float

@@ -14,10 +14,10 @@ import logging
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from eagle_ray.batch.input.request import InputRow
+from eagle_ray.batch.input.request import InputRow, with_checked_texts
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import parse_json
+from eagle_ray.strict_json import HalfSurrogate, parse_json
 
 log = logging.getLogger("eagle_ray")
 BYTE_ORDER_MARK = "\ufeff"
@@ -64,11 +64,13 @@ def _is_json(line: bytes) -> bool:
 def _parse_line(line: bytes) -> InputRow:
     try:
         text = line.rstrip().decode().removeprefix(BYTE_ORDER_MARK)
-        row = parse_json(text)  # behind a line break, errors are at its first character
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is JSON, but no text
     except UnicodeError as error:
         return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
+    try:
+        row = parse_json(text)  # behind a line break, errors are at its first character
+    except HalfSurrogate as error:
+        row = json.loads(text)
+        return with_checked_texts(row) if isinstance(row, dict) else RequestError("bad_encoding", f"the line: {error}")
     except json.JSONDecodeError as error:  # its own words call every line the first
         problem = f"{error.msg}: character {error.colno}"
         return RequestError("bad_json", f"the line is not JSON ({problem}): write one object a line")

@@ -17,10 +17,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_ray.batch.input.columns import describe_value
-from eagle_ray.chat.template_messages import template_message
+from eagle_ray.batch.input.columns import describe_value, json_error
+from eagle_ray.chat.template_messages import template_arguments, template_message
 from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import parse_json
+from eagle_ray.strict_json import HalfSurrogate, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = {
@@ -67,6 +67,8 @@ def _messages_in(text: str, column: str) -> Any:
         return [{"role": "user", "content": text}]
     try:
         return parse_json(text)
+    except HalfSurrogate as error:
+        raise json_error(f"column {column!r}", error) from None
     except ValueError as error:
         raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
 
@@ -81,6 +83,7 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise RequestError("bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_value(role)}")
     kept = {key: value for key, value in message.items() if value is not None}
+    _check_arguments(kept.get("tool_calls"), f"{where}.tool_calls")
     if isinstance(content, list):
         return kept | {"content": [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]}
     if content is None and role == "assistant" and message.get("tool_calls"):
@@ -88,6 +91,15 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RequestError("bad_type", f"{where}.content must be a text, got {describe_value(content)}")
     return kept
+
+
+def _check_arguments(calls: Any, where: str) -> None:
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        try:
+            template_arguments(function.get("arguments") if isinstance(function, Mapping) else None)
+        except HalfSurrogate as error:
+            raise json_error(f"{where}[{i}].function.arguments", error) from None
 
 
 def _text_part(part: Any, where: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, UNSUPPORTED_PARAMETERS, has_effect
-from eagle_ray.batch.input.request import InputRow
+from eagle_ray.batch.input.request import InputRow, unreadable
 from eagle_ray.batch.input.request_columns import PROMPTS
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.chat.chat_options import CHAT_NAMES
@@ -126,6 +126,8 @@ def parse_batch_line(line: InputRow) -> InputRow:
         return line
     row: InputRow = {"id": _id_of(line), "url": None, "model": None}
     try:
+        if (error := unreadable(line)) is not None:
+            raise error
         row["url"] = url = _url_of(line)
         body = _body_of(line, url)
         row["model"] = _model_of(body)

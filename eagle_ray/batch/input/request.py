@@ -17,16 +17,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import ColumnPath, describe_value
+from eagle_ray.batch.input.columns import ColumnPath, describe_value, json_error
 from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.output.schema import SAMPLING_FIELDS
-from eagle_ray.chat.chat_options import check_template_kwargs, check_tools
+from eagle_ray.chat.chat_options import CHAT_NAMES, check_template_kwargs, check_tools
 from eagle_ray.config import check_row_sampling
 from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import parse_json
+from eagle_ray.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
 
+JSON_COLUMNS = ("json_schema", "response_format")  # sampling columns of JSON text, besides lists and maps
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 
@@ -40,17 +41,32 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         "source_line": location.position.line,
     }
     try:
-        _raise_unreadable(row)
+        if (error := unreadable(row)) is not None:
+            raise error
         _explicit_id(row, columns.id)
         return request | _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
     except RequestError as error:
         return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
 
 
-def _raise_unreadable(row: InputRow) -> None:
-    for value in (row,) if isinstance(row, RequestError) else row.values():
-        if isinstance(value, RequestError):
-            raise value
+def unreadable(row: InputRow) -> RequestError | None:
+    """Return why the row, or the first of its columns that is unreadable, cannot be read; None for other rows."""
+    values = (row,) if isinstance(row, RequestError) else row.values()
+    return next((value for value in values if isinstance(value, RequestError)), None)
+
+
+def with_checked_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with a RequestError in place of each value with half a surrogate pair, or nested too deep."""
+    checked: dict[str, Any] = {}
+    for name, value in row.items():
+        try:
+            check_texts(name)
+            check_texts(value)
+            checked[name] = value
+        except JsonError as error:
+            shown = str(name).encode("utf-8", "backslashreplace").decode()
+            checked[shown] = json_error(f"column {shown!r}", error)
+    return checked
 
 
 def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
@@ -109,7 +125,7 @@ def _text(value: Any, column: str) -> str:
 
 
 def _turns(value: Any, column: str) -> list[str]:
-    value = _parse_if_json(value) if isinstance(value, str) else value
+    value = _parse_if_json(value, column)
     if not isinstance(value, list):
         raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
     if not value:
@@ -118,7 +134,7 @@ def _turns(value: Any, column: str) -> list[str]:
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
-    value = _parse_if_json(value) if isinstance(value, str) else value
+    value = _parse_if_json(value, column)
     if not isinstance(value, list):
         raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
     if not value:
@@ -131,16 +147,20 @@ def _token_ids(value: Any, column: str) -> list[int]:
     return value
 
 
-def _parse_if_json(text: str) -> Any:
-    """Return the value of a JSON text; any other text unchanged."""
+def _parse_if_json(value: Any, column: str) -> Any:
+    """Return the value of a JSON text; any other value unchanged. Raises RequestError for half a surrogate in it."""
+    if not isinstance(value, str):
+        return value
     try:
-        return parse_json(text)
+        return parse_json(value)
+    except HalfSurrogate as error:
+        raise json_error(f"column {column!r}", error) from None
     except ValueError:
-        return text
+        return value
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {field.name: _sampling_value(row.get(field.name), field.type) for field in SAMPLING_FIELDS}
+    found = {field.name: _sampling_value(row.get(field.name), field) for field in SAMPLING_FIELDS}
     try:
         values = check_row_sampling({name: value for name, value in found.items() if value is not None})
     except ValueError as error:
@@ -154,8 +174,7 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns CHAT_FIELDS. Objects and lists may be JSON texts; a null key of a tool is absent."""
-    tools, choice = _json_value(row, "tools"), _json_value(row, "tool_choice")
-    is_parallel, kwargs = _json_value(row, "parallel_tool_calls"), _json_value(row, "chat_template_kwargs")
+    tools, choice, is_parallel, kwargs = (_parse_if_json(row.get(name), name) for name in CHAT_NAMES)
     if not isinstance(is_parallel, bool | None):
         got = describe_value(is_parallel)
         raise RequestError("bad_type", f"column 'parallel_tool_calls' must be true or false, got {got}")
@@ -171,11 +190,6 @@ def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return written | ({} if is_parallel is None else {"parallel_tool_calls": is_parallel})
 
 
-def _json_value(row: Mapping[str, Any], name: str) -> Any:
-    value = row.get(name)
-    return _parse_if_json(value) if isinstance(value, str) else value
-
-
 def _without_null_keys(value: Any) -> Any:
     """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
     if not isinstance(value, dict):
@@ -187,15 +201,25 @@ def _without_null_keys(value: Any) -> Any:
     return kept
 
 
-def _sampling_value(value: Any, type_: pa.DataType) -> Any:
+def _sampling_value(value: Any, field: pa.Field) -> Any:
     """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
+    type_ = field.type
+    if isinstance(value, str) and (field.name in JSON_COLUMNS or pa.types.is_nested(type_)):
+        value = _parsed_text(value, field)
     if pa.types.is_map(type_):
-        value = _parse_if_json(value) if isinstance(value, str) else value
         value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
         return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
     if pa.types.is_list(type_) and isinstance(value, list):
         return [_as_int(part) for part in value]
     return _as_int(value)
+
+
+def _parsed_text(text: str, field: pa.Field) -> Any:
+    """Return the value of a JSON text. A text alone is one stop string or bad word, unless it is a list of texts."""
+    value = _parse_if_json(text, field.name)
+    if field.type != pa.list_(pa.string()):
+        return value
+    return value if isinstance(value, list) and value and all(isinstance(item, str) for item in value) else text
 
 
 def _as_int(value: Any) -> Any:

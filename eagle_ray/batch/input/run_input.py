@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.batch.input.columns import json_error
 from eagle_ray.batch.input.parquet import BATCH_ROWS
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.run_files import RUN_PREFIX
@@ -64,8 +65,15 @@ def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
     if row["status"] != "ok":
         found["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
     if isinstance(found.get("messages"), str):
-        found["messages"] = parse_json(found["messages"])
+        found["messages"] = _messages_of(found["messages"])
     return found
+
+
+def _messages_of(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        return json_error("column 'messages'", error)
 
 
 def _id_of(row: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import LINE_KEYS, PROMPT_FIELD_BY_URL
+from eagle_ray.batch.input.request import unreadable
 from eagle_ray.errors import RequestError
 
 ENDPOINTS = (*PROMPT_FIELD_BY_URL, "/v1/responses")
@@ -43,8 +44,9 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
         if found.total > max_lines:
             found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=position.line)
             break
-        if isinstance(line, RequestError):
-            found.add("invalid_json_line", str(line), line=position.line)
+        error = unreadable(line)
+        if isinstance(line, RequestError) or error is not None:
+            found.add("invalid_json_line", str(error), line=position.line)
             continue
         problem = _problem_of(line, endpoint)
         if problem is None and line["custom_id"] in ids:
@@ -67,8 +69,9 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
 def read_lines(stream: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield custom_id and body of every line of a file that check_lines found right."""
     for _, _, line in rows_in_jsonl(stream, "the input file"):
-        if isinstance(line, RequestError):
-            raise line  # the file is not the one that was checked
+        error = unreadable(line)
+        if isinstance(line, RequestError) or error is not None:
+            raise error or line  # the file is not the one that was checked
         yield line["custom_id"], line["body"]
 
 

@@ -51,6 +51,12 @@ def test_a_message_without_content_key_and_arguments_that_are_no_object_stay():
     assert written([bare]) == [bare]
 
 
+@pytest.mark.parametrize("function", [{}, *({"arguments": x} for x in ("null", "", " \n", None, {}))])
+def test_a_call_without_arguments_has_an_empty_object(function):
+    [message] = written([{"role": "assistant", "tool_calls": [{"function": {"name": "now"} | function}]}])
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
 @pytest.mark.parametrize(
     ("message", "says"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from datetime import date
@@ -11,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input import shards
 from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of, row_settings_line
 from eagle_ray.config import ConfigError, load_config
@@ -164,6 +164,61 @@ def test_a_malformed_line_is_one_bad_row(tmp_path):
     assert [row["error_code"] for row in found] == codes
     assert found[1]["error_message"].startswith(f"{tmp_path}/a.jsonl, line 3: the line is not JSON")
     assert found[1]["request_id"] == "a.jsonl:2"
+
+
+HALF = r"\ud83d"  # an escape in JSON text
+USER_HALF = f'[{{"role": "user", "content": "{HALF}"}}]'
+CALL_HALF = {"function": {"name": "f", "arguments": f'{{"a": "{HALF}"}}'}}
+HALF_ROWS = [
+    ("messages", USER_HALF, "column 'messages': [0].content: half a surrogate: \\ud83d without its second half"),
+    (
+        "tools",
+        f'[{{"type": "function", "function": {{"name": "f", "description": "{HALF}"}}}}]',
+        "'tools': [0].function",
+    ),
+    ("json_schema", f'{{"title": "{HALF}"}}', "column 'json_schema': title: half a surrogate"),
+    ("response_format", f'{{"type": "text", "x": "{HALF}"}}', "'response_format': x: half"),
+    ("chat_template_kwargs", f'{{"a": "{HALF}"}}', "'chat_template_kwargs': a: half"),
+    ("choice", f'["a", "{HALF}"]', "'choice': [1]: half"),
+    ("stop", f'["{HALF}"]', "'stop': [0]: half"),
+    (
+        "messages",
+        json.dumps([{"role": "assistant", "tool_calls": [CALL_HALF]}]),
+        "tool_calls[0].function.arguments: a: ",
+    ),
+]
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet", "csv"])
+def test_half_a_surrogate_in_a_json_text_is_one_bad_row_with_its_id(tmp_path, format_):
+    names = list(dict.fromkeys(["id", "messages", *(name for name, _, _ in HALF_ROWS)]))
+    good = {"id": "good", "messages": "Hi", "stop": '["a"]'}
+    bad = [{"id": f"{i}", "messages": "Hi"} | {name: text} for i, (name, text, _) in enumerate(HALF_ROWS)]
+    rows = [dict.fromkeys(names) | row for row in [good, *bad]]
+    if format_ == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", rows)
+    elif format_ == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    else:
+        with open(tmp_path / "a.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    first, *found = requests_of(plan(tmp_path))
+    assert first["error_code"] is None and first["stop"] == ["a"]
+    assert [(row["request_id"], row["error_code"]) for row in found] == [(row["id"], "bad_encoding") for row in bad]
+    for row, (_, _, says) in zip(found, HALF_ROWS, strict=True):
+        assert says in row["error_message"]
+
+
+def test_half_a_surrogate_in_a_line_is_one_bad_row_with_its_id(tmp_path):
+    lines = [rf'{{"id": "a", "prompt": "Hi", "x": "{HALF}"}}', rf'{{"id": "{HALF}", "prompt": "Hi"}}']
+    lines += [rf'{{"id": "c", "prompt": "Hi", "{HALF}": 1}}', '{"id": "d", "prompt": "Hi", "x": NaN}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    found = list(requests_of(plan(tmp_path / "a.jsonl")))
+    assert [row["request_id"] for row in found] == ["a", "a.jsonl:1", "c", "a.jsonl:3"]
+    assert [row["error_code"] for row in found] == [*["bad_encoding"] * 3, "bad_json"]
+    assert "column 'x': half a surrogate: \\ud83d without its second half" in found[0]["error_message"]
 
 
 def test_it_is_said_where_a_line_is_cut(tmp_path):
