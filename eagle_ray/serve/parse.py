@@ -13,23 +13,24 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
+from eagle_ray.strict_json import HalfSurrogate, JsonError, parse_json
 
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Return the request in a body. Raises ApiError naming the parameter."""
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {reprlib.repr(str(error))}", code="bad_json") from None
+        data = parse_json(body.decode("utf-8"))
+    except HalfSurrogate as error:
+        raise _text_error(error) from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="bad_json") from None
     if not isinstance(data, dict):
         raise ApiError(400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json")
     try:
@@ -37,38 +38,18 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     except ValidationError as error:
         raise validation_error(kind, error) from None
     request.check()
-    if b"\\u" in body:
-        _check_text(data)
     return request
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object; raises ApiError for a duplicate key."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice} is given more than once")
-    return data
-
-
-def _check_text(data: dict[str, Any]) -> None:
-    """Half a surrogate pair anywhere else, as in what a message carries for its template. Raises ApiError."""
-    for name, value in data.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ApiError(400, f"{name}: has half a surrogate pair, which is no text", name, "bad_value") from None
+def _text_error(error: HalfSurrogate) -> ApiError:
+    """Return the error of a text with half a surrogate pair, by its parameter; a parameter's name has none."""
+    param = next((step for step in error.place[:1] if isinstance(step, str)), None)
+    return ApiError(400, str(error), param, "bad_value" if param else "bad_json")
 
 
 def validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """Return the first validation error, by its parameter."""
-    detail = error.errors(include_url=False, include_context=False)[0]
-    if not detail["loc"]:
-        return ApiError(400, "a parameter's name has half a surrogate pair, which is no text", code="bad_json")
+    detail = error.errors(include_url=False)[0]
     name, *inner = detail["loc"]
     if name not in kind.model_fields:
         return unsupported(str(name), "leave it out")
@@ -78,6 +59,9 @@ def validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     param = "".join([name, *map(_place, inner)])
     subject = "" if param == name else f"{name} "
     got = reprlib.repr(detail["input"])
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, JsonError | json.JSONDecodeError):
+        return ApiError(400, f"{param}: {cause}", param, "bad_value")
     return ApiError(400, f"{param}: {subject}must be {allowed}, got {got}", param, "bad_value")
 
 

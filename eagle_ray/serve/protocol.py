@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
-from eagle_ray.chat.template_messages import template_message
+from eagle_ray.chat.template_messages import template_arguments, template_message
 from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
 from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
@@ -32,6 +32,12 @@ from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
 def _utf8(text: str) -> str:
     """Refuse half a surrogate pair, which JSON can spell but UTF-8 cannot."""
     text.encode()
+    return text
+
+
+def _arguments(text: str) -> str:
+    """Refuse half a surrogate pair in JSON arguments; others that are no JSON of an object are the template's."""
+    template_arguments(text)
     return text
 
 
@@ -76,6 +82,7 @@ RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
     ]
 }
 Text = Annotated[str, AfterValidator(_utf8)]
+Arguments = Annotated[str, AfterValidator(_utf8), AfterValidator(_arguments)]
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
 Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
@@ -130,7 +137,7 @@ class TextPart(Body):
 class CalledFunction(Body):
     model_config = ConfigDict(extra="allow")
     name: Text
-    arguments: Text | dict[str, Any]
+    arguments: Arguments | dict[str, Any] | None = None
 
 
 class CalledTool(Body):

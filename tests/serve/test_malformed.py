@@ -12,7 +12,7 @@ from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.serve.sse import event
 from tests.serve.client import exchange, get, post, request
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
@@ -105,6 +105,36 @@ def test_a_value_nobody_should_send_is_refused_by_its_parameter(app, body, code,
 def test_a_message_that_is_no_text_is_refused_by_its_place(app, message, param, path):
     error = asyncio.run(post(app, path, {"messages": [*HI, message]})).json["error"]
     assert error["param"] == param and error["code"] in ("bad_value", "unsupported_parameter")
+
+
+HALF = r'"\ud83d"'
+DEEP = "[" * 5000
+
+
+@pytest.mark.parametrize(
+    ("extra", "param", "says"),
+    [
+        ({"json_schema": DEEP}, "json_schema", "json_schema: "),
+        ({"json_schema": "[" * 201 + "]" * 201}, "json_schema", "200 deep"),
+        ({"structured_outputs": {"json": DEEP}}, "json_schema", "json_schema: "),
+        ({"response_format": DEEP}, "response_format", "response_format: "),
+        ({"json_schema": '{"a": 1, "a": 2}'}, "json_schema", "key 'a' is given more than once"),
+        ({"json_schema": f'{{"title": {HALF}}}'}, "json_schema", "title: half a surrogate"),
+    ],
+)
+def test_a_json_text_in_a_body_is_read_as_strictly(app, extra, param, says):
+    error = asyncio.run(post(app, CHAT, {"messages": HI} | extra)).json["error"]
+    assert (error["param"], error["code"]) == (param, "bad_value") and says in error["message"]
+
+
+def test_half_a_surrogate_in_the_arguments_of_a_call_is_refused_by_their_place(app):
+    call = CALL | {"function": {"name": "f", "arguments": f'{{"a": {HALF}}}'}}
+    asked = {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
+    refused(asyncio.run(post(app, CHAT, asked)), 400, "bad_value", "messages[1].tool_calls[0].function.arguments")
+    item = {"type": "function_call", "call_id": "c", **call["function"]}
+    asked = {"input": [{"role": "user", "content": "Hi"}, item], "text": {"format": DEEP}}
+    refused(asyncio.run(post(app, RESPONSES, asked)), 400, "bad_value", "input[1].arguments")
+    refused(asyncio.run(post(app, RESPONSES, asked | {"input": "Hi"})), 400, "bad_value", "text.format")
 
 
 def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):

@@ -13,7 +13,9 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from eagle_ray.chat.template_messages import template_arguments
 from eagle_ray.serve.http_errors import ApiError, unsupported
+from eagle_ray.strict_json import HalfSurrogate
 
 Json = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant")
@@ -61,9 +63,14 @@ def _add_reasoning(messages: list[Json], item: Json, where: str) -> None:
 def _add_call(messages: list[Json], item: Json, where: str) -> None:
     values = {}
     for name in ("call_id", "name", "arguments"):
-        values[name] = item.get(name)
+        is_absent = name == "arguments" and item.get(name) is None
+        values[name] = "" if is_absent else item.get(name)
         if not isinstance(values[name], str):
             raise _wrong(f"{where}.{name}", "must be a text", values[name])
+    try:
+        template_arguments(values["arguments"])
+    except HalfSurrogate as error:
+        raise ApiError(400, f"{where}.arguments: {error}", f"{where}.arguments", "bad_value") from None
     function = {"name": values["name"], "arguments": values["arguments"]}
     call = {"id": values["call_id"], "type": "function", "function": function}
     _assistant_turn(messages).setdefault("tool_calls", []).append(call)
