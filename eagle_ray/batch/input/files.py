@@ -183,7 +183,7 @@ def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
 def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
     """Log the files of a directory that are not read."""
     if files:
-        names = ", ".join(_name_below(file, directory) for file in files[:3])
+        names = _printable(", ".join(_name_below(file, directory) for file in files[:3]))
         others = f" and {len(files) - 3} others" if len(files) > 3 else ""
         log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _DIRECTORY_HINT)
 
@@ -197,6 +197,8 @@ def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
 
 
 def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, format_: str) -> InputFile:
+    if (name := _printable(location.text)) != location.text:
+        raise ConfigError(f"input.path: the name of {name} is not UTF-8 text. Rename the file or its directory.")
     suffix, compression = _suffixes(location)
     if suffix in UNREADABLE:
         raise ConfigError(
@@ -221,6 +223,11 @@ def _suffixes(location: StoragePath) -> tuple[str, str]:
     name = location.name if location.is_local else re.split("[?#]", location.name, maxsplit=1)[0]
     stem, suffix = os.path.splitext(name)
     return (os.path.splitext(stem)[1], suffix) if suffix in CODECS else (suffix, "")
+
+
+def _printable(name: str) -> str:
+    """Return a file's name, with the bytes that are not UTF-8 as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _name_below(location: StoragePath, directory: StoragePath) -> str:

@@ -123,3 +123,9 @@ def test_the_bundled_prompts_have_a_name():
     assert names(find_files("embedded:prompts", "auto")) == ["prompts.jsonl"]
     with pytest.raises(ConfigError, match="there is no 'embedded:prompt'; the bundled input is embedded:prompts"):
         find_files("embedded:prompt", "auto")
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "a\udcff.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the name of .*a\\udcff\.jsonl is not UTF-8 text\. Rename"):
+        find_files(str(tmp_path), "auto")
