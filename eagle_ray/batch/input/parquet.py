@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.request import InputRow
+from eagle_ray.batch.input.request import UNCARRIED, InputRow
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
 
@@ -76,7 +76,8 @@ def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[li
             continue
         kept = [row if _is_valid(column.take(pa.array([row]))) else None for row in range(len(column))]
         for row in (row for row, place in enumerate(kept) if place is None):
-            rows[row] = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
+            error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
+            rows[row] = error if isinstance(rows[row], RequestError) else rows[row] | {UNCARRIED: error}
         carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
     return rows, carried
 

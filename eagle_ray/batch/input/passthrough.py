@@ -1,8 +1,9 @@
 """Passthrough columns: their types, fixed before the job starts.
 
 A Parquet column keeps its Arrow type, and its values are never Python's. Types of several files are joined upwards:
-null below everything, integers below floats, JSON text above incompatible types, and CSV_TEXT above JSON. Lists and
-objects of JSONL files have no Arrow type and are JSON text.
+null below everything, integers below floats, decimals below those with more digits, JSON text above incompatible types,
+and CSV_TEXT above JSON. Lists and objects of JSONL files have no Arrow type and are JSON text. In JSON text, bytes are
+base64, and dates, times and decimals are texts.
 
     >>> join(pa.int64(), pa.float64())
     DataType(double)
@@ -12,6 +13,7 @@ objects of JSONL files have no Arrow type and are JSON text.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -131,7 +133,9 @@ def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
         return join(decoded_type(a), decoded_type(b))
     if _is_number(a) and _is_number(b) and not _overflow(a, b):
         return _unified(a, b)
-    if pa.types.is_nested(a) and pa.types.is_nested(b):
+    if _is_binary(a) and _is_binary(b):
+        return pa.large_binary() if pa.large_binary() in (a, b) else pa.binary()
+    if (pa.types.is_nested(a) and pa.types.is_nested(b)) or (pa.types.is_decimal(a) and pa.types.is_decimal(b)):
         try:
             return _unified(a, b)
         except pa.ArrowException:
@@ -172,7 +176,28 @@ def carry(column: pa.Array, type_: pa.DataType) -> pa.Array:
             pa.ArrowException
         ):  # such as integers from 2**53 to floats, or a struct without a field of the joined one
             pass
-    return column_of(column.to_pylist(maps_as_pydicts="lossy"), type_)
+    return column_of(_python_values(column), type_)
+
+
+def _python_values(column: pa.Array) -> list[Any]:
+    """Return a column's values; within them, what Python cannot hold is a text or a number."""
+    try:
+        return column.to_pylist(maps_as_pydicts="lossy")
+    except (pa.ArrowException, OverflowError, ValueError, KeyError):
+        pass
+    if pa.types.is_struct(column.type):
+        fields = zip(*(_python_values(part) for part in column.flatten()), strict=True)
+        objects = [dict(zip(column.type.names, values, strict=True)) for values in fields]
+        return [value if valid else None for value, valid in zip(objects, column.is_valid().to_pylist(), strict=True)]
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        lists = (column.slice(i, 1) for i in range(len(column)))
+        return [_python_values(one.flatten()) if one.null_count == 0 else None for one in lists]
+    for type_ in (pa.string(), pa.int64()):
+        try:
+            return column.cast(type_).to_pylist()
+        except pa.ArrowException:
+            pass
+    return column.to_pylist()  # raises: for instance of text that is not UTF-8
 
 
 def python_values(column: pa.ChunkedArray) -> list[Any]:
@@ -200,7 +225,20 @@ def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_json_form)
+    except TypeError:  # a map's keys that are no texts
+        return json.dumps(_with_text_keys(value), ensure_ascii=False, default=_json_form)
+
+
+def _json_form(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else _json_form(key): _with_text_keys(x) for key, x in value.items()}
+    return [_with_text_keys(x) for x in value] if isinstance(value, list) else value
 
 
 def _as_boolean(value: bool | str) -> bool:
@@ -209,6 +247,10 @@ def _as_boolean(value: bool | str) -> bool:
 
 def _is_number(type_: pa.DataType) -> bool:
     return pa.types.is_integer(type_) or pa.types.is_floating(type_)
+
+
+def _is_binary(type_: pa.DataType) -> bool:
+    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_)
 
 
 def _overflow(a: pa.DataType, b: pa.DataType) -> bool:

@@ -30,6 +30,8 @@ from eagle_ray.strict_json import HalfSurrogate, JsonError, check_texts, parse_j
 JSON_COLUMNS = ("json_schema", "response_format")  # sampling columns of JSON text, besides lists and maps
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
+UNCARRIED = "__uncarried__"
+"""Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
 def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
@@ -44,14 +46,19 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        return request | _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
+        request |= _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
+        if isinstance(uncarried := row.get(UNCARRIED), RequestError):
+            raise uncarried
+        return request
     except RequestError as error:
         return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
 
 
 def unreadable(row: InputRow) -> RequestError | None:
     """Return why the row, or the first of its columns that is unreadable, cannot be read; None for other rows."""
-    values = (row,) if isinstance(row, RequestError) else row.values()
+    if isinstance(row, RequestError):
+        return row
+    values = (value for name, value in row.items() if name != UNCARRIED)
     return next((value for value in values if isinstance(value, RequestError)), None)
 
 

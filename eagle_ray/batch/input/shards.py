@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, TypeVar
@@ -30,19 +29,20 @@ from eagle_ray.batch.input.openai_batch import rows_in_batch
 from eagle_ray.batch.input.parameters import ROW_PARAMETERS
 from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique
 from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
-from eagle_ray.batch.input.request import InputRow
+from eagle_ray.batch.input.request import UNCARRIED, InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.batch.output.partitions import partition_types
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import ENCODING_BYTES, wide_encoding
+from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
 from eagle_ray.storage.path import StorageError
 
 SHARD_ROWS = 512
 COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
+CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupError)
 READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
 Item = TypeVar("Item")
@@ -238,26 +238,51 @@ def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosit
 def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     rows = islice(_record_rows(shard, needed), shard.num_rows)
     while chunk := list(islice(rows, BATCH_ROWS)):
-        yield Chunk(chunk, {name: _record_column(chunk, name, type_, shard.file) for name, type_ in carried.items()})
+        columns, errors = {}, {}
+        for name, type_ in carried.items():
+            columns[name], wrong = _record_column(chunk, name, type_)
+            errors |= wrong
+        yield Chunk(_with_errors(chunk, errors), columns)
+
+
+def _with_errors(
+    rows: list[tuple[RowPosition, InputRow]], errors: Mapping[int, RequestError]
+) -> list[tuple[RowPosition, InputRow]]:
+    """Return the rows with an error in each that has a value which cannot be carried; its id stays."""
+    return [
+        (position, row | {UNCARRIED: errors[i]} if i in errors and isinstance(row, dict) else row)
+        for i, (position, row) in enumerate(rows)
+    ]
 
 
 def _record_column(
-    chunk: list[tuple[RowPosition, InputRow]], name: str, type_: pa.DataType, file: InputFile
-) -> pa.Array:
-    with _naming_column(name, type_, file):
-        return column_of([row.get(name) if isinstance(row, dict) else None for _, row in chunk], type_)
+    chunk: list[tuple[RowPosition, InputRow]], name: str, type_: pa.DataType
+) -> tuple[pa.Array, dict[int, RequestError]]:
+    values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
+    return _carried(name, type_, len(chunk), lambda start, stop: column_of(values[start:stop], type_))
 
 
-@contextmanager
-def _naming_column(name: str, type_: pa.DataType, file: InputFile) -> Iterator[None]:
-    """Turn the error of a value that does not fit its column's type into a ConfigError."""
+def _carried(
+    name: str, type_: pa.DataType, num_rows: int, convert: Callable[[int, int], pa.Array]
+) -> tuple[pa.Array, dict[int, RequestError]]:
+    """Return a carried column of num_rows rows, null where a value does not fit the type, and those rows' errors.
+
+    convert: returns the column of some rows, or raises an error of CARRY_ERRORS.
+    """
     try:
-        yield
-    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{file.path}: column {name!r} cannot be carried through as {type_} ({error}): cast it, for example to a "
-            "string, or leave it out with input.passthrough"
-        ) from None
+        return convert(0, num_rows), {}
+    except CARRY_ERRORS:
+        pass
+    parts, errors = [], {}
+    for row in range(num_rows):
+        try:
+            parts.append(convert(row, row + 1))
+        except CARRY_ERRORS as error:
+            fix = "cast it, for example to a string, or leave it out with input.passthrough"
+            message = f"column {name!r} cannot be carried through as {type_} ({one_line(error)}): {fix}"
+            errors[row] = RequestError("bad_type", message)
+            parts.append(column_of([None], type_))
+    return pa.concat_arrays(parts), errors
 
 
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
@@ -324,16 +349,19 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
             for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
-                columns = {name: _parquet_column(batch, name, carried[name], shard.file) for name in batch.schema.names}
+                columns, errors = {}, {}
+                for name in batch.schema.names:
+                    columns[name], wrong = _parquet_column(batch, name, carried[name])
+                    errors |= wrong
                 absent = {name: column_of([values[name]] * len(rows), type_) for name, type_ in carried.items()}
                 placed = [(place, _with_partitions(row, read)) for place, row in zip(positions, rows, strict=True)]
-                yield Chunk(placed, absent | columns)
+                yield Chunk(_with_errors(placed, errors), absent | columns)
     except StorageError:
         raise
     except READ_ERRORS as error:
         raise _unreadable_error(shard.file, error) from None
 
 
-def _parquet_column(batch: pa.RecordBatch, name: str, type_: pa.DataType, file: InputFile) -> pa.Array:
-    with _naming_column(name, type_, file):
-        return carry(batch.column(name), type_)
+def _parquet_column(batch: pa.RecordBatch, name: str, type_: pa.DataType) -> tuple[pa.Array, dict[int, RequestError]]:
+    column = batch.column(name)
+    return _carried(name, type_, len(column), lambda start, stop: carry(column[start:stop], type_))

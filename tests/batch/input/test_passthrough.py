@@ -1,6 +1,8 @@
 """Types of carried columns: a join that neither order nor grouping changes, and values that fit the joined type."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import pyarrow as pa
 from hypothesis import given, settings
@@ -28,6 +30,12 @@ TYPES = st.sampled_from(
         pa.float64(),
         pa.string(),
         pa.date32(),
+        pa.decimal128(38, 0),
+        pa.decimal128(10, 2),
+        pa.decimal256(76, 40),
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary(16),
         JSON,
     ]
 )
@@ -42,6 +50,12 @@ def test_join_is_commutative_and_above_both(a, b):
     assert join(join(a, b), b) == join(a, b)
 
 
+@settings(deadline=None)
+@given(TYPES, TYPES, TYPES)
+def test_join_is_associative(a, b, c):
+    assert join(join(a, b), c) == join(a, join(b, c))
+
+
 def test_joins():
     assert join(pa.int64(), pa.float64()) == pa.float64()
     assert join(pa.int32(), pa.int64()) == pa.int64()
@@ -50,6 +64,11 @@ def test_joins():
     assert join(pa.string(), pa.int64()) == JSON
     assert join(pa.uint64(), pa.int64()) == JSON
     assert join(pa.uint64(), pa.uint8()) == pa.uint64()
+    assert join(pa.decimal128(10, 2), pa.decimal128(12, 4)) == pa.decimal128(12, 4)
+    assert join(pa.decimal128(10, 2), pa.decimal128(10, 8)) == pa.decimal128(16, 8)
+    assert join(pa.decimal128(38, 0), pa.decimal256(76, 76)) == JSON
+    assert join(pa.binary(16), pa.binary(8)) == join(pa.binary(16), pa.binary()) == pa.binary()
+    assert join(pa.binary(), pa.string()) == JSON
 
 
 def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
@@ -97,3 +116,22 @@ def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
 
 def test_integers_above_2_53_among_floats():
     assert column_of([2**60 + 1, 0.5], pa.float64()).to_pylist() == [float(2**60 + 1), 0.5]
+
+
+def test_values_of_every_type_become_json_text():
+    """Bytes as base64; times beyond Python's years and unknown zones as texts or numbers, within others, too."""
+    far = pa.array([2**62, None], pa.int64()).cast(pa.timestamp("s"))
+    odd = pa.array([0], pa.int64()).cast(pa.timestamp("s", "Mars/Olympus"))
+    columns = {
+        '"/w=="': pa.array([b"\xff"]),
+        '["/w==", null]': pa.array([[b"\xff", None]]),
+        '{"/w==": "2026-01-31"}': pa.array([[(b"\xff", date(2026, 1, 31))]], pa.map_(pa.binary(), pa.date32())),
+        '"9.90"': pa.array([Decimal("9.90")]),
+    }
+    for text, column in columns.items():
+        assert carry(column, JSON).to_pylist() == [text]
+    for column in (far, pa.StructArray.from_arrays([far], ["a"]), pa.array([[2**62]]).cast(pa.list_(far.type)), odd):
+        assert json.loads(carry(column, JSON)[0].as_py()) is not None
+    assert carry(far, JSON)[1].as_py() is None
+    wide = carry(pa.array([Decimal("9.90")]), pa.decimal128(16, 8))
+    assert wide.to_pylist() == [Decimal("9.90000000")]

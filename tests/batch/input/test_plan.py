@@ -108,9 +108,8 @@ def test_directories_in_the_path_that_is_given_are_named_as_no_columns(tmp_path,
 
 def test_columns_that_set_parameters_are_named(tmp_path):
     rows = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "prompt": "x", "n": 3, "seed": None, "top_k": 2}])
-    assert (
-        row_settings_line(plan(rows)) == "columns that set parameters of their rows: n, top_k. Rename one that is data."
-    )
+    line = "columns that set parameters of their rows: n, top_k. Rename a column that is data."
+    assert row_settings_line(plan(rows)) == line
     body = {"prompt": "x", "n": 3}
     batch = write_jsonl(tmp_path / "b.jsonl", [{"custom_id": "a", "url": "/v1/completions", "body": body}])
     assert row_settings_line(plan(batch)) is None
@@ -421,12 +420,11 @@ def test_a_column_that_python_cannot_hold_is_carried_and_is_no_id(tmp_path, valu
         ids(plan(tmp_path / "a.parquet", "input.columns.id=when"))
 
 
-def test_values_that_do_not_fit_the_carried_type_name_file_and_column(tmp_path):
+def test_maps_with_keys_that_are_no_texts_become_json(tmp_path):
     days = pa.array([[(date(2026, 1, 1), 1)]], pa.map_(pa.date32(), pa.int64()))
     pq.write_table(pa.table({"prompt": ["x"], "days": days}), tmp_path / "a.parquet")
     write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "days": 1}])
-    with pytest.raises(ConfigError, match=r"a\.parquet: column 'days' cannot be carried through.*input\.passthrough"):
-        ids(plan(tmp_path))
+    assert [row["days"] for row in requests_of(plan(tmp_path))] == ['{"2026-01-01": 1}', "1"]
 
 
 def test_parquet_types_are_carried_and_a_text_that_is_not_utf8_is_a_bad_row(tmp_path):
@@ -517,3 +515,26 @@ def test_a_part_of_a_last_line_is_no_row_until_it_is_whole(tmp_path, caplog, nam
     assert ids(plan(tmp_path / name)) == ["0", "1"]
     (tmp_path / name).write_bytes(first.encode() + content[:10] + b"\n")
     assert len(ids(plan(tmp_path / name))) == 2
+
+
+def test_a_value_that_cannot_be_carried_makes_its_row_an_error_row(tmp_path):
+    """With its own id and samples. The others are carried in the joined type."""
+    near, far = pa.array([{"t": 0}, {"t": 5}]), pa.array([{"t": 2**50}, {"t": 6}])
+    fine, coarse = (pa.struct([("t", pa.timestamp(unit))]) for unit in ("ns", "ms"))
+    for name, column in (("a", near.cast(fine)), ("b", far.cast(coarse))):
+        given = {"id": [f"{name}{i}" for i in range(2)], "prompt": ["p", "p"], "n": [3, 3], "v": column}
+        pq.write_table(pa.table(given), tmp_path / f"{name}.parquet")
+    found = plan(tmp_path)
+    rows = {row["request_id"]: row for row in requests_of(found)}
+    assert {name for name, row in rows.items() if row["error_code"]} == {"b0"}
+    assert "column 'v' cannot be carried through" in rows["b0"]["error_message"] and rows["b0"]["n"] == 3
+    assert [row["n"] for row in rows.values()] == [3] * 4 and found.rows.contains(digests(["b0"])).all()
+
+
+def test_a_carried_text_that_is_not_utf_8_leaves_the_row_its_id(tmp_path):
+    bad = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xff")]
+    )
+    pq.write_table(pa.table({"id": ["x"], "prompt": ["p"], "note": bad}), tmp_path / "a.parquet")
+    [row] = requests_of(plan(tmp_path / "a.parquet"))
+    assert (row["request_id"], row["error_code"]) == ("x", "bad_encoding")
