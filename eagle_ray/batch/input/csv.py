@@ -4,7 +4,7 @@ Values are texts and an empty one is null, but for sampling columns, which are n
 bad row of its first line: reading goes on at the line after it, so that a quote without its end costs one row and
 not the rest of the file. Memory is bounded by MAX_RECORD_BYTES.
 
-A last line without a line end that is no whole record is not a row, as in JSONL files. Whether its last value is whole
+A last line without a line end that is no whole record is a CutLine, as in JSONL files. Whether its last value is whole
 cannot be told.
 
     >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from eagle_ray.batch.input.columns import json_error
-from eagle_ray.batch.input.jsonl import is_cut, log_cut
+from eagle_ray.batch.input.jsonl import CutLine, is_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
@@ -50,12 +50,12 @@ def rows_in_csv(
     if start:
         lines = _Lines(stream, start, start_position.line)
     for index, (offset, line, values) in enumerate(_records(lines), start_position.row):
-        position = RowPosition(index, line)
-        if values and lines.is_cut and lines.number == line + 1 and _is_part(header, values):
-            log_cut(path, position)
-            return
-        if values:
-            yield offset, position, _parse_record(header, values)
+        if not values:
+            continue
+        row = _parse_record(header, values)
+        if lines.is_cut and lines.number == line + 1 and _is_part(header, values):
+            row = CutLine("bad_csv", "the record is not whole: end it with a line end")
+        yield offset, RowPosition(index, line), row
 
 
 def _is_part(header: list[str], values: list[str] | RequestError) -> bool:

@@ -1,7 +1,6 @@
 """Rows of a JSONL file: one JSON object a line. A line that is none is one bad row.
 
-Memory is bounded by a line. A last line without a line end that is not JSON is not a row: the file may be one that
-another process appends to, and the line is read once it is whole.
+Memory is bounded by a line. A last line without a line end that is not JSON is a CutLine.
 
     >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
     [(0, At(row=0, line=1), {'prompt': 'Hi'})]
@@ -10,7 +9,6 @@ another process appends to, and the line is read once it is whole.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -19,8 +17,11 @@ from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.errors import RequestError
 from eagle_ray.strict_json import HalfSurrogate, parse_json
 
-log = logging.getLogger("eagle_ray")
 BYTE_ORDER_MARK = "\ufeff"
+
+
+class CutLine(RequestError):
+    """A last line that has no line end and is not whole. Another process may be appending the rest to the file."""
 
 
 def rows_in_jsonl(
@@ -36,8 +37,7 @@ def rows_in_jsonl(
         if line.strip():
             row = _parse_line(line)
             if is_cut(line) and isinstance(row, RequestError) and not _is_json(line):
-                log_cut(path, position)
-                return
+                row = CutLine(row.code, str(row))
             yield start, position, row
         start += len(line)
 
@@ -45,10 +45,6 @@ def rows_in_jsonl(
 def is_cut(line: bytes) -> bool:
     """Return whether a file's last line has no line end, so that it may be the beginning of a longer one."""
     return not line.endswith(b"\n")
-
-
-def log_cut(path: str, position: RowPosition) -> None:
-    log.warning("%s, line %s: the last line is not whole. It is read once it is.", path, position.line)
 
 
 def _is_json(line: bytes) -> bool:

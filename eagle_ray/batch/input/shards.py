@@ -14,6 +14,7 @@ column of that name. Their values are texts, but a run's own files tell the type
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.csv import parse_csv_value, rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.jsonl import rows_in_jsonl
+from eagle_ray.batch.input.jsonl import CutLine, rows_in_jsonl
 from eagle_ray.batch.input.openai_batch import rows_in_batch
 from eagle_ray.batch.input.parameters import ROW_PARAMETERS
 from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique
@@ -39,6 +40,7 @@ from eagle_ray.config import ConfigError
 from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
 from eagle_ray.storage.path import StorageError
 
+log = logging.getLogger("eagle_ray")
 SHARD_ROWS = 512
 COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
@@ -286,11 +288,18 @@ def _carried(
 
 
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`."""
+    """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`.
+
+    A CutLine is not a row: a later start reads it once it is whole.
+    """
     with file.open() as stream:
         if start == 0:
             _check_encoding(stream.read(ENCODING_BYTES), file)
-        yield from RECORD_READERS[file.format](stream, file.path, start, start_position)
+        for offset, position, row in RECORD_READERS[file.format](stream, file.path, start, start_position):
+            if isinstance(row, CutLine):
+                log.warning("%s, line %s: the last line is not whole. It is read once it is.", file.path, position.line)
+                return
+            yield offset, position, row
 
 
 def _check_encoding(first_bytes: bytes, file: InputFile) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input import shards
 from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of, row_settings_line
 from eagle_ray.config import ConfigError, load_config
