@@ -58,7 +58,7 @@ from eagle_ray.models.cpu_runtime import (
 )
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import load_config, load_target
+from eagle_ray.models.loader import load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
 from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
@@ -83,7 +83,7 @@ from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.tokenizer import ChatTemplateError, Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
@@ -93,6 +93,7 @@ EMBEDDED = "embedded:"
 COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
 DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
+NO_GPU = "and torch sees no GPU on this machine"
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
 IGNORE_PATTERNS = [
     "original/*",
@@ -148,13 +149,14 @@ def build_engine_from_config(
     does not fit, EngineError if the files are not a target and its draft.
     """
     start = start or StartLog()
-    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start)
+    check_device(model)
+    tokenizer = load_tokenizer(model)
+    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start, tokenizer)
     weights = None
     if reads_draft(speculative.method, model.drafts):
         with start.part("draft", f"reading the draft's weights from {model.draft_name}"):
             weights = load_draft(model, speculative, causal_lm)
     engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
-    tokenizer = load_tokenizer(model)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
 
@@ -176,10 +178,13 @@ def build_in_thread(
 
     threads: upper bound of torch's CPU threads. Raises as build_engine_from_config does.
     """
+    for name, number in (("threads", threads), ("num_gpus", num_gpus)):
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"{name}: must be an integer, 1 or more, got {number!r}.")
 
     def make() -> EngineBundle:
         start = StartLog()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
         pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine, speculative.top_k)
@@ -195,9 +200,15 @@ def load_causal_lm(
     kv_tokens: int | Auto | None = "auto",
     num_gpus: int = 1,
     start: StartLog | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> nn.Module:
-    """Load the target for engines of these arguments. Raises as build_engine_from_config does."""
+    """Load the target for engines of these arguments. Raises as build_engine_from_config does.
+
+    tokenizer: the target's, which names tokens that end an answer; None reads it.
+    """
     start = start or StartLog()
+    check_device(model)
+    tokenizer = tokenizer or load_tokenizer(model)
     device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
     device = "cpu" if device == "auto" else device
     is_spread = device == "cuda" and num_gpus > 1
@@ -205,6 +216,8 @@ def load_causal_lm(
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
+    if tokenizer is not None and tokenizer.eos_ids:
+        set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).max_model_len)
         _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
@@ -215,6 +228,12 @@ def load_causal_lm(
             num_rows = max(usual_slots(slots, on_gpu=False), MIN_TRIAL_ROWS)
             tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
     return causal_lm
+
+
+def check_device(model: ModelConfig) -> None:
+    """Raise ConfigError if model.device is not on this machine."""
+    if model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
 
 
 def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
@@ -460,10 +479,10 @@ def model_limits(model: ModelConfig) -> ModelLimits:
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse models that cannot work, from configs and headers only; no weights are read.
 
-    Raises ConfigError naming model.target, model.draft, model.max_model_len, speculative.datastore or
-    speculative.draft_vocab.
+    Raises ConfigError naming model.target, model.draft, model.max_model_len, model.chat_template, speculative.datastore
+    or speculative.draft_vocab.
     """
-    model_limits(model)
+    load_tokenizer(model)
     if speculative.datastore is not None:
         check_datastore(speculative.datastore)
     if not reads_draft(speculative.method, model.drafts):
@@ -500,7 +519,10 @@ def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> di
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
-    """Return the target's tokenizer, or None if it has none. Raises ConfigError if it cannot be read."""
+    """Return the target's tokenizer, or None if it has none.
+
+    Raises ConfigError if it, its chat template or the target's config cannot be read.
+    """
     try:
         return Tokenizer.load(
             download_metadata(model.target, "target"),
@@ -509,6 +531,8 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
             model.tool_parser,
             model.reasoning_parser,
         )
+    except ChatTemplateError as error:
+        raise ConfigError(f"model.chat_template: {error}") from error
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.chat.chat_format import TOOL_PARSERS, ChatFormat
@@ -24,12 +24,18 @@ from eagle_ray.chat.incremental_parser import num_begun
 from eagle_ray.chat.reasoning_parser import CLOSE
 from eagle_ray.chat_templates import NAMES, template_path
 from eagle_ray.errors import EngineError, RequestError, one_line
+from eagle_ray.model_files import check_files, eos_ids_of, is_lfs_pointer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
+
+
+class ChatTemplateError(EngineError):
+    """The file that model.chat_template names cannot be read, or is not Jinja."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +94,17 @@ class Tokenizer:
         """Return the tokenizer of a local target directory, or None if it has none.
 
         chat_template: auto (the tokenizer's own), none, a name of chat_templates, or a Jinja file. tool_parser and
-        reasoning_parser: auto (by the template), none, or a name. Raises EngineError if the tokenizer cannot be read.
+        reasoning_parser: auto (by the template), none, or a name. Raises EngineError if the tokenizer cannot be read,
+        and ChatTemplateError if the file of a chat template cannot be.
         """
         directory = Path(path)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return None
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise EngineError(f"the tokenizer in {directory} cannot be read: {one_line(error)}") from error
-        template = _template(tokenizer, chat_template)
+        tokenizer = _read_tokenizer(directory)
+        template = _template(tokenizer, directory, chat_template)
         chat_format = ChatFormat.of(template, tool_parser, reasoning_parser)
-        return cls(tokenizer, template, _eos_ids(directory), max_model_len, chat_format)
+        eos_ids = eos_ids_of(directory, tokenizer.eos_token_id)
+        return cls(tokenizer, template, eos_ids, max_model_len, chat_format)
 
     def with_markers(self) -> Tokenizer:
         """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
@@ -480,17 +485,58 @@ class _GrowingText:
         return piece
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, chosen: str) -> str | None:
-    if chosen not in ("auto", "none"):
-        return template_path(chosen).read_text("utf-8-sig")  # a byte order mark is no part of the prompt
-    return tokenizer.get_chat_template() if chosen == "auto" and tokenizer.chat_template else None
+def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return transformers' tokenizer of a directory. Raises EngineError."""
+    try:
+        check_files(directory)
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except EngineError as error:
+        raise EngineError(f"the tokenizer in {directory} cannot be read: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        names = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+        raise EngineError(
+            f"the tokenizer in {directory} cannot be read from {' and '.join(names)}: {one_line(error)}. Download it "
+            "again if it is damaged, or install the versions of transformers and tokenizers that it needs"
+        ) from error
 
 
-def _eos_ids(directory: Path) -> frozenset[int]:
-    """Return the generation config's end-of-sequence ids, or the config's if it has none."""
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        ids = json.loads(path.read_text("utf-8")).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+def _template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) -> str | None:
+    """Return the text of a chat template without a byte order mark, or None. Raises EngineError."""
+    if chosen == "auto":
+        return _own_template(tokenizer, directory) if tokenizer.chat_template else None
+    return None if chosen == "none" else _file_template(tokenizer, template_path(chosen))
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str:
+    """Return the target's own chat template. Raises EngineError if it is not Jinja."""
+    try:
+        template = tokenizer.get_chat_template().removeprefix(BYTE_ORDER_MARK)
+    except ValueError as error:  # several templates, and none is the default
+        raise EngineError(f"the chat template in {directory} cannot be used: {one_line(error)}") from error
+    if (fault := _syntax_error(tokenizer, template)) is not None:
+        raise EngineError(f"the chat template in {directory} {fault}. Set model.chat_template to a Jinja file, or none")
+    return template
+
+
+def _file_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> str:
+    """Return the chat template in a file. Raises ChatTemplateError if it cannot be read or is not Jinja."""
+    if is_lfs_pointer(file):
+        raise ChatTemplateError(f"{file} is a Git LFS pointer, not the file itself. Run `git lfs pull` where it lies")
+    try:
+        template = file.read_text("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ChatTemplateError(f"{file} cannot be read: {one_line(error)}. Name a Jinja file in UTF-8") from error
+    if (fault := _syntax_error(tokenizer, template)) is not None:
+        raise ChatTemplateError(f"{file} {fault}. Correct the file, or name another one")
+    return template
+
+
+def _syntax_error(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return why a template is not Jinja, or None. Other errors depend on the messages."""
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        return f"is not a Jinja template: line {error.lineno}: {one_line(error)}"
+    except Exception:
+        return None
+    return None

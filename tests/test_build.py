@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray import build as pair_module
-from eagle_ray.build import build_engine_from_config, check_models, cost_key, load_causal_lm, load_draft, model_limits
+from eagle_ray.build import (
+    build_engine_from_config,
+    build_in_thread,
+    check_models,
+    cost_key,
+    load_causal_lm,
+    load_draft,
+    model_limits,
+)
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.models.medusa_checkpoint import save_path_heads
@@ -19,7 +27,10 @@ from eagle_ray.planner.cost_cache import cache_home
 from eagle_ray.registry import make_drafter
 from eagle_ray.start_log import StartLog
 from tests.conftest import PAIR
+from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer
 from tests.helpers.toy_models import LLAMA, llama
+
+PLAIN = SpeculativeConfig(method="none")
 
 
 @pytest.fixture
@@ -114,6 +125,56 @@ def test_files_that_are_missing_or_damaged_are_named(draft, file, data):
     (draft / file).unlink() if data is None else (draft / file).write_bytes(data)
     with pytest.raises(ConfigError, match=r"model\.draft: .*draft(/model\.safetensors)? cannot be read"):
         check(draft)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_git_lfs_pointer_in_place_of_a_heads_file_is_named(draft, file):
+    (draft / file).write_text(LFS_POINTER)
+    with pytest.raises(ConfigError, match=rf"model\.draft: .*{file} is a Git LFS pointer, not the file itself. Run"):
+        check(draft)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("model.safetensors", LFS_POINTER, r"model\.target: .*model\.safetensors is a Git LFS pointer"),
+        ("config.json", LFS_POINTER, r"model\.target: .*config\.json is a Git LFS pointer"),
+        ("generation_config.json", "{", r"model\.target: .*generation_config\.json cannot be read as JSON"),
+        ("tokenizer.json", "{}", r"model\.target: the tokenizer in .* cannot be read from tokenizer\.json"),
+        ("chat_template.jinja", "{% if", r"model\.target: the chat template in .* is not a Jinja template"),
+    ],
+)
+def test_a_target_whose_files_cannot_be_read_is_refused_at_the_start(tmp_path, file, content, words):
+    target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
+    write_tokenizer(target, chat_template=None)
+    (target / file).write_text(content)
+    model = ModelConfig(target=str(target), draft=None)
+    for refuse in (check_models, build_engine_from_config):
+        with pytest.raises(ConfigError, match=words) as error:
+            refuse(model, SpeculativeConfig(method="none"))
+        assert "\n" not in str(error.value)
+
+
+def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path):
+    target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
+    write_tokenizer(target)  # the tokenizer's EOS is 1
+    (target / "generation_config.json").write_text('{"eos_token_id": 4}')
+    bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
+    assert bundle.engine.target.eos_ids == bundle.tokenizer.eos_ids == {1, 4}
+    assert TargetModel(load_causal_lm(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    for refuse in (lambda model: build_engine_from_config(model, PLAIN), load_causal_lm):
+        with pytest.raises(ConfigError, match=r"model\.device: cuda, and torch sees no GPU .*set model.device to auto"):
+            refuse(ModelConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(("threads", "num_gpus", "name"), [(-1, 1, "threads"), (0, 1, "threads"), (1, 0, "num_gpus")])
+def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
+    with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
+        build_in_thread(ModelConfig(), PLAIN, 1, None, num_gpus, threads)
 
 
 def test_a_missing_head_is_asked_for():

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, TextOptions, Tokenizer
-from tests.helpers.tokenizers import SPECIAL, write_tokenizer
+from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, ChatTemplateError, TextOptions, Tokenizer
+from tests.helpers.tokenizers import LFS_POINTER, SPECIAL, write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
 VOCAB = 330
@@ -216,6 +216,60 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(EngineError, match=r"the tokenizer in .* cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", LFS_POINTER, "tokenizer.json is a Git LFS pointer, not the file itself. Run `git lfs pull`"),
+        ("tokenizer.json", '{"model": {"type": "Bigram"}}', "cannot be read from tokenizer.json: .*Download it again"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read as JSON: .*Download the model again"),
+        ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object, got list"),
+        ("generation_config.json", LFS_POINTER, "generation_config.json is a Git LFS pointer"),
+        ("generation_config.json", "[]", "generation_config.json must hold a JSON object, got list"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an integer or a list of integers"),
+        ("chat_template.jinja", LFS_POINTER, "chat_template.jinja is a Git LFS pointer"),
+        ("chat_template.jinja", "{% for m in messages %}", "chat template in .* is not a Jinja template: line 1: "),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, file, content, words):
+    write_tokenizer(tmp_path, chat_template=None)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(EngineError, match=words):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{% if x %}", "mine.jinja is not a Jinja template: line 1: "),
+        ("{{ x | nofilter }}", "is not a Jinja template: line 1: No filter named 'nofilter'"),
+        (LFS_POINTER, "mine.jinja is a Git LFS pointer"),
+        (None, "mine.jinja cannot be read: .*No such file.* Name a Jinja file"),
+    ],
+)
+def test_a_template_file_that_is_none_is_named(tmp_path, directory, content, words):
+    if content is not None:
+        (tmp_path / "mine.jinja").write_text(content)
+    with pytest.raises(ChatTemplateError, match=words):
+        Tokenizer.load(directory, str(tmp_path / "mine.jinja"))
+
+
+def test_a_targets_own_template_may_begin_with_a_byte_order_mark(tmp_path):
+    write_tokenizer(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.jinja").write_text("<|bos|>{{ messages[0].content }}", "utf-8-sig")
+    assert Tokenizer.load(tmp_path).render_chat(HI) == "<|bos|>Hi"
+
+
+def test_an_answer_ends_at_the_tokenizers_eos_and_at_the_configs(tmp_path):
+    write_tokenizer(tmp_path)  # the tokenizer's is 1
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 4}')
+    text = Tokenizer.load(tmp_path)
+    assert text.eos_ids == {1, 4}
+    assert text.final_text([*ids_of(text, "cat"), 1], []) == text.final_text([*ids_of(text, "cat"), 4], []) == "cat"
+    (tmp_path / "config.json").write_text('{"vocab_size": 3, "eos_token_id": [2, 3]}')
+    (tmp_path / "generation_config.json").unlink()
+    assert Tokenizer.load(tmp_path).eos_ids == {1, 2}  # 3 is no token of the target
 
 
 def test_a_target_without_a_tokenizer_has_no_text(tmp_path):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.errors import EngineError, one_line
+from eagle_ray.model_files import check_no_pointers
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.dflash_spec import build_dflash, own_names
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
@@ -86,6 +87,7 @@ def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises EngineError."""
+    check_no_pointers([path / "config.json"])
     try:
         return dict(json.loads((path / "config.json").read_text("utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -113,6 +115,7 @@ def _read(
 
 def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
     """Return what `read` returns for a file of weights. Raises EngineError with the file and the fix."""
+    check_no_pointers([file])
     try:
         return read(file)
     except pickle.UnpicklingError as error:

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
 from eagle_ray.errors import EngineError, one_line
+from eagle_ray.model_files import check_files
 from eagle_ray.models.supported_models import check_config
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
@@ -29,6 +30,7 @@ UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safetens
 
 def load_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
+    check_files(path)
     config = _read_config(path)
     check_config(config)
     _check_quantiser(config)
@@ -99,6 +101,13 @@ def _check_quantiser(config: PretrainedConfig) -> None:
         return
     except (ValueError, TypeError, ImportError) as error:
         raise EngineError(f"the target is quantised ({method}) and cannot be run here: {one_line(error)}") from error
+
+
+def set_eos_ids(model: PreTrainedModel, ids: frozenset[int]) -> None:
+    """Let an engine over the model end answers at these tokens, those of its files and of its tokenizer."""
+    generation = model.generation_config or GenerationConfig()
+    generation.eos_token_id = sorted(ids) or None
+    model.generation_config = generation
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

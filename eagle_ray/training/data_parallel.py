@@ -22,6 +22,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor
 
 from eagle_ray.build import load_tokenizer
+from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.start_log import configure_logging
 from eagle_ray.storage.path import StoragePath, read_json_object
@@ -60,9 +61,16 @@ def train_on_workers(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any
     finished = prepare_output(config)
     if finished is not None:
         return finished
+    load_tokenizer(config.model.model_config_for(draft=None))  # refuses a target here, not in every worker
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    if config.model.device == "cuda" and num_gpus < config.training.workers:
+        raise ConfigError(
+            f"model.device: cuda, and the cluster has {num_gpus:g} GPUs for {config.training.workers} workers. Set "
+            "training.workers to less, or model.device to auto."
+        )
     output = StoragePath.of(config.output.path)
     documents = encode_on_cluster(config, paths, output / DOCUMENTS)
-    use_gpu = config.model.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= config.training.workers
+    use_gpu = config.model.device != "cpu" and num_gpus >= config.training.workers
     trainer = TorchTrainer(
         _train,
         train_loop_config={"config": config.model_dump(mode="json"), "paths": [documents]},

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from eagle_ray.tokenizer import Tokenizer as TargetTokenizer
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 17209920\n"
 CORPUS = ["the cat sat on the mat", "hello there, how are you?", "STOP the end. STOP", "a\n\nb\n\nc", "naïve café"] * 4
 TEMPLATE = (
     "<|bos|>{% for m in messages %}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,6 +115,24 @@ def test_errors_name_the_key_and_the_fix(settings, message):
     values = {"data.path": "chats.jsonl", "output.path": "runs/head"}
     with pytest.raises(ConfigError, match=message):
         load_train_config(None, env={}, overrides=values | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.chat_template": "broken.jinja"}, "model.chat_template: .*broken.jinja is not a Jinja template"),
+        pytest.param(
+            {"model.device": "cuda"},
+            "model.device: cuda, and torch sees no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_used_is_exit_2(settings, message, answers, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jinja").write_text("{% if x %}")
+    assert cli.main(arguments(Path("embedded:tiny"), answers, tmp_path / "head", **settings)) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_no_answer_in_the_data_is_a_configuration_error(target_directory, tmp_path, capsys):
