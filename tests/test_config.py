@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from eagle_ray.build import download
 from eagle_ray.config import (
     ConfigError,
     JobConfig,
+    ServeConfig,
+    TrainConfig,
     changed_keys,
     check_row_sampling,
     config_hash,
@@ -56,6 +62,96 @@ def test_values_are_yaml_and_what_is_no_yaml_is_itself():
     assert config.sampling.stop == ["a", "b"]
     assert config.input.path == "*.x"
     assert (config.execution.actors.min, config.execution.actors.max) == (1, 2)
+
+
+@pytest.mark.parametrize("source", ["file", "env", "set"])
+def test_a_key_that_takes_a_text_gets_it_whatever_yaml_reads(tmp_path, source):
+    """YAML reads off as false, 2024 and 2024-01-31 as no texts."""
+    texts = {"name": "off", "input.path": "2024-01-31", "output.path": "2024", "model.chat_template": "none"}
+    config = load_from(source, load_config, texts, tmp_path)
+    assert (config.name, config.input.path, config.output.path) == ("off", "2024-01-31", "2024")
+    train = {"data.path": "a.jsonl", "output.path": "head", "data.feature_cache": "off"}
+    assert load_from(source, load_train_config, train, tmp_path).data.feature_cache == "off"
+    sections = write(tmp_path / "head.yaml", "data:\n  path: a.jsonl\n  feature_cache: off\noutput: {path: 2024}")
+    config = load_train_config(sections, env={})
+    assert config.data.feature_cache == "off" and config.output.path.endswith("/2024")
+
+
+def load_from(source: str, load: Callable[..., Any], texts: dict[str, str], directory: Path) -> Any:
+    """Load a configuration from one source, as its user writes it."""
+    if source == "set":
+        return load(None, sets=[f"{key}={text}" for key, text in texts.items()], env=SLURM)
+    if source == "env":
+        names = {key: f"EAGLE_RAY__{key.replace('.', '__').upper()}" for key in texts}
+        return load(None, env=SLURM | {names[key]: text for key, text in texts.items()})
+    lines = [f"{key}: {text}" for key, text in texts.items()]
+    return load(write(directory / "config.yaml", "\n".join(lines)), env=SLURM)
+
+
+PLACEHOLDERS = {"more", "i/n", "dollars"}
+NEEDED_WITH = {  # what else a key needs, or one value of it
+    "data.path": {"data.user_turns.count": "1"},
+    "model.draft": {"speculative.method": "none"},
+    "speculative.method": {"model.draft": "org/head"},
+    "speculative.method: rest": {"speculative.datastore": "runs/a"},
+    "speculative.draft_vocab_size": {"speculative.draft_vocab": "ids.txt"},
+    "chat.tool_choice: required": {"chat.tools": '[{"type": "function", "function": {"name": "f"}}]'},
+}
+SLURM = {f"SLURM_ARRAY_TASK_{name}": "1" for name in ("ID", "MIN", "MAX", "COUNT")}
+
+
+def documented(description: str) -> list[str]:
+    """The values that a description spells out: its alternatives of one word."""
+    text = description.partition(";")[0]
+    while (bare := re.sub(r"\([^()]*\)|\{[^{}]*\}", "", text)) != text:
+        text = bare
+    parts = [re.split(r" for | with ", part)[0].strip() for part in re.split(r",? or |, |: ", text)]
+    return [part for part in parts if re.fullmatch(r"[\w:./-]+", part) and part not in PLACEHOLDERS]
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each key of a configuration with its description, as configs/KEYS.md has them."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field.description or ""
+
+
+ROOTS = {
+    JobConfig: (load_config, {"input.path": "a.jsonl", "output.path": "runs/a"}),
+    ServeConfig: (load_serve_config, {}),
+    TrainConfig: (load_train_config, {"data.path": "a.jsonl", "output.path": "head"}),
+}
+VALUES = [(root, key, value) for root in ROOTS for key, text in keys_of(root) for value in documented(text)]
+
+
+@pytest.mark.parametrize("source", ["file", "env", "set"])
+def test_every_documented_value_can_be_set_as_it_is_documented(source, tmp_path):
+    assert len(VALUES) > 200 and {"off", "none", "auto", "null", "true"} <= {value for _, _, value in VALUES}
+    wrong = []
+    for root, key, value in VALUES:
+        load, needed = ROOTS[root]
+        try:
+            others = NEEDED_WITH.get(key, {}) | NEEDED_WITH.get(f"{key}: {value}", {})
+            load_from(source, load, needed | others | {key: value}, tmp_path)
+        except ConfigError as error:
+            wrong.append(str(error))
+    assert wrong == []
+
+
+def test_off_has_vllms_spelling_everywhere():
+    assert load("sampling.top_k=-1") == load("sampling.top_k=0")
+    assert check_row_sampling({"top_k": -1}) == {"top_k": 0}
+    assert "an integer, 0 or -1 (off) or more, got -2" in refusal("sampling.top_k=-2")
+
+
+def test_a_limit_that_a_number_exceeds_is_named():
+    assert refusal("sampling.max_tokens=10000000000").startswith(
+        "sampling.max_tokens: must be an integer, 1 or more, at most 2147483647, got 10000000000"
+    )
+    with pytest.raises(ValueError, match=r"column 'top_k' must be .*, at most 2147483647, got 1000000000000"):
+        check_row_sampling({"top_k": 10**12})
 
 
 def test_a_lone_stop_is_a_list_and_an_empty_section_is_its_defaults(tmp_path):

@@ -22,13 +22,18 @@ LOOPBACK_VARIABLES = {
 
 
 def prepare_ray_environment(address: str) -> str:
-    """Return the address to connect to: "auto" is RAY_ADDRESS's cluster, as within a Ray job, or else LOCAL.
+    """Set the variables and return the address to connect to, as ray_address does.
 
     QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1.
     """
-    address = os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address
+    address = ray_address(address)
     for name, value in QUIET_VARIABLES.items():
         os.environ.setdefault(name, value)
     if address == LOCAL:
         os.environ.update(LOOPBACK_VARIABLES)
     return address
+
+
+def ray_address(address: str) -> str:
+    """Return the address to connect to: "auto" is RAY_ADDRESS's cluster, as within a Ray job, or else LOCAL."""
+    return os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address

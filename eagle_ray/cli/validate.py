@@ -24,12 +24,13 @@ from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.ray_environment import LOCAL, ray_address
 from eagle_ray.batch.sequences import message_of, sequences_of
-from eagle_ray.build import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.build import ModelLimits, check_device, check_models, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
-from eagle_ray.core.sequence import check_length
+from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.sampling_values import GRAMMAR_NAMES
@@ -69,6 +70,8 @@ def validate(config: JobConfig) -> str:
     check_not_empty(plan, config)
     Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
     check_not_run_output(plan.files, root_of(output_of(config)))
+    if ray_address(config.execution.ray_address) == LOCAL:
+        check_device(config.model)
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
         check_models(config.model, config.speculative)
@@ -104,6 +107,7 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
             return CheckedRow(request["request_id"], [], None)
         [sequence] = sequences_of(request, config, seen.text, n=1)
         check_length(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
+        check_token_ids(sequence, seen.limits.vocab_size)
         if sequence.sampling.grammar is not None and seen.grammars is not None:
             seen.grammars.start(sequence.sampling.grammar)
     except RequestError as error:

@@ -14,7 +14,7 @@ import json
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -68,6 +68,11 @@ def _integer_keys(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+
+
+def _top_k(value: Any) -> Any:
+    """Return 0 for -1, vLLM's value for off; any other value unchanged."""
+    return 0 if value == -1 and isinstance(value, int) else value
 
 
 ONLY_ONE = "at most one of json_schema, json_object, regex, choice, grammar and response_format is set"
@@ -283,7 +288,9 @@ class SamplingConfig(StrictModel):
         default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="a number above 0, at most 1 (off)")
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="an integer, 0 (off) or more")
+    top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_top_k)] = Field(
+        default=0, description="an integer, 0 or -1 (off) or more"
+    )
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="a number between 0 (off) and 1")
     max_tokens: PositiveInt = Field(default=256, description="an integer, 1 or more")
     stop: Names = Field(default=[], description="a list of strings, none of them empty")
@@ -538,6 +545,12 @@ class JobConfig(StrictModel):
     logging: LoggingConfig = LoggingConfig()
 
 
+def allowed_text(description: str, details: Iterable[Mapping[str, Any]]) -> str:
+    """Return what a value must be, with the limit that it exceeds. details: pydantic's errors of the value."""
+    limits = [int(detail["ctx"]["lt"]) - 1 for detail in details if detail["type"] == "less_than"]
+    return f"{description}, at most {limits[0]}" if limits else description
+
+
 def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the sampling columns of one row and return those that are set.
 
@@ -546,10 +559,10 @@ def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return RowSampling.model_validate(dict(values)).model_dump(exclude_unset=True)
     except ValidationError as error:
-        detail = error.errors()[0]
-        name = str(detail["loc"][0])
-        allowed = RowSampling.model_fields[name].description
-        cause = detail.get("ctx", {}).get("error")
+        details = [detail for detail in error.errors() if detail["loc"][0] == error.errors()[0]["loc"][0]]
+        name = str(details[0]["loc"][0])
+        allowed = allowed_text(RowSampling.model_fields[name].description or "", details)
+        cause = details[0].get("ctx", {}).get("error")
         reason = f" ({cause})" if isinstance(cause, JsonError | json.JSONDecodeError) else ""
         raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}{reason}") from None
 

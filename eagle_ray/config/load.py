@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.config.job import ConfigError, JobConfig
+from eagle_ray.config.job import ConfigError, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.config.shard import SLURM, slurm_shard
@@ -52,11 +52,15 @@ NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 @dataclass(frozen=True, slots=True)
 class ConfigSetting:
-    """Value of one dotted key, and its origin for error messages."""
+    """Value of one dotted key, and its origin for error messages.
+
+    text: the value as it was written, if it is a YAML scalar.
+    """
 
     key: str
     value: Any
     origin: str
+    text: str | None = None
 
 
 def load_config(
@@ -165,10 +169,21 @@ def _settings(
 
 
 def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
+    """Return the configuration. A key that takes a text gets what YAML reads as a number, boolean or date as text."""
+    try:
+        return root.model_validate(_nest(root, settings))
+    except ValidationError as error:
+        wanted = {_key_of(root, detail)[0] for detail in error.errors() if detail["type"] == "string_type"}
+    settings = [_as_text(setting) if setting.key in wanted else setting for setting in settings]
     try:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(root, error, settings))) from None
+
+
+def _as_text(setting: ConfigSetting) -> ConfigSetting:
+    is_text = setting.text is None or setting.value is None or isinstance(setting.value, str)
+    return setting if is_text else replace(setting, value=setting.text)
 
 
 class _Loader(yaml.SafeLoader):
@@ -190,7 +205,7 @@ _Loader.add_implicit_resolver(
 
 def _from_file(path: Path) -> list[ConfigSetting]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree, node = _read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -200,7 +215,7 @@ def _from_file(path: Path) -> list[ConfigSetting]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections such as input: and output:, got {type(tree).__name__}")
     try:
-        return list(_flatten("", tree, str(path)))
+        return list(_flatten("", tree, str(path), node))
     except RecursionError:
         raise ConfigError(f"{path}: a section holds itself, through a YAML alias (*name); write it out") from None
 
@@ -208,7 +223,7 @@ def _from_file(path: Path) -> list[ConfigSetting]:
 def _from_env(env: Mapping[str, str]) -> list[ConfigSetting]:
     names = sorted(name for name in env if name.startswith(ENV_PREFIX))
     dotted = {name: name.removeprefix(ENV_PREFIX).lower().replace("__", ".") for name in names}
-    return [s for name in names for s in _flatten(dotted[name], _yaml_value(env[name]), name)]
+    return [s for name in names for s in _flatten(dotted[name], *_yaml_value(env[name], name))]
 
 
 def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
@@ -217,24 +232,40 @@ def _from_sets(sets: Iterable[str]) -> list[ConfigSetting]:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {text}: write it as --set section.key=value")
-        settings += _flatten(key, _yaml_value(value), f"--set {text}")
+        settings += _flatten(key, *_yaml_value(value, f"--set {text}"))
     return settings
 
 
-def _yaml_value(text: str) -> Any:
-    """Parse the text as YAML, or return it unchanged if it is not valid YAML, such as *.jsonl or 2024-99-99."""
+def _yaml_value(text: str, origin: str) -> tuple[Any, str, yaml.Node | None]:
+    """Return the value of a YAML text, its origin and its node.
+
+    A text that is not valid YAML, such as *.jsonl or 2024-99-99, is its own value.
+    """
     try:
-        return yaml.load(text, _Loader)
+        value, node = _read_yaml(text)
     except NO_YAML:
-        return text
+        return text, origin, None
+    return value, origin, node
 
 
-def _flatten(key: str, value: Any, origin: str) -> Iterator[ConfigSetting]:
+def _read_yaml(text: str) -> tuple[Any, yaml.Node | None]:
+    """Return the value of a YAML text and its node, which has the scalars' texts. Raises one of NO_YAML."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None, None) if node is None else (loader.construct_document(node), node)
+    finally:
+        loader.dispose()
+
+
+def _flatten(key: str, value: Any, origin: str, node: yaml.Node | None = None) -> Iterator[ConfigSetting]:
+    """Yield a setting for each leaf. node: of the value, if it is of a YAML text."""
     if isinstance(value, dict):
+        nodes = {k.value: v for k, v in node.value} if isinstance(node, yaml.MappingNode) else {}
         for name, inner in value.items():
-            yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin)
+            yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin, nodes.get(str(name)))
     else:
-        yield ConfigSetting(key, value, origin)
+        yield ConfigSetting(key, value, origin, node.value if isinstance(node, yaml.ScalarNode) else None)
 
 
 def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str, Any]:
@@ -271,9 +302,11 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
 def _explain(root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]) -> list[str]:
     """Return one line per wrong key, in schema order, even if a value failed several validators."""
     lines: dict[str, str] = {}
-    for detail in error.errors():
+    details = error.errors()
+    for detail in details:
         key, unknown = _key_of(root, detail)
-        line = _unknown_key(root, key, settings) if unknown else _wrong_value(root, key, detail, settings)
+        alike = [other for other in details if _key_of(root, other)[0] == key]
+        line = _unknown_key(root, key, settings) if unknown else _wrong_value(root, key, alike, settings)
         lines.setdefault(key, line)
     return list(lines.values())
 
@@ -304,8 +337,9 @@ def _unknown_key(root: type[BaseModel], key: str, settings: list[ConfigSetting])
     return f"{key}: unknown key{_origin(key, settings)}; {hint}"
 
 
-def _wrong_value(root: type[BaseModel], key: str, detail: ErrorDetails, settings: list[ConfigSetting]) -> str:
-    allowed = _allowed(root, key)
+def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], settings: list[ConfigSetting]) -> str:
+    """Return the line of a wrong value. details: all its errors."""
+    detail, allowed = details[0], allowed_text(_allowed(root, key), details)
     if detail["type"] == "missing":
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]

@@ -159,21 +159,31 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
 
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
+    check_token_ids(sequence, vocab_size)
     controls = sequence.sampling.controls
     if controls is None and sequence.grammar is None:
         return
     controls = controls or Controls()
     ends = eos_ids.union(sequence.sampling.stop_token_ids)
-    named = {"logit_bias": [token for token, _ in controls.logit_bias], "allowed_token_ids": controls.allowed_token_ids}
-    for name, ids in named.items():
-        if ids and max(ids) >= vocab_size:
-            message = f"{name}: token id {max(ids)} is not in the target's vocabulary of {vocab_size}"
-            raise RequestError("invalid_sampling", message)
     allowed = controls.allowed_token_ids
     if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
         raise RequestError("invalid_sampling", message)
     sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size, sequence.grammar)
+
+
+def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
+    """Raise RequestError if a sampling parameter names a token that the target lacks."""
+    controls = sequence.sampling.controls or Controls()
+    named = {
+        "stop_token_ids": sequence.sampling.stop_token_ids,
+        "logit_bias": [token for token, _ in controls.logit_bias],
+        "allowed_token_ids": controls.allowed_token_ids,
+    }
+    for name, ids in named.items():
+        if ids and max(ids) >= vocab_size:
+            message = f"{name}: token id {max(ids)} is not in the target's vocabulary of {vocab_size}"
+            raise RequestError("invalid_sampling", message)
 
 
 def _shown(value: object) -> str:

@@ -149,7 +149,7 @@ def _source(spec: GrammarSpec) -> str:
 
     try:
         if spec.kind in ("json_schema", "json_object"):
-            schema = spec.source if spec.kind == "json_schema" else ANY_OBJECT
+            schema = _schema(spec.source) if spec.kind == "json_schema" else ANY_OBJECT
             return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)
@@ -160,6 +160,13 @@ def _source(spec: GrammarSpec) -> str:
     except ValueError as error:
         raise RequestError("bad_grammar", f"{spec.kind}: {first_line(str(error))}") from None
     raise RequestError("bad_grammar", f"{spec.kind}: must be one of {', '.join(KINDS)}")
+
+
+def _schema(source: str) -> str:
+    """Return a JSON schema as an object: true, which allows every JSON, is {}. Raises ValueError for false."""
+    if source.strip() == "false":
+        raise ValueError("false allows no output. Give a schema that some JSON fits")
+    return "{}" if source.strip() == "true" else source
 
 
 def _lark(source: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagle_ray.cli import main as cli
 from tests.helpers.tokenizers import write_tokenizer
@@ -80,6 +81,14 @@ def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
         (["-o", "/dev/null/out"], "output.path: cannot write to /dev/null: Not a directory"),
         (["--set", "input.columns.messages=mesages"], "did you mean messages?"),
         (["--set", "input.on_bad_row=fail"], "line 2: column 'messages'"),
+        (["--set", "model.device=gpu"], "model.device: must be auto, cpu or cuda, got 'gpu'"),
+        pytest.param(
+            ["--set", "model.device=cuda"],
+            "model.device: cuda, and torch sees no GPU on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU"),
+        ),
+        (["--set", "model.chat_template=/dev/fd/nowhere"], "model.chat_template: must be"),
+        (["--set", "sampling.top_k=1000000000000"], "an integer, 0 or -1 (off) or more, at most 2147483647, got 10000"),
     ],
 )
 def test_what_cannot_work_is_exit_2_and_one_message(job, flags, says, capsys):
