@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from eagle_ray.batch.sequences import (
 )
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
@@ -53,7 +55,7 @@ class LLM:
     Args:
         target: a local directory, a hub id, embedded:tiny or embedded:smollm2.
         draft: what the method reads, such as an EAGLE head. Without it the method is none (plain decoding), unless one
-            is named that needs no draft, such as method="suffix". embedded:tiny has its own draft.
+            is named that needs no draft, such as method="suffix". The embedded pairs have their own drafts.
         seed: prompts without a seed of their own derive theirs from it and from their ids, which count up from 0.
         num_gpus: GPUs over which the target is placed.
         threads: upper bound of torch's CPU threads in this process; None keeps torch's number.
@@ -76,7 +78,9 @@ class LLM:
     ):
         config = engine_config(target, draft, settings, seed)
         execution = config.execution
-        most_threads = threads or torch.get_num_threads()
+        most_threads = torch.get_num_threads() if threads is None else threads
+        if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
+            log.info("%s: %s", config.model.target, note)
         bundle = build_in_thread(
             config.model, config.speculative, execution.slots, execution.kv_tokens, num_gpus, most_threads
         )
@@ -157,14 +161,13 @@ class LLM:
             tools, tool_choice, parallel_tool_calls: as in OpenAI's API. Outputs have the calls as tool_calls.
             chat_template_kwargs: further values for the chat template, such as {"enable_thinking": False}.
         """
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {
             "tools": tools,
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [{"messages": list(chat), **options} for chat in chats]
+        prompts = [{"messages": chat, **options} for chat in _conversations(messages)]
         return self.generate(prompts, sampling_params, raise_errors=raise_errors, use_tqdm=use_tqdm)
 
     def counters(self) -> EngineCounters:
@@ -204,7 +207,7 @@ class LLM:
 
     async def _answer(self, row: RequestRow, params: RequestSampling, config: JobConfig) -> RequestOutput:
         number = next(self._numbers)
-        if row["request_id"].startswith("prompts:"):  # the reader's, for a prompt without an id
+        if row["request_id"] is None:
             row["request_id"] = str(number)
         if row["seed"] is None:
             row["seed"] = params.seed
@@ -256,6 +259,24 @@ class LLM:
 
     def _config_with(self, params: RequestSampling) -> JobConfig:
         return self._config.model_copy(update={"sampling": params.as_config()})
+
+
+def _conversations(messages: Any) -> list[list[Any]]:
+    """Return the conversations of a call. Raises ConfigError for what is neither one nor a list of them."""
+    chats = list(messages) if _is_list(messages) else [messages]
+    if chats and all(isinstance(message, Mapping) for message in chats) and _is_list(messages):
+        return [chats]
+    for chat in chats:
+        if not _is_list(chat):
+            raise ConfigError(
+                'messages: must be a list of messages such as {"role": "user", "content": "Hi"}, or a list of such '
+                f"lists, got {reprlib.repr(chat)}"
+            )
+    return [list(chat) for chat in chats]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
 def _one_each(params: SamplingFor, num_prompts: int) -> list[RequestSampling]:

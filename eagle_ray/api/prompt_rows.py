@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
+from eagle_ray.api.request_sampling import plain_value
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.batch.input.request import parse_row, with_checked_texts
@@ -38,19 +39,23 @@ MULTIMODAL = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encod
 
 
 def prompt_rows(prompts: Prompts) -> list[RequestRow]:
-    """Return one request row per prompt. Raises ConfigError if the value holds no prompts, or keys without effect."""
+    """Return one request row per prompt, whose request_id is None if the prompt has no id.
+
+    Raises ConfigError if the value holds no prompts, or keys without effect.
+    """
     columns = request_columns(ColumnsConfig())
     return [_request_row(row, i, columns) for i, row in enumerate(_input_rows(prompts))]
 
 
 def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
     if isinstance(prompts, str | Mapping):
-        return [_input_row(prompts)]
-    if hasattr(prompts, "__arrow_c_stream__"):
+        return [_input_row(plain_value(prompts))]
+    if hasattr(prompts, "__arrow_c_stream__") and not hasattr(prompts, "tolist"):  # a table, and no column of one
         return _table_rows(cast(ArrowTable, prompts))
     if not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts: must be a text, a list of prompts or a table, got {type(prompts).__name__}")
-    items = list(prompts)
+    plain = plain_value(prompts if hasattr(prompts, "tolist") else list(prompts))
+    items = plain if isinstance(plain, list) else [plain]
     if items and all(type(item) is int for item in items):
         return [_input_row(items)]
     return [_input_row(item) for item in items]
@@ -68,8 +73,6 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
         return prompt
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if hasattr(prompt, "tolist"):  # a NumPy array or a tensor of ids
-        prompt = prompt.tolist()
     if isinstance(prompt, Sequence):
         return {"prompt_token_ids": list(prompt)}
     raise ConfigError(
@@ -81,7 +84,10 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
 def _request_row(row: Mapping[str, Any], number: int, columns: RequestColumns) -> RequestRow:
     check_keys(row)
     location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
-    return dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location)
+    request = dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location)
+    if request["request_id"] == location.id != row.get("id"):  # the reader's, for a prompt without an id
+        request["request_id"] = None
+    return request
 
 
 def check_keys(row: Mapping[str, Any]) -> None:

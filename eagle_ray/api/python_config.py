@@ -16,6 +16,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from eagle_ray.config import ConfigError, ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
+from eagle_ray.config.job import EMBEDDED_PAIRS
 
 ORIGIN = "Python"
 UNUSED_PATHS = {"input.path": "prompts", "output.path": "outputs"}  # required keys that a call in this process ignores
@@ -59,7 +60,9 @@ _KEYS = {
 def engine_config(target: str, draft: str | None, settings: Mapping[str, Any], seed: int = 0) -> JobConfig:
     """Return the configuration of an engine in this process. Its input and output are not used.
 
-    Without a draft the method is none, plain decoding. Raises ConfigError that names an unknown or wrong argument.
+    Without a draft the method is none, plain decoding; an embedded pair has its own.
+
+    Raises ConfigError that names an unknown or wrong argument.
     """
     for name in settings:
         if name not in _KEYS:
@@ -69,7 +72,7 @@ def engine_config(target: str, draft: str | None, settings: Mapping[str, Any], s
     overrides = {_KEYS[name]: value for name, value in settings.items()} | {"model.target": target, "seed": seed}
     if draft is not None:
         overrides["model.draft"] = draft
-    elif target != EMBEDDED:
+    elif target not in EMBEDDED_PAIRS:
         overrides.setdefault("speculative.method", "none")
     return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
 

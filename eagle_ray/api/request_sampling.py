@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from eagle_ray.config.job import MAX_TOP_LOGPROBS, ConfigError, PositiveInt, RowSampling, SamplingConfig
+from eagle_ray.config.job import MAX_TOP_LOGPROBS, ConfigError, PositiveInt, RowSampling, SamplingConfig, allowed_text
 
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 Count = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -26,7 +27,8 @@ class RequestSampling(RowSampling):
     """Sampling parameters of one prompt. Raises ConfigError that names an unknown or wrong parameter.
 
     The names are vLLM's; the defaults are a job's, so decoding is greedy unless a temperature is given. ``top_k=-1`` is
-    off, as ``top_k=0`` is, and ``stop`` may be one string.
+    off, as ``top_k=0`` is, and ``stop`` may be one string. None is a parameter's default. Numbers may be NumPy's or
+    torch's, and lists may be tuples, sets or arrays.
 
     Attributes:
         max_tokens: None is as many as the model's length leaves.
@@ -44,8 +46,7 @@ class RequestSampling(RowSampling):
     @model_validator(mode="wrap")
     @classmethod
     def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[RequestSampling]) -> RequestSampling:
-        if isinstance(data, dict) and data.get("top_k") == -1:
-            data = data | {"top_k": 0}
+        data = _given(data) if isinstance(data, dict) else data
         try:
             return handler(data)
         except ValidationError as error:
@@ -84,6 +85,25 @@ class RequestSampling(RowSampling):
 SamplingParams = RequestSampling
 
 
+def plain_value(value: Any) -> Any:
+    """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth."""
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {plain_value(key): plain_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        is_plain = set(map(type, value)) <= {int, float, str}
+        return list(value) if is_plain else [plain_value(inner) for inner in value]
+    return value
+
+
+def _given(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters as Python's own values, without those that are None and whose None is not a value."""
+    values = {name: plain_value(value) for name, value in parameters.items()}
+    fields = RequestSampling.model_fields.keys() - {"max_tokens"}
+    return {name: value for name, value in values.items() if value is not None or name not in fields}
+
+
 def _lines(error: ValidationError, given: dict[str, Any]) -> list[str]:
     """Return one line for each wrong parameter; a value that fails several validators has one."""
     lines: dict[str, str] = {}
@@ -93,7 +113,9 @@ def _lines(error: ValidationError, given: dict[str, Any]) -> list[str]:
         if field is None:
             line = f"SamplingParams.{name}: unknown parameter. {_hint(name)}"
         else:
-            line = f"SamplingParams.{name}: must be {field.description}, got {reprlib.repr(given[name])}"
+            details = [other for other in error.errors() if other["loc"][:1] == detail["loc"][:1]]
+            allowed = allowed_text(field.description or "", details)
+            line = f"SamplingParams.{name}: must be {allowed}, got {reprlib.repr(given[name])}"
         lines.setdefault(name, line)
     return list(lines.values())
 

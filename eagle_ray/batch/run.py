@@ -79,6 +79,7 @@ from eagle_ray.batch.row_index import INDEX, IndexDamaged, remove_index
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
@@ -339,6 +340,8 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> Non
         log.info("%s", line)
     _check_columns(plan, run)
     _check_models(config)
+    if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
+        log.info("%s: %s", config.model.target, note)
     (run.output / SUMMARY).remove()  # it no longer says what the files hold
     join_cluster(config)
     from eagle_ray.batch.pipeline import generate

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import ConfigError, ServeConfig
+from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.start_log import configure_logging
@@ -43,6 +44,8 @@ def run_endpoint(config: ServeConfig) -> int:
     from eagle_ray.build import check_models  # torch, seconds
 
     check_models(config.model, config.speculative)
+    if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
+        log.info("%s: %s", config.model.target, note)
     address = prepare_ray_environment(serving.ray_address)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

@@ -74,6 +74,17 @@ def draft_requirement(method: str) -> str | None:
     return " and ".join(str(DRAFT_REQUIREMENT[part]) for part in draft_parts(method)) or None
 
 
+def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
+    """Return what plain decoding of a target without a draft costs and what avoids it; None for other settings."""
+    if method != "none" or drafts:
+        return None
+    free = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
+    return (
+        "no draft, so each pass of the target gives one token. Name a head as model.draft for several, with the same "
+        f"outputs, or set speculative.method to one that needs none: {', '.join([*free, AUTO])}"
+    )
+
+
 def reads_draft(method: str, drafts: Sequence[str]) -> bool:
     """Return whether the method reads model.draft; auto does if it is set."""
     needed = draft_requirement(method)

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 import jsonschema
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.python_config import _KEYS, EngineSettings
+from eagle_ray.api.python_config import _KEYS, EngineSettings, engine_config
 from eagle_ray.config import JobConfig, SamplingConfig
 from tests.conftest import PAIR, token_rows
 
@@ -206,6 +208,82 @@ def test_wrong_use_is_named(llm):
     ]:
         with pytest.raises(ConfigError, match=words):
             wrong()
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "Hi"}, ["hello"], [CHAT, "hello"], 5, None])
+def test_what_is_no_conversation_is_refused_once(llm, messages):
+    with pytest.raises(ConfigError, match=r"messages: must be a list of messages .*, got") as error:
+        llm.chat(messages)
+    assert "\n" not in str(error.value)
+
+
+def test_values_of_numpy_and_torch_are_plain_numbers(llm):
+    own = SamplingParams(
+        max_tokens=2, seed=7, stop_token_ids=[3], logit_bias={5: 1.0}, stop=["a", "b"], temperature=0.5
+    )
+    params = SamplingParams(
+        max_tokens=np.int64(2),
+        seed=torch.tensor(7),
+        stop_token_ids=np.array([3]),
+        logit_bias={np.int64(5): np.float32(1)},
+        stop=("a", "b"),
+        temperature=np.float64(0.5),
+    )
+    assert params == own
+    ids = [5, 6]
+    one = ids_of(llm.generate([ids], params))
+    for prompts in (ids, np.array(ids), torch.tensor(ids), [np.int64(5), 6], tuple(ids), range(5, 7)):
+        assert ids_of(llm.generate(prompts, params)) == one
+    rows = [{"prompt_token_ids": np.array(ids), "max_tokens": np.int32(2)}, np.array(ids), (np.int64(5), np.int64(6))]
+    for prompts in (rows, np.array([ids] * 3), [torch.tensor(ids)] * 3, (row for row in rows)):
+        assert ids_of(llm.generate(prompts, params)) == one * 3
+    texts = ids_of(llm.generate(["Hi", "So"], params))
+    assert ids_of(llm.generate(np.array(["Hi", "So"]), params)) == ids_of(llm.generate(pd.Series(["Hi", "So"]), params))
+    assert ids_of(llm.generate(pd.Series(["Hi", "So"]), params)) == texts
+
+
+def test_none_is_a_parameter_that_is_not_given():
+    defaults = SamplingParams()
+    for name in set(SamplingParams.model_fields) - {"max_tokens"}:
+        assert SamplingParams(**{name: None}) == defaults, name
+    assert SamplingParams(max_tokens=None).max_tokens is None
+    with pytest.raises(ConfigError, match="unknown parameter"):
+        SamplingParams(best_of=None)
+    with pytest.raises(ConfigError, match=r"SamplingParams.top_k: must be .*, at most 2147483647, got 1000000000000"):
+        SamplingParams(top_k=10**12)
+
+
+def test_an_id_comes_back_whatever_it_is(plain):
+    params = SamplingParams(max_tokens=1)
+    prompts = [{"prompt": "a", "id": "prompts:0"}, {"prompt": "a", "id": "prompts:7"}, {"prompt": "a", "id": 5}, "a"]
+    first, second, third, fourth = (output.request_id for output in plain.generate(prompts, params))
+    assert (first, second, third) == ("prompts:0", "prompts:7", "5") and fourth.isdecimal()
+
+
+def test_tokens_and_schemas_that_no_output_can_have_are_errors_in_our_words(llm):
+    asked = [
+        (SamplingParams(stop_token_ids=[10**6]), "stop_token_ids: token id 1000000 is not in the target's vocabulary"),
+        (SamplingParams(json_schema=False), "json_schema: false allows no output. Give a schema that some JSON fits"),
+        (SamplingParams(json_schema=True, max_tokens=3), None),
+        (SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": True}}, max_tokens=3), None),
+    ]
+    for params, message in asked:
+        [output] = llm.generate("Hello", params)
+        assert output.error is None if message is None else message in str(output.error)
+
+
+def test_a_target_without_a_draft_says_what_needs_none(caplog):
+    with caplog.at_level("INFO", "eagle_ray"), LLM(str(PAIR / "target"), slots=1, threads=1):
+        pass
+    [said] = [record.message for record in caplog.records if "no draft" in record.message]
+    assert "lookahead, ngram, recycling, suffix, auto" in said
+
+
+def test_an_embedded_pair_has_its_own_draft():
+    for target in ("embedded:tiny", "embedded:smollm2"):
+        config = engine_config(target, None, {})
+        assert (config.model.draft, config.speculative.method) == (target, "eagle2")
+    assert engine_config(str(PAIR / "target"), None, {}).speculative.method == "none"
 
 
 def test_closing_ends_the_calls_in_flight():
