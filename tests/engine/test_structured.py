@@ -212,8 +212,9 @@ def some_conflicting(count: int, seed: int) -> list[tuple[SamplingParams, list[s
 def outcome_of(sequence: Sequence) -> tuple:
     """Return everything about a finished sequence that no draft may change."""
     places = len(sequence.output_ids), len(sequence.output_logprobs), len(sequence.output_tops)
-    error = sequence.error and sequence.error.code
-    return sequence.output_ids, sequence.finish_reason, error, places, sequence.grammar.is_complete
+    if sequence.error is not None:
+        return sequence.output_ids, sequence.finish_reason, sequence.error.code, places
+    return sequence.output_ids, sequence.finish_reason, None, places, sequence.grammar.is_complete
 
 
 def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> list[tuple]:
