@@ -11,12 +11,16 @@ The sequences are the job's own and no step is repeated: outputs do not depend o
 slower methods are slower. The rate of a method is the tokens per second of its decode steps. Steps with prompt rows or
 one-time work, and steps of a batch that is still filling or already draining, are not counted. Neither is the first
 step of a turn: a drafter then catches up with what other methods decoded.
+
+Contexts grow and machines slow down, so methods are compared only within a round, as shares of its best rate. Two
+methods are compared by the rounds in which both took turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import mean
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft
@@ -27,7 +31,7 @@ from eagle_ray.tree.draft_plan import DraftPlan
 NUM_ROUNDS = 3  # measured ones
 STEPS_PER_TURN = 6  # counted ones: others wait meanwhile, and a head reads again what they decode, at most 128 tokens
 MAX_STEPS_PER_TURN = 24  # whatever is counted of them
-MIN_SHARE = 0.85  # of the best rate, for a further turn
+MIN_SHARE = 0.85  # of the best method's share, for a further turn
 FULL_BATCH = 0.75  # of the largest batch seen, for a step that counts
 
 
@@ -60,8 +64,8 @@ class MethodTrial:
         on_choice: Callable[[str, dict[str, float]], None] = lambda method, rates: None,
     ):
         self._planners, self._switch, self._on_choice = dict(planners), switch, on_choice
-        self._tallies = {method: _Tally() for method in planners}
         self._contenders = list(planners)
+        self._rounds: list[dict[str, _Tally]] = []  # measured ones
         self._turns = self._schedule()
         self._largest_batch = 0
         self.choice: str | None = None
@@ -94,7 +98,7 @@ class MethodTrial:
             return
         self._num_counted += 1
         if self._is_measured:
-            tally = self._tallies[self._method]
+            tally = self._rounds[-1][self._method]
             tally.num_tokens += outcome.batch_size + outcome.num_accepted
             tally.seconds += outcome.seconds.total
 
@@ -124,6 +128,8 @@ class MethodTrial:
     def _schedule(self) -> Iterator[tuple[str, bool]]:
         """Yield the method of each turn, and whether it is measured; every other round is in reverse order."""
         for number in range(1 + NUM_ROUNDS):
+            if number > 0:
+                self._rounds.append({method: _Tally() for method in self._contenders})
             order = self._contenders[:: -1 if number % 2 else 1]
             for method in order:
                 yield method, number > 0
@@ -133,12 +139,35 @@ class MethodTrial:
 
     def _drop_slow(self) -> None:
         """Take methods that are far behind out of the trial."""
-        limit = MIN_SHARE * max(tally.rate for tally in self._tallies.values())
-        self._contenders = [method for method in self._contenders if self._tallies[method].rate >= limit]
+        shares = self._shares(self._contenders)
+        limit = MIN_SHARE * max(shares.values())
+        self._contenders = [method for method in self._contenders if shares[method] >= limit]
 
     def _choose(self) -> None:
-        rates = {method: tally.rate for method, tally in self._tallies.items()}
-        self.choice = max(self._contenders, key=rates.__getitem__)
+        shares = self._shares(self._contenders)
+        self.choice = max(self._contenders, key=shares.__getitem__)
         self._use(self.choice)
         self._switch.keep(self.choice)
-        self._on_choice(self.choice, rates)
+        self._on_choice(self.choice, self._rates(self.choice))
+
+    def _shares(self, methods: Collection[str]) -> dict[str, float]:
+        """Return each method's mean share of the best rate of a round, over the rounds in which all of them took turns.
+
+        A round in which nothing of some method was counted says nothing; without any other, all are equal.
+        """
+        rounds = [tallies for tallies in self._rounds if set(methods) <= tallies.keys()]
+        rates = [{method: tally.rate for method, tally in tallies.items()} for tallies in rounds]
+        complete = [each for each in rates if min(each.values()) > 0]
+        if not complete:
+            return dict.fromkeys(methods, 1.0)
+        return {method: mean(each[method] / max(each.values()) for each in complete) for method in methods}
+
+    def _rates(self, choice: str) -> dict[str, float]:
+        """Return the tokens per second of the choice, and of the others as if each had taken turns in all rounds."""
+        own = [tallies[choice] for tallies in self._rounds]
+        rate = _Tally(sum(tally.num_tokens for tally in own), sum(tally.seconds for tally in own)).rate
+        rates = {}
+        for method in self._planners:
+            shares = self._shares([method, choice])
+            rates[method] = rate * shares[method] / shares[choice]
+        return rates

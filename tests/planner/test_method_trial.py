@@ -70,6 +70,21 @@ def test_a_slow_method_takes_no_turn_after_the_first_measured_round():
     assert job.turns == [*order, *order[::-1], "eagle3", "suffix", "suffix", "eagle3", "eagle3"]  # the last is kept
 
 
+@pytest.mark.parametrize("factors", [(1, 2, 2), (1, 5, 25), (4, 1, 3)])
+def test_a_machine_that_changes_its_speed_changes_neither_the_choice_nor_the_order(factors):
+    """Seconds of a step in each measured round, by the first of which the slowest method is dropped."""
+    seconds = {"ngram": 8 / 10, "eagle3": 8 / 11, "suffix": 8 / 9}
+    job = Job({method: (0, each) for method, each in seconds.items()})
+    job.run(len(seconds) * (1 + STEPS_PER_TURN))
+    for factor, num_methods in zip(factors, (3, 2, 2), strict=True):
+        job.methods = {method: (0, factor * each) for method, each in seconds.items()}
+        job.run(num_methods * (1 + STEPS_PER_TURN))
+    job.step()
+    assert job.trial.choice == "eagle3"
+    [(_, rates)] = job.chosen
+    assert rates == pytest.approx({method: rates["eagle3"] * 8 / 11 / each for method, each in seconds.items()})
+
+
 def test_the_trial_takes_a_bounded_number_of_steps():
     job = Job({"eagle3": (1, 0.1), "suffix": (1, 0.1), "ngram": (1, 0.1), "none": (1, 0.1)})
     num_steps = (1 + NUM_ROUNDS) * 4 * (1 + STEPS_PER_TURN)
