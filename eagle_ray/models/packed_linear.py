@@ -4,36 +4,29 @@
     warm_up_kernels(model, 64)      # compile kernels for passes of up to 64 rows before requests wait for them
 
 Compared with F.linear in fp32, 4 to 8 rows cost as much as one row, and many rows two thirds. A row's result does
-not depend on the other rows, bit for bit, which F.linear does not guarantee. (Exception: on some processors another
-kernel is much faster for one to three rows; see linear_kernels.) A packed weight is not a parameter, has no gradient
-and cannot be moved.
+not depend on the other rows, bit for bit, which F.linear does not guarantee. For this, one to three rows are padded to
+MIN_PACKED_ROWS, though on some processors a kernel that sums in another order is faster for them: no measurement
+chooses an order of summation, so all workers of a job and all starts have the same bits. A packed weight is not a
+parameter, has no gradient and cannot be moved.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.errors import EngineError
-from eagle_ray.models.linear_kernels import (
-    FILLED_ONLY,
-    MIN_PACKED_ROWS,
-    Kernel,
-    choose_kernels,
-    multiply,
-    packed_weight,
-    pad_rows,
-)
 
+MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
+TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead up to these numbers of rows and of weights
@@ -49,16 +42,13 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: on a CPU, in one of DTYPES; it may be discarded.
-        kernels: the kernel for each of 1 .. MIN_PACKED_ROWS - 1 rows (see linear_kernels); more use the packed weight.
     """
 
-    def __init__(self, linear: nn.Linear, kernels: Mapping[int, Kernel] = FILLED_ONLY):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = packed_weight(linear.weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), TYPICAL_ROWS)
         self._bias = None if linear.bias is None else linear.bias.detach()
-        self._kernels = kernels
-        self._plain = linear.weight.detach() if Kernel.PLAIN in kernels.values() else None
 
     @property
     def weight(self) -> Tensor:
@@ -68,16 +58,13 @@ class PackedLinear(nn.Module):
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         num_rows = inputs.numel() // self.in_features
         if num_rows >= MIN_PACKED_ROWS:
-            return multiply(inputs, self._weight, self._bias)
-        return self._multiply_few(inputs.reshape(num_rows, self.in_features)).view(*inputs.shape[:-1], -1)
+            return self._multiply(inputs)
+        rows = inputs.reshape(num_rows, self.in_features)
+        padded = torch.cat([rows] * MIN_PACKED_ROWS)[:MIN_PACKED_ROWS]
+        return self._multiply(padded)[:num_rows].view(*inputs.shape[:-1], -1)
 
-    def _multiply_few(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        kernel = self._kernels.get(len(rows), Kernel.FILLED)
-        if kernel is Kernel.PLAIN:
-            return F.linear(rows, self._plain, self._bias)
-        if kernel is Kernel.PACKED:
-            return multiply(rows, self._weight, self._bias)
-        return multiply(pad_rows(rows), self._weight, self._bias)[: len(rows)]
+    def _multiply(self, rows: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
@@ -165,10 +152,9 @@ def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
             to an embedding stays, too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
-    sites = [site for site in _sites(model) if site.is_worth(fewest_weights) and can_pack(*site.kind)]
-    kernels = choose_kernels([site.whole for site in sites]) if sites else FILLED_ONLY
-    for site in sites:
-        site.pack(kernels)
+    for site in list(_sites(model)):
+        if site.is_worth(fewest_weights) and can_pack(*site.kind):
+            site.pack()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +183,8 @@ class Site:
     def whole(self) -> nn.Linear:
         return merge_linears(self.parts) if len(self.names) > 1 else self.parts[0]
 
-    def pack(self, kernels: Mapping[int, Kernel]) -> None:
-        packed, parts = PackedLinear(self.whole, kernels), self.parts
+    def pack(self) -> None:
+        packed, parts = PackedLinear(self.whole), self.parts
         if len(parts) == 1:
             setattr(self.module, self.names[0], packed)
             return

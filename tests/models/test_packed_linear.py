@@ -1,5 +1,7 @@
 """Packed linears: what F.linear computes, a row the same in any company, and out of the way where they cannot be."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,22 @@ def test_a_row_does_not_depend_on_its_company(shape, dtype):
     together = packed(inputs)
     for num_rows in (1, 2, 3, 4, 5, 8, 17, 64, 129):
         assert torch.equal(packed(inputs[-num_rows:]), together[-num_rows:])
+
+
+@needs_packing
+def test_no_measurement_chooses_how_large_layers_are_summed(monkeypatch):
+    """Workers of one job, and a start after another, have the same bits."""
+
+    def fail() -> float:
+        raise AssertionError("a clock was read")
+
+    model = nn.Sequential(torch.nn.utils.skip_init(nn.Linear, 8192, 8192)).requires_grad_(False)
+    model[0].weight.copy_(torch.randn(64, 64).repeat(128, 128))
+    monkeypatch.setattr(time, "perf_counter", fail)
+    pack_linears(model)
+    inputs = torch.randn(5, 8192)
+    together = model(inputs)
+    assert all(torch.equal(model(inputs[:num_rows]), together[:num_rows]) for num_rows in (1, 2, 3))
 
 
 @needs_packing
