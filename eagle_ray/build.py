@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -300,13 +302,25 @@ def build_engine(
             with start.part("recorded", RECORDING):
                 capture(engine, speculative.max_nodes, speculative.top_k)
     elif ahead:
-        with start.part("recorded", RECORDING):
+        with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
-    if switch is not None:
-        engine.planner = _method_trial(engine, speculative, switch, start)
-    elif fixed is None:
-        engine.planner = _planner(engine, speculative, start)
+    with _plain_if_planner_fails(engine):
+        if switch is not None:
+            engine.planner = _method_trial(engine, speculative, switch, start)
+        elif fixed is None:
+            engine.planner = _planner(engine, speculative, start)
     return engine
+
+
+@contextmanager
+def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
+    """Let the engine decode plainly if its planner cannot be made. A failed step of the engine itself is raised."""
+    try:
+        yield
+    except Exception as error:
+        if not engine.is_intact:
+            raise
+        engine.drop_planner(error)
 
 
 def _planner(

@@ -49,6 +49,7 @@ DESCRIPTIONS = {
     "engine_steps": "decode steps of the engine, each over all its running sequences",
     "engine_plain_steps": "steps of the engine that drafted nothing",
     "engine_probes": "steps of the engine taken in order to learn what drafts are worth",
+    "engine_planner_failures": "engines that draft nothing any more because their planner failed",
     "engine_verify_rows": "rows of the engine's decode passes, padding included",
     "engine_prefill_tokens": "prompt tokens computed by the engine",
     "engine_reused_tokens": "prompt tokens found in other sequences' blocks",

@@ -28,6 +28,7 @@ WORK_COUNTERS = (
     "num_steps",
     "num_plain_steps",
     "num_probes",
+    "num_planner_failures",
     "num_verify_rows",
     "num_prefill_tokens",
     "num_reused_tokens",
@@ -44,6 +45,7 @@ class WorkerReport:
         slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
         engine_s: seconds inside the engine's steps.
         work: WORK of the engine.
+        planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
         method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
     """
 
@@ -57,6 +59,7 @@ class WorkerReport:
     output_tokens: int = 0
     steps: int = 0
     accepted: int = 0
+    planner_error: str | None = None
     method: str | None = None
     method_rates: dict[str, float] = field(default_factory=dict)
 
@@ -65,8 +68,16 @@ class WorkerReport:
         """Return the report of a worker that has finished no row yet."""
         offered = counters.num_steps * counters.num_slots
         work = {name: getattr(counters, name) for name in WORK_COUNTERS}
-        chosen = {"method": counters.method, "method_rates": counters.method_rates}
-        return cls(worker_id, counters.num_slot_steps, offered, counters.busy_s, work, **chosen)
+        return cls(
+            worker_id,
+            counters.num_slot_steps,
+            offered,
+            counters.busy_s,
+            work,
+            planner_error=counters.planner_error,
+            method=counters.method,
+            method_rates=counters.method_rates,
+        )
 
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
         """Return the report with one more batch of output rows."""
@@ -162,6 +173,11 @@ class Progress:
             for name, report in self.workers.items()
             if report.method is not None
         }
+
+    @property
+    def planner_errors(self) -> dict[str, str]:
+        """Return why planners failed, by worker."""
+        return {name: report.planner_error for name, report in self.workers.items() if report.planner_error}
 
     def _sum(self, name: str) -> float:
         return sum(getattr(report, name) for report in self.workers.values())

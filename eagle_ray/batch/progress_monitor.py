@@ -79,6 +79,7 @@ class ProgressMonitor:
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
         self._choices: set[str] = set()  # workers whose choice of a method was logged
+        self._planner_errors: set[str] = set()  # workers whose planner's failure was logged
         self._started, self._ready_at = time.monotonic(), None
         self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
         self._gcs = GcsWatch(gcs_address())
@@ -144,6 +145,7 @@ class ProgressMonitor:
             log.warning(note)
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
         self._log_choices(progress)
+        self._log_planner_errors(progress)
         if self._ready_at is None:
             self._ready_at = progress.ready_at
         self._check_limits(progress)
@@ -155,6 +157,13 @@ class ProgressMonitor:
             report = progress.workers[name]
             log.info("worker %s: %s", name, choice_text(report.method or "", report.method_rates))
             self._choices.add(name)
+
+    def _log_planner_errors(self, progress: Progress) -> None:
+        """Warn of each worker whose planner failed, once."""
+        for name in progress.planner_errors.keys() - self._planner_errors:
+            error = progress.planner_errors[name]
+            log.warning("worker %s drafts nothing from now on: its planner failed (%s)", name, error)
+            self._planner_errors.add(name)
 
     def _count_files(self) -> None:
         """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
@@ -204,6 +213,7 @@ class ProgressMonitor:
             else None,  # what the pipeline leaves
             "engine": progress.work,
             "methods": progress.method_choices,
+            "planner_errors": progress.planner_errors,
             USAGE: self._meter.usage(),  # of all attempts
             "seconds_left": rows_left * running / progress.rows
             if progress.rows and running >= MIN_RATE_WINDOW_S

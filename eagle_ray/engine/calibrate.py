@@ -189,10 +189,12 @@ def calibration_mode(
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
     engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
     bench = CalibrationRun(engine, distinct_prompts)
-    yield bench
-    bench.clear()
-    engine.drafter.reset_learning()
-    engine.planner, engine.counters, engine.overlap = planner, counters, overlap
+    try:
+        yield bench
+    finally:
+        bench.clear()
+        engine.drafter.reset_learning()
+        engine.planner, engine.counters, engine.overlap = planner, counters, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +445,8 @@ class CalibrationRun:
                 self._add(length)
             self._planner.setting, self._planner.outcome = setting, None
             self._engine.step()
+            if error := self._engine.counters.planner_error:
+                raise RuntimeError(f"the planner failed in a measured step: {error}")
             outcome = self._planner.outcome
             if outcome is not None and outcome.batch_size == setting.batch_size and not outcome.is_first:
                 return outcome

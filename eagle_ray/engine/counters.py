@@ -13,6 +13,7 @@ class EngineCounters:
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
     launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
     busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
+    planner_error: why the planner failed, if it has: nothing is drafted from then on.
     method: what `speculative.method: auto` chose, once it has. method_rates: decoded tokens per second of the methods
     that it tried.
     """
@@ -30,8 +31,14 @@ class EngineCounters:
     num_preemptions: int = 0
     busy_s: float = 0.0
     prefill_s: float = 0.0
+    planner_error: str | None = None
     method: str | None = None
     method_rates: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_planner_failures(self) -> int:
+        """Return 1 if the planner failed, otherwise 0."""
+        return int(self.planner_error is not None)
 
 
 def choice_text(method: str, rates: Mapping[str, float]) -> str:

@@ -20,8 +20,11 @@ the same pass as the decoding rows, so that its weights are read once.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -39,12 +42,15 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier
-from eagle_ray.errors import RequestError
+from eagle_ray.errors import RequestError, one_line
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
-from eagle_ray.planner.planner import Planner, StepOutcome
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.tree.acceptance_stats import AcceptanceStats
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+
+log = logging.getLogger("eagle_ray")
+Answer = TypeVar("Answer")
 
 
 class Engine:
@@ -64,6 +70,7 @@ class Engine:
 
     Attributes:
         mixed_prefill: prompt chunks and decoding rows share a pass; only without graphs.
+        is_intact: no step has raised. False during a step.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Engine:
         self.overlap = overlap
         self.grammars = grammars
         self.mixed_prefill = graphs is None
+        self.is_intact = True
         blocks = target.cache.blocks
         tree_columns = blocks.capacity - max_model_len
         self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids)
@@ -110,7 +118,9 @@ class Engine:
 
         Invariant: the last committed token is not in the KV cache; it is the root of the next draft tree. If a step
         raises, from a stop_check or a listener too, the engine is left in the middle of it and cannot be used again.
+        The planner may raise: see drop_planner.
         """
+        self.is_intact = False
         started, num_before = time.monotonic(), self.counters.num_prefill_tokens
 
         pending, prefill = self._launch()
@@ -121,6 +131,7 @@ class Engine:
 
         finished = self._retire()
         self.counters.busy_s += time.monotonic() - started
+        self.is_intact = True
         return finished
 
     def add(self, sequence: Sequence) -> None:
@@ -154,6 +165,42 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         """Remove a sequence; its slot is free for the next step."""
         self.scheduler.abort(sequence)
+
+    def drop_planner(self, error: Exception) -> None:
+        """Decode plainly from now on because the planner failed. A planner changes no output, so no sequence fails."""
+        self.planner = UniformPlanner(0, 0, 0)
+        if self.counters.planner_error is None:
+            self.counters.planner_error = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(
+                "the planner failed (%s): nothing is drafted from now on, and outputs stay the same. Please report it.",
+                self.counters.planner_error,
+                exc_info=error,
+            )
+
+    # The planner's answers, or plain decoding's if it raises.
+
+    def _ask(self, ask: Callable[[], Answer], otherwise: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except Exception as error:  # a planner is arithmetic over measured numbers
+            self.drop_planner(error)
+            return otherwise()
+
+    @property
+    def _will_draft(self) -> bool:
+        return self._ask(lambda: self.planner.will_draft, lambda: False)
+
+    def _plan(self, batch: DecodeBatch) -> DraftPlan:
+        plan = self._ask(lambda: self.planner.plan(batch), lambda: PLAIN)
+        if (should_stop := plan.should_stop) is None:
+            return plan
+        return replace(plan, should_stop=lambda builder: self._ask(lambda: should_stop(builder), lambda: True))
+
+    def _allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._ask(lambda: self.planner.allocate(draft, plan, batch), lambda: Allocation.uniform(draft, 1))
+
+    def _observe(self, planner: Planner, outcome: StepOutcome) -> None:
+        self._ask(lambda: planner.observe(outcome), lambda: None)
 
     # Launch: what the device is given to do.
 
@@ -200,7 +247,7 @@ class Engine:
         postponed, self._postponed = self._postponed, None
         if postponed is not None and postponed[0] == batch.sequences:
             return postponed[1]
-        return self.planner.plan(batch)
+        return self._plan(batch)
 
     def _draft(self, batch: DecodeBatch) -> tuple[DraftPlan, Draft]:
         """Return what is drafted, by the drafter and by the grammars of sequences."""
@@ -228,7 +275,7 @@ class Engine:
         if batch is None:
             return None
         timer = StepTimer(self.target.device, pending.timer)
-        plan = self.planner.plan(batch)
+        plan = self._plan(batch)
 
         draft = Draft.empty(batch.roots)
         if plan.is_drafting:
@@ -244,7 +291,7 @@ class Engine:
     ) -> tuple[PendingStep, PrefillOutput | None]:
         """Allocate rows, verify them, and start the copy of the results to the host."""
         timer.mark()
-        allocation = self.planner.allocate(draft, plan, batch)
+        allocation = self._allocate(draft, plan, batch)
         shape, output = self.verifier.run(self.drafter, batch, draft, allocation, timer.mark, prompts)
         copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
         timer.mark()
@@ -266,7 +313,7 @@ class Engine:
         """Return this step's prompt chunks, and whether the drafter reads them now or only when it drafts."""
         now = time.monotonic()
         chunks = self.scheduler.chunks()
-        will_draft = self.planner.will_draft
+        will_draft = self._will_draft
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.admitted_at = sequence.admitted_at or now
@@ -305,7 +352,7 @@ class Engine:
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
-        pending.planner.observe(outcome)
+        self._observe(pending.planner, outcome)
 
     def _commit(
         self, pending: PendingStep, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
@@ -327,7 +374,7 @@ class Engine:
                 self._flush_stats(sequence)
             tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
             record_outputs(sequence, step.logprobs, tops)
-            num_accepted += self._append(sequence, step.tokens) - 1
+            num_accepted += max(self._append(sequence, step.tokens) - 1, 0)
         return num_accepted
 
     def _sync_lengths(self, pending: PendingStep) -> None:

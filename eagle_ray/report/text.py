@@ -58,6 +58,7 @@ def run_table(summary: dict[str, Any]) -> str:
         *spent,
         _steps(work),
         _methods(work),
+        _planner_errors(work),
         *drafts,
         *checks,
         _tally("finished by", "finish_reasons", summary),
@@ -176,6 +177,12 @@ def _methods(work: dict[str, Any] | None) -> str:
     chosen = Counter(choice["method"] for choice in (work or {}).get("methods", {}).values())
     workers = ", ".join(f"{method} in {count} of {chosen.total()} workers" for method, count in chosen.most_common())
     return f"speculative.method auto: {workers}" if chosen else ""
+
+
+def _planner_errors(work: dict[str, Any] | None) -> str:
+    """Return how many workers drafted nothing because their planner failed, with the first reason."""
+    errors = list((work or {}).get("planner_errors", {}).values())
+    return f"planner failed in {len(errors)} workers, which drafted nothing from then on: {errors[0]}" if errors else ""
 
 
 def _off(share: float, num_probes: int) -> str:

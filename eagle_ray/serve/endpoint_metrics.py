@@ -46,6 +46,7 @@ COUNTERS = {
     "spec_decode_num_accepted_tokens_per_pos": "of these, by their place in the draft",
     "engine_steps": "decode steps of the engine",
     "engine_plain_steps": "steps of the engine that drafted nothing",
+    "engine_planner_failures": "engines that draft nothing any more because their planner failed",
     "engine_verify_rows": "rows of the engine's decode passes, padding included",
     "engine_prefill_tokens": "prompt tokens computed by the engine",
     "engine_reused_tokens": "prompt tokens found in other sequences' blocks",

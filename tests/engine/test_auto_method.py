@@ -7,6 +7,8 @@ import pytest
 
 from eagle_ray.build import build_engine, check_models
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.drafters.eagle import EagleDrafter
+from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.head_checkpoint import save_head
 from eagle_ray.models.medusa_checkpoint import save_path_heads
@@ -64,6 +66,30 @@ def test_the_choice_is_logged_once(oracle, caplog, monkeypatch, tmp_path):
         check_lossless(engine, oracle)
     [line] = [record.message for record in caplog.records if "speculative.method auto" in record.message]
     assert line.startswith(f"speculative.method auto: {engine.counters.method} (decoded tokens per second: ")
+
+
+@pytest.mark.parametrize("method", ["auto", "eagle2"])
+def test_costs_that_cannot_be_worked_out_leave_plain_decoding(oracle, method, monkeypatch, tmp_path, caplog):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("no seconds")
+
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(CalibrationRun, "costs", fail)
+    engine = build_engine(llama(), head(), SpeculativeConfig(method=method, budget="global", **TREE), 4, 128)
+    check_lossless(engine, oracle)
+    assert engine.counters.planner_error == "ZeroDivisionError: no seconds"
+    assert engine.counters.num_plain_steps == engine.counters.num_steps
+    assert "nothing is drafted from now on" in caplog.text
+
+
+def test_a_step_that_fails_while_costs_are_measured_is_not_taken_for_the_planners(monkeypatch, tmp_path):
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(EagleDrafter, "draft", fail)
+    with pytest.raises(MemoryError, match="no room"):
+        build_engine(llama(), head(), SpeculativeConfig(method="eagle2", budget="global", **TREE), 4, 128)
 
 
 @pytest.mark.parametrize(("kind", "method"), [("dflash", "dflash"), ("medusa", "medusa"), ("eagle1", "eagle2")])

@@ -1,11 +1,16 @@
 """What the engine promises about each sequence: where it ends, what is counted, and whose slot is whose."""
 
+import logging
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
+from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
+from tests.engine.test_lossless import some_params, some_prompts
 from tests.helpers.toy_models import EOS, llama_engine, run, table_engine
 
 VOCAB = 8
@@ -148,6 +153,56 @@ def test_an_aborted_sequence_frees_its_slot():
     while engine.has_work:
         engine.step()
     assert second.output_ids == [2, 3, 4] and first.finish_reason is None
+
+
+class FailingPlanner(UniformPlanner):
+    """A planner of trees of which one part fails from its third use on."""
+
+    def __init__(self, part: str):
+        super().__init__(8, 4, 3)
+        self._part, self._num_used = part, 0
+
+    def use(self, part: str) -> None:
+        self._num_used += part == self._part
+        if self._num_used > 2:
+            raise ZeroDivisionError("a rate of\n0 seconds")
+
+    @property
+    def will_draft(self):
+        self.use("will_draft")
+        return super().will_draft
+
+    def plan(self, batch):
+        self.use("plan")
+        plan = super().plan(batch)
+        return (
+            replace(plan, should_stop=lambda builder: self.use("should_stop")) if self._part == "should_stop" else plan
+        )
+
+    def allocate(self, draft, plan, batch):
+        self.use("allocate")
+        return super().allocate(draft, plan, batch)
+
+    def observe(self, outcome):
+        self.use("observe")
+
+
+@pytest.mark.parametrize("part", ["will_draft", "plan", "should_stop", "allocate", "observe"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_planner_that_fails_is_replaced_by_plain_decoding(part, graphs, caplog):
+    """Prompts come while others are decoded. With graphs, steps are launched ahead: the next one is planned already."""
+    prompts, params = some_prompts(9), some_params(9, max_tokens=20)
+    plain = [s.output_ids for s in run(llama_engine(3), prompts, params)]
+    engine = llama_engine(3, 8, 4, 3, graphs=graphs, overlap=graphs)
+    engine.planner = FailingPlanner(part)
+    assert [s.output_ids for s in run(engine, prompts, params)] == plain
+    assert engine.counters.planner_error == "ZeroDivisionError: a rate of 0 seconds"
+    assert [r.levelno for r in caplog.records if "the planner failed" in r.message] == [logging.WARNING]
+    num_drafting = engine.counters.num_steps - engine.counters.num_plain_steps
+    again = run(engine, prompts, params)
+    assert [s.output_ids for s in again] == plain and engine.is_intact
+    assert engine.counters.num_steps - engine.counters.num_plain_steps == num_drafting > 0
+    assert sum(s.stats.num_draft_tokens for s in again) == 0
 
 
 def test_logprobs_are_those_of_a_plain_forward():
