@@ -20,7 +20,7 @@ from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeR
 from eagle_ray.serve.responses_api import responses_request
 from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
-from eagle_ray.serve.unsupported import NO_TEXT, OFF, SAYS_NOTHING
+from eagle_ray.serve.unsupported import NO_TEXT, no_op_schemas
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
@@ -172,11 +172,10 @@ def _schemas() -> Json:
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
-    for kind in ("ChatRequest", "CompletionRequest"):
-        schemas[kind]["properties"] |= {name: {"enum": [*values]} for name, values in OFF.items()}
-        schemas[kind]["properties"] = {name: {} for name in SAYS_NOTHING} | schemas[kind]["properties"]
-    schemas["Message"]["anyOf"] = MESSAGE_FORMS
     _add_limits_of_responses(schemas["ResponsesRequest"])
+    for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
+        schemas[kind.__name__]["properties"] |= no_op_schemas(kind.model_fields, kind.NO_OPS)
+    schemas["Message"]["anyOf"] = MESSAGE_FORMS
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)
     for kind in (*requests, "StreamOptions", "TextPart"):
@@ -209,8 +208,7 @@ def _structured_outputs(schema: Json) -> Json:
 def _add_limits_of_responses(schema: Json) -> None:
     for name in responses_request.INSTEAD:
         schema["properties"].pop(name)
-    schema["properties"] |= {name: {"enum": [*values]} for name, values in responses_request.OFF.items()}
-    schema["properties"] |= {name: {} for name in responses_request.SAYS_NOTHING}
+    schema["properties"] |= {name: {"const": value} for name, value in responses_request.DEFAULTS.items()}
 
 
 def _token_ids(*schemas: Any) -> Iterator[Json]:

@@ -9,10 +9,11 @@ is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES, COMPLETION_NO_OP_VALUES, NoOpValues
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
 from eagle_ray.chat.template_messages import template_arguments, template_message
 from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
@@ -53,9 +54,6 @@ def _token_id_key(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
 
 
-JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
-
-
 def _object_of(**properties: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
     required = [name for name, schema in properties.items() if schema]
@@ -68,6 +66,7 @@ def _form(kind: str, **properties: dict[str, Any]) -> dict[str, Any]:
     return _object_of(type={"const": kind}, **properties)
 
 
+JSON_TEXT = {"type": "string", "contentMediaType": "application/json"}
 SCHEMA_FORM: dict[str, Any] = {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
 ANY_SCHEMA: dict[str, Any] = {"type": ["object", "boolean"]}
 LABELS: dict[str, Any] = {"name": {}, "description": {}, "strict": {}}  # of a schema: they say nothing of an answer
@@ -194,6 +193,10 @@ class StreamOptions(Body):
     continuous_usage_stats: No = False
     include_obfuscation: No = False
 
+    @property
+    def is_set(self) -> bool:
+        return self.include_usage or self.include_steps
+
 
 class Request(Body):
     """Parameters that chat and text completions share. None is the server's setting, or off.
@@ -201,6 +204,7 @@ class Request(Body):
     vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
     """
 
+    NO_OPS: ClassVar[NoOpValues] = {}  # values of the endpoint's own parameters that ask for nothing
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description="an integer, 1 or more")
@@ -260,6 +264,7 @@ class Request(Body):
         default=None, description="{include_usage: true or false, include_steps: true or false}, with stream"
     )
     return_token_ids: bool = Field(default=False, description="true or false")
+    metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
 
     @model_validator(mode="before")
     @classmethod
@@ -286,7 +291,7 @@ class Request(Body):
 
     def check_stream_options(self) -> None:
         """Raise ApiError for options of a stream without one."""
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.is_set and not self.stream:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options", "bad_value")
 
     def check(self) -> None:
@@ -298,12 +303,13 @@ class Request(Body):
         if len(set_keys) > 1:
             both = f"{set_keys[0]} and {set_keys[1]}"
             raise ApiError(400, f"{both} both say what the output must be: give one", set_keys[1], "bad_value")
-        refuse_unbuilt(self.model_extra or {})
+        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions"""
 
+    NO_OPS = CHAT_NO_OP_VALUES
     messages: Messages = Field(
         description="a list of messages {role, content}, with content a text or a list of text parts"
     )
@@ -349,6 +355,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
 
+    NO_OPS = COMPLETION_NO_OP_VALUES
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] = Field(
         description="a text, a list of texts, a list of token ids or a list of such lists, none of them empty"
     )

@@ -147,7 +147,7 @@ def test_half_a_surrogate_pair_does_not_reach_the_chat_template(app):
 
 
 def test_what_changes_nothing_is_taken(app):
-    harmless = {"user": "me", "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "tool_choice": "auto"}
+    harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "tool_choice": "auto"}
     harmless |= {"logit_bias": {}, "tools": [], "frequency_penalty": 0.0, "response_format": {"type": "text"}}
     body = {"messages": [HI[0] | {"tool_calls": None, "name": "me"}], "max_tokens": 2} | harmless
     assert asyncio.run(post(app, CHAT, body)).status == 200

@@ -18,7 +18,13 @@ from typing import Any, BinaryIO
 from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
-from eagle_ray.batch.input.parameters import PARAMETER_ALIASES, UNSUPPORTED_PARAMETERS, has_effect
+from eagle_ray.batch.input.parameters import (
+    CHAT_NO_OP_VALUES,
+    COMPLETION_NO_OP_VALUES,
+    HINTS,
+    PARAMETER_ALIASES,
+    is_no_op,
+)
 from eagle_ray.batch.input.request import InputRow, unreadable
 from eagle_ray.batch.input.request_columns import PROMPTS
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
@@ -58,11 +64,8 @@ SAMPLING = (
 )
 OWN_KEYS = PARAMETER_ALIASES | {"structured_outputs": "json_schema, json_object, regex, choice or grammar"}
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")  # of the tokens
-KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *IGNORED}
-# Parameters that every request may have, besides those in PARAMETERS, and the value with which each changes nothing.
-NO_TOOL = ("auto", "none", True)  # values of CHAT_NAMES with which a completion needs no tools
-BATCH_NO_OP_VALUES: dict[str, Any] = {"stream": False, "echo": False, "modalities": ["text"]}
+KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *HINTS}
+NO_OPS = {CHAT: CHAT_NO_OP_VALUES, COMPLETIONS: COMPLETION_NO_OP_VALUES}
 
 
 def rows_in_batch(
@@ -162,14 +165,9 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     for name, value in body.items():
         if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
             continue
-        if name in CHAT_NAMES and (url == CHAT or not value or value in NO_TOOL):
+        if name in CHAT_NAMES and url == CHAT:
             continue
-        is_off = (
-            value == BATCH_NO_OP_VALUES[name]
-            if name in BATCH_NO_OP_VALUES
-            else name in UNSUPPORTED_PARAMETERS and not has_effect(name, value)
-        )
-        if not is_off:
+        if not is_no_op(name, value, NO_OPS[url]):
             fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
             raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
     return body
@@ -218,7 +216,7 @@ def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     """
     value, num_tops = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
-        if num_tops is not None:
+        if not is_no_op("top_logprobs", num_tops, COMPLETION_NO_OP_VALUES):
             raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
         if value is None:
             return {}

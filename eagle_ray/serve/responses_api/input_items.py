@@ -19,6 +19,8 @@ from eagle_ray.strict_json import HalfSurrogate
 
 Json = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant")
+LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
+PART_KEYS = ("type", "text", "annotations", "logprobs")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -39,7 +41,16 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
     if not isinstance(kind, str) or kind not in _ADDERS:
         fix = f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
         raise unsupported(f"{where}.type", fix)
-    _ADDERS[kind](messages, item, where)
+    add, names = _ADDERS[kind]
+    refuse_other_keys(item, (*LABELS, *names), where)
+    add(messages, item, where)
+
+
+def refuse_other_keys(values: Json, names: tuple[str, ...], where: str) -> None:
+    """Raise ApiError for a key that is not one of the names, unless it is null or off."""
+    for name, value in values.items():
+        if name not in names and value is not None and value is not False:
+            raise unsupported(f"{where}.{name}", "leave it out")
 
 
 def _add_message(messages: list[Json], item: Json, where: str) -> None:
@@ -84,12 +95,12 @@ def _add_call_output(messages: list[Json], item: Json, where: str) -> None:
     messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
 
-_ADDERS: dict[str, Callable[[list[Json], Json, str], None]] = {
-    "message": _add_message,
-    "reasoning": _add_reasoning,
-    "function_call": _add_call,
-    "function_call_output": _add_call_output,
-}
+_ADDERS: dict[str, tuple[Callable[[list[Json], Json, str], None], tuple[str, ...]]] = {
+    "message": (_add_message, ("role", "content")),
+    "reasoning": (_add_reasoning, ("content", "summary")),
+    "function_call": (_add_call, ("call_id", "name", "arguments")),
+    "function_call_output": (_add_call_output, ("call_id", "output")),
+}  # of a type: what adds such an item, and the keys that it reads
 
 
 def _last_turn(messages: list[Json]) -> Json:
@@ -116,6 +127,7 @@ def _text(content: Any, where: str) -> str:
             raise unsupported(f"{where}[{i}]", f"this server reads text alone; got {reprlib.repr(kind)}")
         if not isinstance(part.get("text"), str):
             raise _wrong(f"{where}[{i}].text", "must be a text", part.get("text"))
+        refuse_other_keys(part, PART_KEYS, f"{where}[{i}]")
     return "".join(part["text"] for part in content)
 
 

@@ -12,14 +12,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
+from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES
 from eagle_ray.chat.chat_options import KWARGS_FORM
 from eagle_ray.config.structured import response_format_text
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
-from eagle_ray.serve.protocol import METADATA_FORM, ChatRequest, Metadata, Request, Text
-from eagle_ray.serve.responses_api.input_items import messages_of
-from eagle_ray.serve.unsupported import refuse_values
+from eagle_ray.serve.protocol import ChatRequest, Request, Text
+from eagle_ray.serve.responses_api.input_items import messages_of, refuse_other_keys
+from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"
@@ -30,28 +31,7 @@ INSTEAD = {
     "response_format": "give text.format",
     "return_token_ids": "use /v1/chat/completions",
 }  # parameters of the other endpoints
-SAYS_NOTHING = (
-    "user",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "safety_identifier",
-)  # of the tokens
-STATELESS = "this server keeps no responses; send the whole conversation as input"
-OFF: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "truncation": ("disabled",),
-}  # what is not built, and the values with which it changes nothing
-WHY = {"store": STATELESS, "previous_response_id": STATELESS, "conversation": STATELESS}
-WHY |= {"background": "the response comes with this request; for work without a client use /v1/batches"}
+DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
 TOOL_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 
@@ -59,6 +39,7 @@ CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 class ResponsesRequest(Request):
     """POST /v1/responses"""
 
+    NO_OPS = CHAT_NO_OP_VALUES
     input: Text | Annotated[list[Json], Field(fail_fast=True)] = Field(
         description="a text or a list of items: messages, function_call, function_call_output and reasoning"
     )
@@ -78,7 +59,6 @@ class ResponsesRequest(Request):
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
     )
     reasoning: Annotated[Json, WithJsonSchema(NO_VALUES)] | None = Field(default=None, description="{}")
-    metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -90,16 +70,15 @@ class ResponsesRequest(Request):
 
     def check(self) -> None:
         for name, fix in INSTEAD.items():
-            if name in self.model_fields_set:
+            if name in self.model_fields_set and getattr(self, name) != DEFAULTS.get(name):
                 raise unsupported(name, fix)
         self.check_stream_options()
-        if self.stream_options is not None and (self.stream_options.include_usage or self.stream_options.include_steps):
+        if self.stream_options is not None and self.stream_options.is_set:
             raise unsupported("stream_options", "the last event has the usage; leave it out")
-        extra = {name: value for name, value in (self.model_extra or {}).items() if name not in SAYS_NOTHING}
-        refuse_values(extra, OFF, WHY)
+        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
         for name, value in (self.reasoning or {}).items():
             if value is not None:
-                raise unsupported(f"reasoning.{name}", "give chat_template_kwargs, which the target's template reads")
+                raise unsupported(f"reasoning.{name}", TEMPLATE)
         if other := [name for name in self.include or () if name != LOGPROBS]:
             raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
         if self.top_logprobs and not self.has_logprobs:
@@ -133,6 +112,7 @@ def _chat_tool(tool: Json, index: int) -> Json:
     if kind != "function":
         raise unsupported(f"tools[{index}].type", f"this server runs no tools of its own; got {reprlib.repr(kind)}")
     names = ("name", "description", "parameters", "strict")
+    refuse_other_keys(tool, ("type", *names), f"tools[{index}]")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 

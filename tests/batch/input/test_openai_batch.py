@@ -7,7 +7,6 @@ import json
 import pytest
 
 from eagle_ray.batch.input.messages import template_messages
-from eagle_ray.batch.input.openai_batch import BATCH_NO_OP_VALUES
 from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from tests.conftest import small_job
@@ -54,11 +53,8 @@ def test_a_line_of_each_endpoint(requests):
 
 
 def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
-    off = (
-        BATCH_NO_OP_VALUES
-        | {name: values[0] for name, values in NO_OP_VALUES.items()}
-        | {"tools": [], "logit_bias": {}}
-    )
+    off = {name: values[0] for name, values in NO_OP_VALUES.items()} | {"tools": [], "logit_bias": {}}
+    off |= {"add_special_tokens": False}
     [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**off, "n": 1}))
     assert row["error_message"] is None
 
@@ -67,6 +63,10 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
     ("bad", "code", "says"),
     [
         (line(stream=True), "unsupported_parameter", "body.stream is not supported"),
+        (line(store=True), "unsupported_parameter", "body.store is not supported"),
+        (line(service_tier="priority"), "unsupported_parameter", "body.service_tier is not supported"),
+        (line(add_special_tokens=True), "unsupported_parameter", "body.add_special_tokens is not supported"),
+        (line(web_search_options={}), "unsupported_parameter", "body.web_search_options is not supported"),
         (line(functions=[{"name": "f"}]), "unsupported_parameter", "body.functions"),
         (line(frequency_penalty=2.5), "bad_sampling", "'frequency_penalty' must be a number between -2 and 2"),
         (line(presence_penalty="much"), "bad_sampling", "'presence_penalty' must be a number between -2 and 2"),

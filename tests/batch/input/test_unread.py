@@ -12,6 +12,7 @@ import pytest
 
 from eagle_ray.batch.input.parameters import (
     NO_OP_VALUES,
+    REQUEST_PARAMETERS,
     ROW_PARAMETERS,
     UNSUPPORTED_PARAMETERS,
     has_effect,
@@ -20,7 +21,6 @@ from eagle_ray.batch.input.parameters import (
 from eagle_ray.batch.input.plan import requests_of
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError
-from eagle_ray.serve.unsupported import OFF as REFUSED_BY_THE_ENDPOINT
 from tests.batch.input.test_plan import plan, write_jsonl, write_parquet
 
 ASKED = {
@@ -130,10 +130,9 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
     assert not (tmp_path / "out").exists()
 
 
-def test_no_column_is_both_read_and_refused_and_the_endpoint_refuses_no_other_names():
-    assert not ROW_PARAMETERS & UNSUPPORTED_PARAMETERS
-    plain = {"modalities", "suffix"}  # likely names of plain data; a batch file's body refuses them
-    assert set(REFUSED_BY_THE_ENDPOINT) - plain - UNSUPPORTED_PARAMETERS == set()
+def test_no_column_is_both_read_and_refused_and_names_of_plain_data_are_not_refused():
+    assert not ROW_PARAMETERS & UNSUPPORTED_PARAMETERS and not REQUEST_PARAMETERS & UNSUPPORTED_PARAMETERS
+    assert not any(match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo"))
     assert all(has_effect(name, 7.5) for name in UNSUPPORTED_PARAMETERS)
     assert not any(has_effect(name, value) for name in UNSUPPORTED_PARAMETERS for value in NOTHING)
     assert not any(has_effect(name, value) for name, values in NO_OP_VALUES.items() for value in values)
