@@ -16,8 +16,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from stat import S_ISREG
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 from eagle_ray.storage.file_version import FileVersion
@@ -25,6 +26,17 @@ from eagle_ray.storage.storage_errors import DISK_FULL
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
 Precondition = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
+
+
+class Modes(NamedTuple):
+    """Permissions of new files and directories, before the process's umask."""
+
+    file: int
+    directory: int
+
+
+BY_UMASK = Modes(0o666, 0o777)
+PRIVATE = Modes(0o600, 0o700)  # for their owner alone
 
 
 def is_file(path: str) -> bool:
@@ -79,26 +91,28 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
     return _versions(os.path.join(directory, name) for name in names)
 
 
-def write_atomic(path: str, data: bytes, precondition: Precondition) -> FileVersion:
+def write_atomic(path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK) -> FileVersion:
     """Replace path by data in one step, creating its directory if missing."""
-    return _publish(path, data, precondition, os.replace)
+    return _publish(path, data, precondition, modes, os.replace)
 
 
-def create(path: str, data: bytes, precondition: Precondition) -> FileVersion | None:
+def create(path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK) -> FileVersion | None:
     """Write a new file in one step; return None, and leave the file unchanged, if it exists."""
     try:
-        return _publish(path, data, precondition, _link)
+        return _publish(path, data, precondition, modes, _link)
     except FileExistsError:
         if not os.path.lexists(path):  # it was the directory: a file has its name
             raise
         return None
 
 
-def replace(path: str, data: bytes, version: int | str, precondition: Precondition) -> FileVersion | None:
+def replace(
+    path: str, data: bytes, version: int | str, precondition: Precondition = None, modes: Modes = BY_UMASK
+) -> FileVersion | None:
     """Replace a file of this version; return None if it has another. Check and rename are two steps: hold the lock."""
     with suppress(FileNotFoundError):
         if stat(path).version == version:
-            return write_atomic(path, data, precondition)
+            return write_atomic(path, data, precondition, modes)
     return None
 
 
@@ -115,8 +129,18 @@ def remove_tree(directory: str) -> None:
         shutil.rmtree(directory)
 
 
-def make_directory(path: str) -> None:
-    os.makedirs(path, exist_ok=True)
+def make_directory(path: str, modes: Modes = BY_UMASK) -> None:
+    """Make a directory and its parents where they are missing, all of them with this mode."""
+    parent = os.path.dirname(path)
+    if modes is not BY_UMASK and parent != path and not os.path.isdir(parent):
+        make_directory(parent, modes)
+    os.makedirs(path, modes.directory, exist_ok=True)
+
+
+def restrict(path: str) -> None:
+    """Let only its owner use an existing file or directory. Nothing happens if it belongs to another user."""
+    with suppress(FileNotFoundError, PermissionError):
+        os.chmod(path, PRIVATE.directory if os.path.isdir(path) else PRIVATE.file)
 
 
 def remove_temporary(directory: str) -> None:
@@ -137,12 +161,14 @@ def check_writable(directory: str) -> None:
         raise OSError(error.errno, error.strerror, directory) from None
 
 
-def _publish(path: str, data: bytes, precondition: Precondition, rename: Callable[[str, str], None]) -> FileVersion:
+def _publish(
+    path: str, data: bytes, precondition: Precondition, modes: Modes, rename: Callable[[str, str], None]
+) -> FileVersion:
     directory, name = os.path.split(path)
-    make_directory(directory)
+    make_directory(directory, modes)
     temp = os.path.join(directory, f".{name}.{uuid4().hex[:8]}.tmp")
     try:
-        _write_synced(temp, data, path)
+        _write_synced(temp, data, path, modes.file)
         written = stat(temp)
         if precondition is not None:
             precondition()
@@ -153,10 +179,10 @@ def _publish(path: str, data: bytes, precondition: Precondition, rename: Callabl
     return FileVersion(written.size, written.version)  # the rename changed its ctime
 
 
-def _write_synced(temp: str, data: bytes, path: str) -> None:
+def _write_synced(temp: str, data: bytes, path: str, mode: int) -> None:
     """Write data to temp and to the disk. Raises OSError with the final path, and with the sizes for a full disk."""
     try:
-        with open(temp, "wb") as file:
+        with open(temp, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

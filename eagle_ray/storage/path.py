@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -46,9 +46,16 @@ SCHEMES = ("s3", *remote.PACKAGES)
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoragePath:
-    """text: an absolute local path or a URL such as s3://bucket/key, without a trailing slash."""
+    """A path.
+
+    Attributes:
+        text: an absolute local path or a URL such as s3://bucket/key, without a trailing slash.
+        is_private: whether the local files and directories that are made here are for their owner alone. Paths below
+            have it, too.
+    """
 
     text: str
+    is_private: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, text: str | os.PathLike[str]) -> StoragePath:
@@ -74,7 +81,7 @@ class StoragePath:
         return f"StoragePath({self.text!r})"
 
     def __truediv__(self, name: str) -> StoragePath:
-        return StoragePath(f"{self.text.rstrip('/')}/{name}")
+        return StoragePath(f"{self.text.rstrip('/')}/{name}", self.is_private)
 
     @property
     def is_local(self) -> bool:
@@ -154,15 +161,15 @@ class StoragePath:
 
     def write_atomic(self, data: bytes, precondition: Precondition = None) -> FileVersion:
         """Replace the file in one step. precondition: called right before; if it raises, nothing changes."""
-        return self._store.write_atomic(self.text, data, precondition)
+        return self._store.write_atomic(self.text, data, precondition, **self._modes)
 
     def create(self, data: bytes, precondition: Precondition = None) -> FileVersion | None:
         """Write a new file in one step; return None if it exists."""
-        return self._store.create(self.text, data, precondition)
+        return self._store.create(self.text, data, precondition, **self._modes)
 
     def replace(self, data: bytes, version: int | str, precondition: Precondition = None) -> FileVersion | None:
         """Replace the file if it still has this version; return None otherwise."""
-        return self._store.replace(self.text, data, version, precondition)
+        return self._store.replace(self.text, data, version, precondition, **self._modes)
 
     def remove(self, missing_ok: bool = True) -> None:
         self._store.remove(self.text, missing_ok)
@@ -173,7 +180,12 @@ class StoragePath:
 
     def make_directory(self) -> None:
         """Make the directory and its parents; nothing to do on S3."""
-        self._store.make_directory(self.text)
+        self._store.make_directory(self.text, **self._modes)
+
+    def restrict(self) -> None:
+        """Let only its owner use an existing local file or directory; nothing to do on S3."""
+        if self.is_local:
+            local.restrict(self.text)
 
     def remove_temporary(self) -> None:
         """Delete temporary files of killed writers in this directory and below."""
@@ -182,6 +194,10 @@ class StoragePath:
     def check_writable(self) -> None:
         """Raise OSError if nothing can be written into this directory. Leaves no file."""
         self._store.check_writable(self.text)
+
+    @property
+    def _modes(self) -> dict[str, local.Modes]:
+        return {"modes": local.PRIVATE} if self.is_private and self.is_local else {}
 
     @property
     def _store(self) -> ModuleType:

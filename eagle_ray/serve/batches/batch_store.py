@@ -6,6 +6,8 @@
     OWNER/batches/batch_ID.json the record
     OWNER/work/batch_ID/        while it runs: lease, cancel, and the parts of its answers
 
+On a local disk all of it is for the user that runs the endpoint alone: uploads and answers are in it.
+
 Only the process that holds a batch's lease changes its record. A client's cancellation is a file of its own.
 
     >>> store = BatchStore.open("/data/batches")
@@ -19,7 +21,7 @@ import json
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle_ray.config import ConfigError
 from eagle_ray.serve.batches.batch_record import BatchRecord
@@ -57,8 +59,11 @@ class BatchStore:
             root = StoragePath.of(path)
             if not root.is_local and not root.is_s3:
                 raise ValueError("it can only be read there")
+            root.parent.make_directory()
+            root = replace(root, is_private=True)
             root.make_directory()
             root.check_writable()
+            _restrict(root)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{KEY}: cannot write {path} ({error}). Name a directory, or a bucket as s3://BUCKET/PREFIX."
@@ -169,3 +174,15 @@ class BatchStore:
 
     def _marker(self, owner: str, id: str) -> StoragePath:
         return self.root / "open" / f"{owner}.{id}"
+
+
+def _restrict(root: StoragePath) -> None:
+    """Close a store that an earlier version has made, or a directory that is empty, to other users."""
+    names = root.list_names() if root.is_local else []
+    if names and "salt" not in names:
+        return
+    own = [name for name in names if name in ("salt", "open", "all") or name.startswith("key-")]
+    for name in own:
+        (root / name).restrict()
+    if own == names:
+        root.restrict()

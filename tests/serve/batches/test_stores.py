@@ -32,6 +32,31 @@ def request_of(file_id="file-x", window_s=60, **more):
     return BatchRequest("/v1/completions", file_id, f"{window_s}s", window_s, **more)
 
 
+def test_a_store_is_for_its_owner_alone(tmp_path):
+    (tmp_path / "old" / "all").mkdir(parents=True)
+    (tmp_path / "old" / "salt").write_text("00")
+    for name in ("new/kept", "old"):
+        store = BatchStore.open(str(tmp_path / name))
+        store.salt()
+        store.files("all").write([b"x"], "in.jsonl", "batch")
+        record = store.create("all", request_of(), max_open=9)
+        AnswerLog(store.work(record)).append([error_answer(record.id, "a", "b", "c")])
+        RunnerLease(store.work(record) / "lease").take()
+        paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
+        assert len(paths) > 10
+        assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
+        assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_directory_with_other_files_keeps_its_mode(tmp_path):
+    (tmp_path / "shared").mkdir(mode=0o755)
+    (tmp_path / "shared" / "others").write_text("")
+    store = BatchStore.open(str(tmp_path / "shared"))
+    store.files("all").write([b"x"], "in.jsonl", "batch")
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "shared" / "all").stat().st_mode & 0o777 == 0o700
+
+
 def test_ids_are_in_the_order_of_their_times_and_nothing_else_is_one():
     ids = [new_id(FILE) for _ in range(3)]
     assert all(is_id(id, FILE) and not is_id(id, BATCH) and abs(made_at(id) - time.time()) < 5 for id in ids)
