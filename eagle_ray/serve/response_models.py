@@ -21,10 +21,22 @@ class Refusal(TypedDict):
     error: Error
 
 
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
+    """cached_tokens were found in KV blocks of earlier requests; reasoning_tokens are those of the reasoning's text."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class SpeculativeDecoding(TypedDict):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
@@ -23,9 +24,11 @@ Json = dict[str, Any]
 def answer_of(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
     """Return the body of a request that does not stream; every sequence is finished."""
     of = _chat_choice if asked.is_chat else _text_choice
+    choices = [of(asked, choice, text) for choice in asked.choices]
+    reasonings = [choice["message"].get("reasoning_content") for choice in choices] if asked.is_chat else []
     return head(asked, "chat.completion" if asked.is_chat else "text_completion") | {
-        "choices": [of(asked, choice, text) for choice in asked.choices],
-        "usage": usage_of(asked),
+        "choices": choices,
+        "usage": usage_of(asked, num_reasoning_tokens(reasonings, text)),
         "metrics": metrics_of(asked),
     }
 
@@ -43,11 +46,36 @@ def num_output(choice: Choice) -> int:
     return len(choice.sequence.output_ids[: choice.num_wanted])
 
 
-def usage_of(asked: GenerationRequest) -> Json:
+def usage_of(asked: GenerationRequest, num_reasoning: int) -> Json:
     """Return the token usage. A prompt counts once, however many choices it has."""
     prompt = sum(len(prompt.ids) for prompt in asked.prompts)
     completion = sum(num_output(choice) for choice in asked.choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": _num_cached(asked)},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+    }
+
+
+def _num_cached(asked: GenerationRequest) -> int:
+    """Return how many prompt tokens were in the cache for all choices of their prompt."""
+    n = len(asked.choices) // len(asked.prompts)
+    reused = [choice.sequence.num_reused for choice in asked.choices]
+    return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
+
+
+def num_reasoning_tokens(reasonings: Iterable[str | None], text: Tokenizer | NullTokenizer) -> int:
+    """Return how many tokens the texts of choices' reasoning are, without their markers."""
+    return sum(len(text.encode(reasoning, add_special_tokens=False)) for reasoning in reasonings if reasoning)
+
+
+def whole_usage(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+    """Return the token usage of a request whose choices are finished and were streamed."""
+    has_reasoning = asked.is_chat and text.chat_format.reasoning_parser is not None
+    reasonings = [_answer(asked, choice, text).reasoning for choice in asked.choices] if has_reasoning else []
+    return usage_of(asked, num_reasoning_tokens(reasonings, text))
 
 
 def metrics_of(asked: GenerationRequest) -> Json:

@@ -48,7 +48,7 @@ from eagle_ray.serve.protocol import (
     TokenizeRequest,
     num_characters,
 )
-from eagle_ray.serve.responses import Json, answer_of
+from eagle_ray.serve.responses import Json, answer_of, metrics_of
 from eagle_ray.serve.responses_api.response_events import response_body
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
@@ -228,7 +228,7 @@ class Service:
                 yield error_event(api_error(error))
                 return
         if wants_usage(asked):
-            yield event(last_chunk(asked))
+            yield event(await self._writers.run(_num_values(asked), last_chunk, asked, self.text))
         yield DONE
 
     async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:
@@ -288,7 +288,7 @@ class Service:
     def _with_metrics(self, asked: GenerationRequest, chunk: Json) -> Json:
         """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
         is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in asked.choices)
-        return chunk | {"metrics": last_chunk(asked)["metrics"]} if is_last else chunk
+        return chunk | {"metrics": metrics_of(asked)} if is_last else chunk
 
     @contextmanager
     def _admitted(self, asked: GenerationRequest) -> Iterator[None]:

@@ -28,14 +28,23 @@ from eagle_ray.chat.answer import ChatEvent
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.responses import Json, call_key, finish_reason, head, metrics_of, prompt_part, shown_ids, usage_of
+from eagle_ray.serve.responses import (
+    Json,
+    call_key,
+    finish_reason,
+    head,
+    metrics_of,
+    prompt_part,
+    shown_ids,
+    whole_usage,
+)
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.tokenizer import Tokenizer
 
 
-def last_chunk(asked: GenerationRequest) -> Json:
+def last_chunk(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
     """Return the chunk after all choices, with usage and speculation metrics."""
-    return _head(asked) | {"choices": [], "usage": usage_of(asked), "metrics": metrics_of(asked)}
+    return _head(asked) | {"choices": [], "usage": whole_usage(asked, text), "metrics": metrics_of(asked)}
 
 
 def wants_usage(asked: GenerationRequest) -> bool:

@@ -125,6 +125,17 @@ def test_each_form_of_calls_whole_and_streamed(with_template, answering, templat
         assert without_ids(told) == without_ids(message)
 
 
+def test_usage_counts_the_tokens_of_reasoning(answering, qwen):
+    thought = "One and two make three."
+    app = answering(f"<think>\n{thought}\n</think>\n\nThree.")
+    usage = asyncio.run(post(app, CHAT, {"messages": ASK})).json["usage"]
+    details = usage["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len(qwen.text.encode(thought, add_special_tokens=False))}
+    assert 0 < details["reasoning_tokens"] < usage["completion_tokens"]
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    assert asyncio.run(post(app, CHAT, {"messages": ASK, **stream})).events[-2]["usage"] == usage
+
+
 def test_reasoning_that_the_prompt_opens_is_streamed(with_template, answering):
     assert with_template(R1).reasoning_parser == "qwen3"
     app = answering("Hm.\n</think>\n\nFour.", 1)

@@ -16,19 +16,34 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_ray.storage.path import StoragePath
 
 
+class TokenUsage(NamedTuple):
+    """Tokens of lines: of their prompts and outputs, and those of them that were cached, or reasoning."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+    def plus(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(*map(sum, zip(self, other, strict=True)))
+
+
+NO_TOKENS = TokenUsage()
+
+
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """A line of an output file or an error file. usage: its prompt and output tokens."""
+    """A line of an output file or an error file."""
 
     custom_id: str
     line: bytes  # without a line break
     is_completed: bool
-    usage: tuple[int, int] = (0, 0)
+    usage: TokenUsage = NO_TOKENS
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
@@ -37,7 +52,7 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    return LineAnswer(custom_id, line, status == 200, _tokens_of(json.loads(body)) if status == 200 else (0, 0))
+    return LineAnswer(custom_id, line, status == 200, _tokens_of(json.loads(body)) if status == 200 else NO_TOKENS)
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
@@ -64,7 +79,7 @@ class AnswerLog:
         self._num_parts = 0
         self.answered: set[str] = set()
         self.completed = self.failed = 0
-        self.usage = (0, 0)
+        self.usage = NO_TOKENS
 
     def load(self) -> None:
         """Read the parts that this process has not read or written."""
@@ -94,7 +109,7 @@ class AnswerLog:
             self.answered.add(answer.custom_id)
             self.completed += answer.is_completed
             self.failed += not answer.is_completed
-            self.usage = (self.usage[0] + answer.usage[0], self.usage[1] + answer.usage[1])
+            self.usage = self.usage.plus(answer.usage)
 
     def _read_part(self, number: int) -> list[bytes] | None:
         try:
@@ -110,13 +125,17 @@ def _parse(line: bytes) -> LineAnswer:
     found = json.loads(line)
     response = found["response"] or {}
     is_completed = response.get("status_code") == 200
-    return LineAnswer(found["custom_id"], line, is_completed, _tokens_of(response["body"]) if is_completed else (0, 0))
+    usage = _tokens_of(response["body"]) if is_completed else NO_TOKENS
+    return LineAnswer(found["custom_id"], line, is_completed, usage)
 
 
-def _tokens_of(body: dict[str, Any]) -> tuple[int, int]:
-    """Return the prompt and output tokens of a response's body, by the names of its endpoint."""
+def _tokens_of(body: dict[str, Any]) -> TokenUsage:
+    """Return the usage in a response's body, by the names of its endpoint."""
     usage = body.get("usage") or {}
-    return (
-        usage.get("prompt_tokens", usage.get("input_tokens", 0)),
-        usage.get("completion_tokens", usage.get("output_tokens", 0)),
+    names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+    before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
+    return TokenUsage(
+        *(usage.get(f"{name}_tokens", 0) for name in names),
+        before.get("cached_tokens", 0),
+        after.get("reasoning_tokens", 0),
     )

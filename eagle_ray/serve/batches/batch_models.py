@@ -10,6 +10,7 @@ from typing_extensions import TypedDict  # pydantic reads no others before Pytho
 from eagle_ray.serve.batches.batch_body import LIST_LIMITS, ORDERS, BatchBody
 from eagle_ray.serve.batches.batch_record import OVER
 from eagle_ray.serve.batches.file_store import BATCH, FILE
+from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens
 
 
 class FileObject(TypedDict):
@@ -53,14 +54,6 @@ class RequestCounts(TypedDict):
     total: int
     completed: int
     failed: int
-
-
-class CachedTokens(TypedDict):
-    cached_tokens: int
-
-
-class ReasoningTokens(TypedDict):
-    reasoning_tokens: int
 
 
 class BatchUsage(TypedDict):

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from eagle_ray.serve.batches.answer_log import NO_TOKENS, TokenUsage
+
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"]
 Ending = Literal["completed", "expired", "cancelled"]
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelled")  # each with the suffix _at
@@ -32,7 +34,7 @@ class BatchRecord:
         output_expires_after_s: life of these files; None: they stay until they are deleted.
         files: those of output_id and error_id that were written.
         errors: what validation found: {code, message, param, line}.
-        usage: prompt and output tokens of the completed lines.
+        usage: of the completed lines.
     """
 
     id: str
@@ -52,7 +54,7 @@ class BatchRecord:
     total: int = 0
     completed: int = 0
     failed: int = 0
-    usage: tuple[int, int] = (0, 0)
+    usage: TokenUsage = NO_TOKENS
     model: str | None = None
     files: tuple[str, ...] = ()
     errors: tuple[dict[str, Any], ...] = ()
@@ -71,12 +73,13 @@ class BatchRecord:
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> BatchRecord:
         tuples = {name: tuple(value) for name, value in stored.items() if isinstance(value, list)}
-        return cls(**{**stored, **tuples})
+        usage = TokenUsage(*stored.get("usage", ()))  # of an earlier version: prompt and output alone
+        return cls(**{**stored, **tuples, "usage": usage})
 
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
         """Return OpenAI's batch object. cancelling_at: when its client cancelled it."""
         is_cancelling = cancelling_at is not None and not self.is_over
-        prompt, output = self.usage
+        usage = self.usage
         return {
             "id": self.id,
             "object": "batch",
@@ -94,11 +97,11 @@ class BatchRecord:
             "cancelling_at": cancelling_at,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
             "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": output,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + output,
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.output,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+                "total_tokens": usage.prompt + usage.output,
             },
             "metadata": self.metadata,
         }

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.responses import Json, answer_of
+from eagle_ray.serve.responses import Json, answer_of, num_reasoning_tokens
 from eagle_ray.serve.responses_api.response_object import ResponseObject
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import event
@@ -84,4 +84,4 @@ class ResponseEvents:
 
 
 def _response(asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer | NullTokenizer) -> ResponseObject:
-    return ResponseObject(asked, body, lambda reasoning: len(text.encode(reasoning, add_special_tokens=False)))
+    return ResponseObject(asked, body, lambda reasoning: num_reasoning_tokens([reasoning], text))

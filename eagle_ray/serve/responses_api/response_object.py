@@ -139,14 +139,13 @@ class ResponseObject:
         return {"item_id": item["id"], "output_index": self._open, "content_index": 0}
 
     def _usage(self) -> Json:
-        usage = usage_of(self._asked)
         thoughts = [item["content"][0]["text"] for item in self.json["output"] if item["type"] == "reasoning"]
-        reused = sum(choice.sequence.num_reused for choice in self._asked.choices)
+        usage = usage_of(self._asked, sum(map(self._count_tokens, thoughts)))
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": reused, "cache_write_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": sum(map(self._count_tokens, thoughts))},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
 

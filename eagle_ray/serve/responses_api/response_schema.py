@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import NotRequired, TypedDict  # pydantic reads no others before Python 3.12
 
-from eagle_ray.serve.response_models import ChatPlace, Metrics
+from eagle_ray.serve.response_models import ChatPlace, Metrics, ReasoningTokens
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -55,17 +55,13 @@ class InputDetails(TypedDict):
     cache_write_tokens: int
 
 
-class OutputDetails(TypedDict):
-    reasoning_tokens: int
-
-
 class ResponseUsage(TypedDict):
     """cached_tokens were found in other requests' KV blocks; reasoning_tokens are those of the reasoning's text."""
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: ReasoningTokens
     total_tokens: int
 
 

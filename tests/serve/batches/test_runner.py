@@ -47,7 +47,8 @@ class Replicas:
                 return 429, b"{}"
             if prompt == "wrong":
                 return 400, b'{"error": {"message": "no"}}'
-            return 200, json.dumps({"text": prompt, "usage": {"prompt_tokens": 2, "completion_tokens": 5}}).encode()
+            usage = {"prompt_tokens": 2, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+            return 200, json.dumps({"text": prompt, "usage": usage}).encode()
         finally:
             self.now -= 1
 
@@ -102,7 +103,7 @@ def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store)
     replicas = Replicas()
     [record] = finish(store, runner_of(store, replicas), begin(store, ["a", "wrong", "busy", *"bcdefgh"]))
     done, failed = outcome(store, record)
-    assert (record.status, record.completed, record.failed, record.usage) == ("completed", 9, 1, (18, 45))
+    assert (record.status, record.completed, record.failed, record.usage) == ("completed", 9, 1, (18, 45, 9, 0))
     assert {line["response"]["body"]["text"] for line in done} == {*"abcdefgh", "busy"}
     assert failed[0]["response"] == {
         "status_code": 400,

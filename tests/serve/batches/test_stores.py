@@ -98,7 +98,9 @@ def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(ro
 
 
 def answer(id, status=200, usage=(3, 4)):
-    body = {"usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]}} if status == 200 else {"error": {}}
+    details = {"prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": {"reasoning_tokens": 1}}
+    counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1]} | details
+    body = {"usage": counts} if status == 200 else {"error": {}}
     return response_answer("batch_1", id, status, json.dumps(body).encode())
 
 
@@ -112,13 +114,25 @@ def test_a_log_holds_each_id_once_whoever_writes(root):
     again = AnswerLog(root)
     again.load()
     for log in (first, second, again):
-        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (2, 2, (6, 8))
+        assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (2, 2, (6, 8, 4, 2))
     done, failed = ([json.loads(line) for line in again.lines(kind)] for kind in (True, False))
     assert [line["custom_id"] for line in done] == ["a", "b"] and [line["custom_id"] for line in failed] == ["é", "c"]
     assert done[0]["response"]["body"]["usage"]["completion_tokens"] == 4 and done[0]["error"] is None
     assert failed[0]["response"]["status_code"] == 400 and failed[1]["response"] is None
     assert failed[1]["error"] == {"code": "batch_expired", "message": "too late"}
     assert done[0]["id"] == json.loads(answer("a").line)["id"] != done[1]["id"]
+
+
+def test_usage_has_the_names_of_either_endpoint_and_old_records_are_read():
+    details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
+    body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
+    assert response_answer("batch_1", "a", 200, json.dumps(body).encode()).usage == (3, 4, 2, 1)
+    stored = BatchRecord("b", "all", "/v1/completions", "f", "24h", 1, 2, "o", "e").stored()
+    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4]}))).as_json()["usage"]
+    assert usage["total_tokens"] == 7 and usage["input_tokens_details"] == {"cached_tokens": 0}
+    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4, 2, 1]}))).as_json()["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": 2}
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
 
 
 def lines_of(*lines):
