@@ -83,7 +83,7 @@ async def read_body(request: Request, most: int) -> bytes:
     """most: bytes. Raises ApiError, and ClientDisconnected where it breaks off."""
     _check_kind(request.headers)
     if int(request.headers.get("content-length", 0)) > most:
-        raise _too_large(most)
+        raise body_too_large(most)
     try:
         return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
     except asyncio.TimeoutError:
@@ -99,7 +99,7 @@ async def _whole(request: Request, most: int) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > most:
-            raise _too_large(most)
+            raise body_too_large(most)
     return bytes(body)
 
 
@@ -118,5 +118,6 @@ def _check_kind(headers: Mapping[str, str]) -> None:
         raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
 
 
-def _too_large(most: int) -> ApiError:
+def body_too_large(most: int) -> ApiError:
+    """Return the error of a body with more bytes than `most`."""
     return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")

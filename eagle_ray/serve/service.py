@@ -39,7 +39,7 @@ from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.openai_client_compat import without_nulls
-from eagle_ray.serve.parse import parse
+from eagle_ray.serve.parse import body_too_large, parse
 from eagle_ray.serve.protocol import (
     AnyRequest,
     ChatRequest,
@@ -208,6 +208,8 @@ class Service:
                 raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
             chat = request.chat() if isinstance(request, ResponsesRequest) else request
             asked = await self.read(chat, client=client)
+            if len(body) > self.config.serving.max_body_bytes:
+                raise body_too_large(self.config.serving.max_body_bytes)
             await self._idle_slots.wait(need_of(asked, self.max_model_len))
             return 200, await self.answer(asked, body_of(request))
         except Exception as error:

@@ -232,6 +232,7 @@ def content_of(app, id):
 def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     sampled = FRANCE | {"temperature": 0.9, "seed": 7, "n": 3, "logprobs": True, "top_logprobs": 2}
     wrong = [FRANCE | {"top_p": 7}, FRANCE | {"stream": True}, FRANCE | {"model": "gpt"}, {"messages": []}]
+    wrong.append(FRANCE | {"user": "x" * service.config.serving.max_body_bytes})
     file = upload(kept, lines_of(FRANCE, sampled, *wrong)).json["id"]
     made = create(kept, {"input_file_id": file, "endpoint": CHAT, "metadata": {"a": "b"}} | DAY).json
     assert made["status"] == "validating" and made["expires_at"] - made["created_at"] == 86_400
@@ -240,7 +241,7 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     batch = ask(kept, "GET", f"/v1/batches/{made['id']}").json
     TypeAdapter(batch_models.BatchObject).validate_python(batch, strict=True)
     TypeAdapter(batch_models.BatchList).validate_python(ask(kept, "GET", "/v1/batches").json, strict=True)
-    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 6, "completed": 2, "failed": 4}
+    assert batch["status"] == "completed" and batch["request_counts"] == {"total": 7, "completed": 2, "failed": 5}
     done, failed = content_of(kept, batch["output_file_id"]), content_of(kept, batch["error_file_id"])
     for id, body in (("row 0", FRANCE), ("row 1", sampled)):
         told = done[id]["response"]["body"]
@@ -252,10 +253,10 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     assert sum(usage["total_tokens"] for usage in usages) == batch["usage"]["total_tokens"]
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert batch["usage"]["input_tokens_details"] == {"cached_tokens": cached}
-    refusals = [failed[f"row {i}"]["response"] for i in range(2, 6)]
-    assert [refusal["status_code"] for refusal in refusals] == [400, 400, 404, 400]
+    refusals = [failed[f"row {i}"]["response"] for i in range(2, 7)]
+    assert [refusal["status_code"] for refusal in refusals] == [400, 400, 404, 400, 413]
     params = [refusal["body"]["error"]["param"] for refusal in refusals]
-    assert params == ["top_p", "stream", "model", "messages"]
+    assert params == ["top_p", "stream", "model", "messages", None]
     assert ask(kept, "GET", f"/v1/files/{batch['output_file_id']}").json["purpose"] == "batch_output"
     answer = create(kept, {"input_file_id": batch["output_file_id"], "endpoint": CHAT} | DAY)
     assert error_of(answer) == (400, "input_file_id", "bad_value")
