@@ -16,6 +16,7 @@ import reprlib
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from eagle_ray.serve.http_errors import ApiError, unsupported
@@ -73,6 +74,7 @@ def _place(part: str | int) -> str:
 
 
 ARRIVES_WITHIN_S = 60.0
+CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # of JSON; ASCII is UTF-8
 
 
 class ClientDisconnected(Exception):
@@ -116,8 +118,28 @@ def _check_kind(headers: Mapping[str, str]) -> None:
         and not (kind.startswith("application/") and kind.endswith("+json"))
     ):
         raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
+    _check_charset(said)
+    check_encoding(headers)
 
 
 def body_too_large(most: int) -> ApiError:
     """Return the error of a body with more bytes than `most`."""
     return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+
+
+def check_encoding(headers: Mapping[str, str]) -> None:
+    """Raise ApiError for a body that is packed."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"Content-Encoding: {reprlib.repr(encoding)} is not read. Send the body as it is, not packed."
+        raise ApiError(415, message, code="bad_content_encoding")
+
+
+def _check_charset(said: str) -> None:
+    """Raise ApiError if a content type says that the body is not UTF-8."""
+    _, options = parse_options_header(said)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
+    if charset not in CHARSETS:
+        raise ApiError(
+            415, f"Content-Type: charset must be utf-8, got {reprlib.repr(charset)}", code="bad_content_type"
+        )

@@ -1,6 +1,7 @@
 """By hand, what no library sends: broken bodies, uploads that stop, stray values, and who leaves in any phase."""
 
 import asyncio
+import gzip
 import json
 
 import pytest
@@ -167,8 +168,23 @@ def test_bad_lists_of_a_million_are_refused_at_their_first_fault():
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 def test_only_json_is_read(app, kind):
     refused(send(app, b'{"prompt": "a"}', **{"Content-Type": kind}), 415, "bad_content_type")
-    for json_kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+    for charset in ("utf-16", "latin-1", '"UTF-32"'):
+        kind = {"Content-Type": f"application/json; charset={charset}"}
+        refused(send(app, b'{"prompt": "a"}', **kind), 415, "bad_content_type")
+    for json_kind in (
+        "application/json",
+        'application/json; charset="UTF-8"',
+        "Application/JSON; charset=utf-8",
+        "application/vnd.api+json",
+    ):
         assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Type": json_kind}).status == 200
+
+
+def test_a_packed_body_is_refused(app):
+    for body in (b'{"prompt": "a", "max_tokens": 1}', gzip.compress(b'{"prompt": "a", "max_tokens": 1}')):
+        for encoding in ("gzip", "deflate, gzip", "br"):
+            refused(send(app, body, **{"Content-Encoding": encoding}), 415, "bad_content_encoding")
+    assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Encoding": "identity"}).status == 200
 
 
 def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FILE, FileStore, StoredFile, new_id
 from eagle_ray.serve.http_errors import ApiError, unsupported
-from eagle_ray.serve.parse import ClientDisconnected
+from eagle_ray.serve.parse import ClientDisconnected, check_encoding
 
 PURPOSE = "batch"
 EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's
@@ -114,6 +114,7 @@ async def receive_upload(request: Request, store: FileStore, max_bytes: int) -> 
 
     Raises ApiError, ClientDisconnected and OSError.
     """
+    check_encoding(request.headers)
     form = UploadForm(_boundary(request), max_bytes)
     id, num_chunks = new_id(FILE), 0
     try:
