@@ -7,12 +7,16 @@ a Parquet file                its column token_ids, or output_token_ids
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.config import ConfigError
+from eagle_ray.errors import one_line
+from eagle_ray.storage.checked_parquet import is_damage, open_parquet
+from eagle_ray.storage.path import StoragePath
 
 COLUMNS = ("token_ids", "output_token_ids")
 KEY = "speculative.datastore"
@@ -35,13 +39,15 @@ def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
 def check_datastore(name: str) -> None:
     """Check names and columns without reading texts. Raises ConfigError."""
     for file in _files(name, KEY):
-        _column_name(file, KEY)
+        with _parquet(file, KEY) as parquet:
+            _column_name(parquet, file, KEY)
 
 
 def columns_of(name: str, key: str) -> Iterator[pa.ChunkedArray]:
     """Yield the lists of token ids of every file, in order. key: the configuration key of the name, for errors."""
     for file in _files(name, key):
-        yield pq.read_table(file, columns=[_column_name(file, key)], partitioning=None).column(0)
+        with _parquet(file, key) as parquet:
+            yield parquet.read(columns=[_column_name(parquet, file, key)]).column(0)
 
 
 def _files(name: str, key: str) -> list[Path]:
@@ -52,11 +58,20 @@ def _files(name: str, key: str) -> list[Path]:
     return files
 
 
-def _column_name(file: Path, key: str) -> str:
+@contextmanager
+def _parquet(file: Path, key: str) -> Iterator[pq.ParquetFile]:
+    """Open a file. Raises ConfigError naming it if it or what the body reads of it is damaged."""
     try:
-        schema = pq.read_schema(file)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{key}: {file} cannot be read as Parquet: {error}") from None
+        with open_parquet(StoragePath.of(file)) as parquet:
+            yield parquet
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_damage(error)):
+            raise
+        raise ConfigError(f"{key}: {file} cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _column_name(parquet: pq.ParquetFile, file: Path, key: str) -> str:
+    schema = parquet.schema_arrow
     for name in COLUMNS:
         kind = schema.field(name).type if name in schema.names else pa.null()
         if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.config import ConfigError
-from eagle_ray.storage.storage_errors import NotSupported
+from eagle_ray.storage.storage_errors import FileDamaged, NotSupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
     OutputMismatch: MISMATCH,
     OutputDamaged: MISMATCH,
     InputChanged: MISMATCH,
+    FileDamaged: MISMATCH,
     PermissionError: CONFIGURATION,
     FileNotFoundError: CONFIGURATION,  # such as a bucket that does not exist
     NotADirectoryError: CONFIGURATION,
@@ -121,7 +122,7 @@ OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
     OSError: TRANSIENT,
     KeyboardInterrupt: INTERRUPTED,
 }
-EXPECTED_ERRORS = (ConfigError, JobError, OSError, KeyboardInterrupt)  # every other exception is a defect
+EXPECTED_ERRORS = (ConfigError, JobError, FileDamaged, OSError, KeyboardInterrupt)  # every other exception is a defect
 PERMANENT_ERRNOS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}  # those without a class of their own
 
 

@@ -25,7 +25,7 @@ from eagle_ray.batch.cluster import GcsWatch, RayletWatch, WorkerPlan, check_ali
 from eagle_ray.batch.display import Facts, display
 from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
-from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
@@ -170,7 +170,7 @@ class ProgressMonitor:
         try:
             reported = ray.get(self._actor.files.remote(), timeout=30)
             self._rows_in_files = count_rows(self._run.data, self._run.attempt, reported)
-        except (OSError, ray.exceptions.RayError) as error:  # the rows matter, not this
+        except (OSError, JobError, ray.exceptions.RayError) as error:  # the rows matter, not this
             log.debug("the files cannot be counted now: %s", error)
 
     def _write(self, facts: Facts) -> None:
@@ -257,6 +257,6 @@ def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> 
         if name in reported:
             total += reported[name]
         else:
-            with open_parquet(file) as parquet:
+            with open_part(file) as parquet:
                 total += parquet.metadata.num_rows
     return total

@@ -40,7 +40,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     """Write the rows of a run to a file, or to stdout if target is None; return a message.
 
     to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
-    target, unless it is the run's own file. Raises ConfigError.
+    target, unless it is the run's own file. Raises ConfigError, and OutputDamaged for a file that cannot be read.
     """
     record, data = record_of(run), data_of(run)
     if target is not None:
@@ -57,11 +57,8 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
 
 
 def _check_whole(run: StoragePath, num_rows: int) -> None:
-    """Raise ConfigError if a file cannot be read, or if there are fewer rows than the run recorded."""
-    try:
-        there = OutputIndex.read(data_of(run)).num_rows
-    except JobError as error:
-        raise ConfigError(str(error)) from None
+    """Raise ConfigError if there are fewer rows than the run recorded, and as OutputIndex.read does."""
+    there = OutputIndex.read(data_of(run)).num_rows
     if there < num_rows:
         raise ConfigError(f"{run} holds {there} rows of {num_rows}: start its command again, which makes the others")
 
@@ -82,8 +79,9 @@ def _check_free(target: str, run: StoragePath, record: dict[str, Any], overwrite
 
 
 def _write(target: str, lines: Iterable[str]) -> None:
+    content = "".join(lines).encode()
     try:
-        StoragePath.of(target).write_atomic("".join(lines).encode())
+        StoragePath.of(target).write_atomic(content)
     except (OSError, ValueError) as error:
         raise ConfigError(f"-o: cannot write {target}: {error}") from None
 

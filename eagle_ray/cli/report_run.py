@@ -12,7 +12,6 @@ import json
 from functools import partial
 from typing import Any
 
-from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import has_column, read_tables
@@ -81,18 +80,12 @@ def load_summary(output: StoragePath) -> dict[str, Any]:
     record = record_of(output)
     if (output / SUCCESS).exists() and (summary := read_json_object(output / SUMMARY)):
         return summary
-    try:
-        return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
-    except ValueError as error:  # Arrow's, of a damaged file
-        raise ConfigError(f"{output}: {error}: start the run's command again, which names the file") from error
+    return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
 
 
 def record_of(output: StoragePath) -> dict[str, Any]:
-    """Return ``_run.json``. Raises ConfigError if it is missing or damaged."""
-    try:
-        record = read_manifest(output)
-    except OutputDamaged as error:
-        raise ConfigError(str(error)) from error
+    """Return ``_run.json``. Raises ConfigError if it is missing, OutputDamaged if it is damaged."""
+    record = read_manifest(output)
     if record is None:
         if (output / SHARD_PLAN).exists():
             raise ConfigError(

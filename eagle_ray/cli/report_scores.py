@@ -21,6 +21,7 @@ from eagle_ray.batch.output.layout import RUN, data_of
 from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.batch.run import GROUP_BY
 from eagle_ray.config import ConfigError
+from eagle_ray.errors import one_line
 from eagle_ray.report.scores import ScoredSample, as_score, score_report
 from eagle_ray.report.summary import as_text
 from eagle_ray.storage.path import StoragePath
@@ -49,19 +50,7 @@ def scores_of(
 
     Raises ConfigError naming a column, file or pattern that does not fit.
     """
-    try:
-        return _scores_of(output, score, source, pass_at, _pattern(answer_pattern))
-    except ValueError as error:  # Arrow's, of a damaged file
-        raise ConfigError(f"{output}: {error}: start the run's command again, which names the file") from error
-
-
-def _scores_of(
-    output: StoragePath,
-    score: str | None,
-    source: str | None,
-    pass_at: float | None,
-    pattern: re.Pattern[str] | None,
-) -> dict[str, Any] | None:
+    pattern = _pattern(answer_pattern)
     schema = stored_schema(data_of(output))
     judged = source is None and JUDGED_ID in schema.names
     if source is None:
@@ -132,8 +121,8 @@ def _scores_in(source: str, score: str | None) -> tuple[str, dict[Key, Any]]:
     try:
         with path.open() as file:
             table = READERS[suffix](file)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"--scores: cannot read {path}: {error}") from None
+    except (OSError, pa.ArrowException, UnicodeError) as error:
+        raise ConfigError(f"--scores: cannot read {path}: {one_line(error)}") from None
     column = _score_column(table.column_names, score, path)
     id_column = next((name for name in (ID, "id") if name in table.column_names), None)
     if column is None or id_column is None:

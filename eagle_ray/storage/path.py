@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,6 +28,8 @@ from eagle_ray.storage.file_version import FileVersion
 from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout
 
 __all__ = [
+    "FOOTER_END_BYTES",
+    "FOOTER_MARK",
     "FileVersion",
     "NotFound",
     "StorageError",
@@ -41,6 +44,8 @@ __all__ = [
 
 Precondition = Callable[[], None] | None
 S3 = "s3://"
+FOOTER_MARK = b"footer checksum:"  # in a Parquet file, before the CRC-32 of its footer
+FOOTER_END_BYTES = 8  # the footer's size and Parquet's magic number, which end the file
 SCHEMES = ("s3", *remote.PACKAGES)
 
 
@@ -211,10 +216,15 @@ class StoragePath:
 
 
 def parquet_bytes(table: pa.Table, compression: str) -> bytes:
-    """Return a table as a whole Parquet file in memory."""
+    """Return a table as a whole Parquet file in memory. Each page has a checksum.
+
+    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look there.
+    """
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression=compression)
-    return buffer.getvalue().to_pybytes()
+    pq.write_table(table, buffer, compression=compression, write_page_checksum=True)
+    data = buffer.getvalue().to_pybytes()
+    start = len(data) - FOOTER_END_BYTES - int.from_bytes(data[-FOOTER_END_BYTES:-4], "little")
+    return data[:start] + FOOTER_MARK + zlib.crc32(data[start:]).to_bytes(4, "little") + data[start:]
 
 
 def write_json(file: StoragePath, value: Any, precondition: Precondition = None) -> None:

@@ -43,3 +43,7 @@ class NotSupported(StorageError):
 
 class ObjectChanged(StorageError):
     """The object was replaced while it was read."""
+
+
+class FileDamaged(Exception):
+    """A file of a run does not hold the bytes that were written."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import ENCODING_BYTES, RequestError, wide_encoding
+from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.storage_errors import FileDamaged
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.chat_mask import encode_conversation
 from eagle_ray.training.packing import MIN_DOCUMENT_LENGTH, Document
@@ -33,6 +33,7 @@ Row = dict[str, Any]
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ROLES = ("system", "user", "assistant")
 RUN_DATA = "data"  # directory of a run's Parquet files
+RUN_PART = "part-"  # how their names begin
 RUN_COLUMNS = ("prompt", "prompt_token_ids", "output_token_ids", "text", "status", "messages", "prompt_tokens")
 DOCUMENT_COLUMNS = ("ids", "is_answer")  # of documents that are encoded already
 PARQUET_ROWS = 1024  # read at a time
@@ -197,13 +198,19 @@ def _find(name: str) -> list[StoragePath]:
 
 
 def _parquet_rows(file: StoragePath) -> Iterator[Row]:
-    with file.open() as opened:
-        parquet = pq.ParquetFile(opened)
-        columns = [
-            name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in parquet.schema_arrow.names
-        ]
-        for batch in parquet.iter_batches(PARQUET_ROWS, columns=columns):
-            yield from batch.to_pylist()
+    """Yield the rows of a Parquet file. A damaged one is a ConfigError, or FileDamaged if a run wrote it."""
+    try:
+        with open_parquet(file) as parquet:
+            names = parquet.schema_arrow.names
+            columns = [name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in names]
+            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        if file.name.startswith(RUN_PART):
+            raise FileDamaged(damage_text(file, error)) from None
+        raise ConfigError(f"data.path: {file} cannot be read ({one_line(error)}): write it again") from None
 
 
 def _json_row(line: str, place: str) -> Row:

@@ -1,6 +1,9 @@
 """Parquet files are read without handing Arrow's threads a Python object, which would abort the process at its end."""
 
+import errno
 import io
+import os
+import random
 import threading
 from pathlib import Path
 
@@ -8,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.output.parquet_file import SingleThreadedParquetFile, open_parquet
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.batch.job_errors import OutputDamaged
+from eagle_ray.batch.output.parquet_file import open_part, read_columns
+from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, open_parquet
+from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 COLUMNS = {f"column_{i}": list(range(400)) for i in range(12)}
 
@@ -56,3 +61,35 @@ def test_arrow_by_itself_reads_a_file_object_on_other_threads(path):
     with pq.ParquetFile(file) as parquet:
         parquet.read()
     assert file.threads - {threading.get_ident()}
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_no_damage_is_read_as_if_it_were_whole(tmp_path, codec):
+    """Wherever a byte changes, the rows are the same, because nothing reads it, or the file is named in one line."""
+    whole = pa.table({"id": [f"q{i}" for i in range(40)], "ids": [[i, 7] for i in range(40)]})
+    data = parquet_bytes(whole, codec)
+    file, found = StoragePath.of(tmp_path / "part-001-000000.parquet"), []
+    for place in random.Random(0).sample(range(len(data)), 300):
+        file.write_atomic(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        try:
+            with open_part(file) as parquet:
+                assert read_columns(parquet, ["id", "ids"]).equals(whole)
+        except OutputDamaged as error:
+            found.append(str(error))
+    assert len(found) > 200
+    assert all(text.startswith(f"{file} is damaged (") and "delete it" in text and "\n" not in text for text in found)
+
+
+def test_a_file_with_checksums_is_read_by_others_and_one_without_them_by_us(path, tmp_path):
+    table = pa.table(COLUMNS)
+    (tmp_path / "ours.parquet").write_bytes(parquet_bytes(table, "zstd"))
+    assert pq.read_table(tmp_path / "ours.parquet").equals(table)
+    with open_part(StoragePath.of(path)) as parquet:
+        assert read_columns(parquet).equals(table)
+
+
+def test_an_error_of_the_storage_is_no_damage(path):
+    with pytest.raises(FileNotFoundError), open_part(StoragePath.of(path + "x")):
+        pass
+    with pytest.raises(OSError, match="Input/output"), open_part(StoragePath.of(path)):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))

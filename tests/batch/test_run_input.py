@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.manifest import SUCCESS, open_run, output_of
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.partitions import Partitions
@@ -67,6 +68,15 @@ def test_the_first_runs_columns_are_carried_under_the_rule_for_names(make_job, f
     assert (row["input_request_id"], row["input_sample_index"], row["input_text"]) == ("a", 1, "a!")
     few = plan_input(judge(make_job, first, **{"input.passthrough": ["category", "request_id"]}))
     assert list(few.passthrough_types) == ["category", "input_request_id"]
+
+
+def test_a_damaged_part_of_the_first_run_is_named(make_job, first):
+    [part] = Path(first.output.path, "data").iterdir()
+    plan = plan_input(judge(make_job, first))
+    part.write_bytes(part.read_bytes()[:200] + bytes(60) + part.read_bytes()[260:])
+    for read in (lambda: list(requests_of(plan)), lambda: plan_input(judge(make_job, first))):
+        with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \(.*delete it"):
+            read()
 
 
 def test_messages_are_read_as_a_list(make_job):

@@ -18,6 +18,7 @@ from eagle_ray.batch.output.manifest import open_run
 from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.cli import main as cli
 from eagle_ray.storage import local, s3
+from eagle_ray.storage.path import parquet_bytes
 from tests.conftest import small_job
 from tests.report.test_summary import error, row
 
@@ -28,7 +29,7 @@ def make_run(directory: Path, rows: list[dict]) -> Path:
     """A run that is at work: its record, and one file of rows."""
     (directory / "out").mkdir(parents=True)
     run = open_run(small_job(directory, []), {})
-    pq.write_table(table_of(rows, SCHEMA), str(run.data / "part-001-000000.parquet"))
+    (run.data / "part-001-000000.parquet").write_atomic(parquet_bytes(table_of(rows, SCHEMA), "zstd"))
     return Path(str(run.output))
 
 
@@ -82,11 +83,11 @@ def test_a_finished_runs_numbers_are_its_summarys(run, capsys):
 
 
 @pytest.mark.parametrize("command", [["report", "RUN"], ["compare", "RUN", "RUN"]])
-@pytest.mark.parametrize("damage", [None, "{"])
-def test_what_is_no_run_is_exit_2_and_one_line(tmp_path, capsys, command, damage):
+@pytest.mark.parametrize(("damage", "code"), [(None, 2), ("{", 6)])
+def test_what_is_no_run_is_one_line(tmp_path, capsys, command, damage, code):
     if damage is not None:
         (tmp_path / "_run.json").write_text(damage)
-    assert cli.main([word.replace("RUN", str(tmp_path)) for word in command]) == 2
+    assert cli.main([word.replace("RUN", str(tmp_path)) for word in command]) == code
     output = capsys.readouterr()
     assert output.err.startswith("eagle-ray: ") and str(tmp_path) in output.err and output.err.count("\n") == 1
     assert output.out == ""
@@ -167,13 +168,36 @@ def test_a_damaged_summary_is_added_up_anew(run, capsys, damage):
     assert numbers["total"]["rows"] == 3 and numbers["last_work"] is None
 
 
-@pytest.mark.parametrize("command", [["report", "RUN"], ["compare", "RUN", "RUN"], ["export", "RUN", "--to", "csv"]])
-def test_a_damaged_part_is_exit_2_and_one_line(run, capsys, command):
+def with_damaged_pages(part: Path) -> bytes:
+    """The file with another last byte of every column but the ids, which are read first."""
+    group = pq.ParquetFile(part).metadata.row_group(0)
+    data = bytearray(part.read_bytes())
+    for chunk in map(group.column, range(group.num_columns)):
+        start = chunk.dictionary_page_offset or chunk.data_page_offset
+        if chunk.path_in_schema != "request_id":
+            data[start + chunk.total_compressed_size - 1] ^= 255
+    return bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["cut", "pages"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "RUN"],
+        ["report", "RUN", "--score", "text"],
+        ["compare", "RUN", "RUN"],
+        ["export", "RUN", "--to", "csv"],
+        ["export", "RUN", "--to", "openai-batch", "-o", "RUN.jsonl"],
+    ],
+)
+def test_a_damaged_part_is_named_in_one_line(run, capsys, command, damage):
     (run / "_SUCCESS").touch()
-    (run / "data" / "part-001-000000.parquet").write_bytes(b"PAR1")
-    assert cli.main([word.replace("RUN", str(run)) for word in command]) == 2
+    part = run / "data" / "part-001-000000.parquet"
+    part.write_bytes(b"PAR1" if damage == "cut" else with_damaged_pages(part))
+    assert cli.main([word.replace("RUN", str(run)) for word in command]) == 6
     error = capsys.readouterr().err
-    assert error.startswith("eagle-ray: ") and error.count("\n") == 1
+    assert error.startswith(f"eagle-ray: {part} is damaged (") and error.count("\n") == 1
+    assert not Path(f"{run}.jsonl").exists()
 
 
 def test_a_run_that_lost_a_part_is_not_exported_as_if_whole(run, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import RequestError
+from eagle_ray.storage.storage_errors import FileDamaged
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage
 from eagle_ray.training.batch_order import BatchOrder, split_evenly
@@ -99,6 +100,16 @@ def test_a_run_needs_no_tokenizer_if_it_holds_token_ids(tmp_path):
     documents = list(TextSource([str(tmp_path)]).documents(None))
     assert len(documents) == 5
     assert all(document.is_answer[:4] == [False, False, False, True] for document in documents)
+
+
+@pytest.mark.parametrize("name, kind", [("data/part-001-000000.parquet", FileDamaged), ("mine.parquet", ConfigError)])
+def test_a_damaged_parquet_file_is_named(tmp_path, name, kind):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    write_answers(file, 5)
+    file.write_bytes(file.read_bytes()[:100] + bytes(60) + file.read_bytes()[160:])
+    with pytest.raises(kind, match=rf"{file} (is damaged|cannot be read) \("):
+        list(TextSource([str(tmp_path)]).documents(None))
 
 
 def test_wrong_files_are_refused_by_name(tokenizer, tmp_path):

@@ -23,9 +23,8 @@ import pyarrow as pa
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.row_location import RowPosition
 from eagle_ray.batch.input.row_scanner import Found, Part, RowScanner
-from eagle_ray.batch.input.shards import COLUMNAR, FilePart
+from eagle_ray.batch.input.shards import COLUMNAR, FilePart, open_columnar
 from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.parquet_file import open_parquet
 from eagle_ray.config import ConfigError
 from eagle_ray.storage.retry_budget import extended_retries
 
@@ -79,7 +78,7 @@ class ParallelScan:
         if size <= self.piece_bytes:
             return [part]
         if file.format in COLUMNAR:
-            with open_parquet(file.storage_path) as parquet:
+            with open_columnar(file) as parquet:
                 num_groups = parquet.num_row_groups
             step = max(1, num_groups * self.piece_bytes // size)
             starts = list(range(part.start, num_groups, step)) or [part.start]

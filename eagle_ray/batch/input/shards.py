@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, TypeVar
@@ -34,10 +35,12 @@ from eagle_ray.batch.input.request import UNCARRIED, InputRow
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import batches_in_run, run_schema
-from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.job_errors import OutputDamaged
+from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.output.partitions import partition_types
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
@@ -147,14 +150,32 @@ def _detect_changes(file: InputFile, items: Iterator[Item]) -> Iterator[Item]:
     try:
         with file.detect_changes():
             yield from items
-    except ConfigError:
+    except (ConfigError, OutputDamaged):
         file.check_unchanged()
         raise
 
 
 def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
     fix = "delete it" if file.version.size == 0 else "write it again, leave it out of input.path, or set input.format"
-    return ConfigError(f"cannot read {file.path} as {file.format} ({error}): {fix}")
+    return ConfigError(f"cannot read {file.path} as {file.format} ({one_line(error)}): {fix}")
+
+
+@contextmanager
+def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file. Raises ConfigError naming it if it or what the body reads of it is damaged; OutputDamaged if
+    it is another run's part file.
+    """
+    if file.format == RUN_FORMAT:
+        with open_part(file.storage_path) as parquet:
+            yield parquet
+        return
+    try:
+        with open_parquet(file.storage_path) as parquet:
+            yield parquet
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise _unreadable_error(file, error) from None
 
 
 def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
@@ -308,7 +329,7 @@ def _check_encoding(first_bytes: bytes, file: InputFile) -> None:
 
 
 def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
-    with open_parquet(file.storage_path) as parquet:
+    with open_columnar(file) as parquet:
         types = {field.name: type_in_parquet(field.type) for field in _columns_in(parquet, file)}
         check_unique(parquet, file)
         partitions = _partitions_in(parquet, file)
@@ -351,7 +372,7 @@ def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosi
 def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     index = shard.first.row
     try:
-        with open_parquet(shard.file.storage_path) as parquet:
+        with open_columnar(shard.file) as parquet:
             partitions = _partitions_in(parquet, shard.file)
             read = _only(partitions, needed)
             values = {name: partitions[name].as_py() if name in partitions else None for name in carried}

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.id_digests import EMPTY, Digests, digests, duplicates, isin
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.output.parquet_file import open_part, read_columns
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.batch.row_index import (
@@ -39,7 +39,7 @@ from eagle_ray.batch.row_index import (
     write_facts,
     write_rows,
 )
-from eagle_ray.storage.path import StorageError, StoragePath
+from eagle_ray.storage.path import StoragePath
 
 FILE = "output.json"
 KIND = "output"
@@ -184,9 +184,8 @@ def excess_in(table: Table, is_complete: np.ndarray) -> Table:
 
 
 def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
-    """Return the file's rows without these ids, which are sorted."""
-    with open_parquet(file) as parquet:
-        table = parquet.read()
+    """Return the file's rows without these ids, which are sorted. Raises as OutputIndex.read does."""
+    table = _columns_in(file, None)
     return table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), ids)))
 
 
@@ -216,11 +215,9 @@ def own_files(data: StoragePath) -> list[StoragePath]:
 def _is_own(file: StoragePath) -> bool:
     """Return whether the file is ours, by its schema's version, or by its name if it is damaged."""
     try:
-        with open_parquet(file) as parquet:
+        with open_part(file) as parquet:
             return VERSION_KEY in (parquet.schema_arrow.metadata or {})
-    except StorageError:
-        raise
-    except (pa.ArrowException, OSError):
+    except OutputDamaged:
         return attempt_of(file) is not None
 
 
@@ -234,20 +231,12 @@ def _rows_by_id(file: StoragePath, number: int) -> Table:
     }
 
 
-def _columns_in(file: StoragePath, columns: list[str]) -> pa.Table:
-    """Return these columns of one file. Raises OutputMismatch, or OutputDamaged if it cannot be read."""
-    try:
-        with open_parquet(file) as parquet:
-            version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
-            if version != SCHEMA_VERSION:
-                raise OutputMismatch(
-                    f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
-                )
-            return parquet.read(columns=columns)
-    except StorageError:  # the storage is at fault, not the file
-        raise
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise OutputDamaged(
-            f"{file} is damaged ({reason}): delete it and its rows are made again, or start again with --overwrite"
-        ) from error
+def _columns_in(file: StoragePath, columns: list[str] | None) -> pa.Table:
+    """Return these columns of one file, or all that it stores. Raises OutputMismatch, or OutputDamaged."""
+    with open_part(file) as parquet:
+        version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
+        if version != SCHEMA_VERSION:
+            raise OutputMismatch(
+                f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
+            )
+        return read_columns(parquet, columns)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.output.parquet_file import open_parquet
+from eagle_ray.batch.output.parquet_file import open_part, read_columns
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
 from eagle_ray.batch.output.schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
@@ -38,26 +38,35 @@ def part_files(data: StoragePath) -> list[StoragePath]:
 
 
 def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield these columns of every file, partition columns included. ADDED_COLUMNS that a file lacks are null."""
+    """Yield these columns of every file, as read_part returns them."""
     for file in part_files(data):
-        with open_parquet(file) as parquet:
-            partition_schema = partition_types(parquet.schema_arrow)
-            kept = parquet.read(columns=[name for name in columns if name not in partition_schema.names])
-        whole = with_partition_columns(
-            kept, pa.schema([partition_schema.field(n) for n in columns if n in partition_schema.names]), file.text
-        )
-        for field in (field for field in OUTPUT_FIELDS if field.name in ADDED_COLUMNS):
-            if field.name in columns and field.name not in whole.schema.names:
-                whole = whole.append_column(field.name, pa.nulls(len(whole), field.type))
-        yield whole.select(columns)
+        yield read_part(file, columns)
+
+
+def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
+    """Return these columns of a part file, partition columns included. ADDED_COLUMNS that the file lacks are null.
+
+    Raises OutputDamaged.
+    """
+    added = {field.name: field.type for field in OUTPUT_FIELDS if field.name in ADDED_COLUMNS and field.name in columns}
+    with open_part(file) as parquet:
+        partition_schema = partition_types(parquet.schema_arrow)
+        stored = [name for name in columns if name not in partition_schema.names]
+        kept = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
+        wanted = pa.schema([partition_schema.field(name) for name in columns if name in partition_schema.names])
+        whole = with_partition_columns(kept, wanted, file.text)
+    for name, type_ in added.items():
+        if name not in whole.schema.names:
+            whole = whole.append_column(name, pa.nulls(len(whole), type_))
+    return whole.select(columns)
 
 
 def stored_schema(data: StoragePath) -> pa.Schema:
     """Return the columns of the files, partition columns last; all files of a run have the same."""
     for file in part_files(data)[:1]:
-        with open_parquet(file) as parquet:
+        with open_part(file) as parquet:
             schema = parquet.schema_arrow
-        partition_schema = partition_types(schema)
+            partition_schema = partition_types(schema)
         return pa.schema([*(field for field in schema if field.name not in partition_schema.names), *partition_schema])
     return pa.schema([])
 
