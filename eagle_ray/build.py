@@ -60,7 +60,7 @@ from eagle_ray.models.cpu_runtime import (
 )
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import load_config, load_target, set_eos_ids
+from eagle_ray.models.loader import eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
 from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
@@ -219,6 +219,8 @@ def load_causal_lm(
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:
+        if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
+            log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).max_model_len)

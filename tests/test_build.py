@@ -155,11 +155,13 @@ def test_a_target_whose_files_cannot_be_read_is_refused_at_the_start(tmp_path, f
         assert "\n" not in str(error.value)
 
 
-def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path):
+def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path, caplog):
     target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
     write_tokenizer(target)  # the tokenizer's EOS is 1
     (target / "generation_config.json").write_text('{"eos_token_id": 4}')
-    bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
+    with caplog.at_level("INFO", "eagle_ray"):
+        bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
+    assert "an answer also ends at the tokenizer's EOS, <|eos|>, which no config names" in caplog.messages
     assert bundle.engine.target.eos_ids == bundle.tokenizer.eos_ids == {1, 4}
     assert TargetModel(load_causal_lm(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
 

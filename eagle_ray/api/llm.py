@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from typing_extensions import Unpack
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
 from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
-from eagle_ray.api.request_sampling import RequestSampling
+from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.batch.chat_rows import answer_of_row
 from eagle_ray.batch.sequences import (
     RequestRow,
@@ -68,8 +69,8 @@ class LLM:
 
     def __init__(
         self,
-        target: str = EMBEDDED,
-        draft: str | None = None,
+        target: str | os.PathLike[str] = EMBEDDED,
+        draft: str | os.PathLike[str] | None = None,
         *,
         seed: int = 0,
         num_gpus: int = 1,
@@ -78,11 +79,11 @@ class LLM:
     ):
         config = engine_config(target, draft, settings, seed)
         execution = config.execution
-        most_threads = torch.get_num_threads() if threads is None else threads
+        most_threads = torch.get_num_threads() if threads is None else plain_value(threads)
         if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
             log.info("%s: %s", config.model.target, note)
         bundle = build_in_thread(
-            config.model, config.speculative, execution.slots, execution.kv_tokens, num_gpus, most_threads
+            config.model, config.speculative, execution.slots, execution.kv_tokens, plain_value(num_gpus), most_threads
         )
         self._config = config
         self._tokenizer = bundle.tokenizer

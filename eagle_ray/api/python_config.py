@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from eagle_ray.api.request_sampling import plain_value
 from eagle_ray.config import ConfigError, ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.job import EMBEDDED_PAIRS
 
@@ -57,24 +58,34 @@ _KEYS = {
 }
 
 
-def engine_config(target: str, draft: str | None, settings: Mapping[str, Any], seed: int = 0) -> JobConfig:
+def engine_config(
+    target: str | os.PathLike[str], draft: str | os.PathLike[str] | None, settings: Mapping[str, Any], seed: int = 0
+) -> JobConfig:
     """Return the configuration of an engine in this process. Its input and output are not used.
 
-    Without a draft the method is none, plain decoding; an embedded pair has its own.
-
-    Raises ConfigError that names an unknown or wrong argument.
+    Without a draft the method is none, plain decoding; an embedded pair has its own. Raises ConfigError that names an
+    unknown or wrong argument.
     """
     for name in settings:
         if name not in _KEYS:
             near = difflib.get_close_matches(name, _KEYS, 1)
             hint = f"Did you mean {near[0]}?" if near else f"Arguments: draft, seed, {', '.join(sorted(_KEYS))}"
             raise ConfigError(f"LLM: unknown argument {name!r}. {hint}")
-    overrides = {_KEYS[name]: value for name, value in settings.items()} | {"model.target": target, "seed": seed}
+    target, draft = (_name_of(model) for model in (target, draft))
+    overrides = {_KEYS[name]: plain_value(value) for name, value in settings.items()}
+    overrides |= {"model.target": target, "seed": plain_value(seed)}
     if draft is not None:
         overrides["model.draft"] = draft
     elif target not in EMBEDDED_PAIRS:
         overrides.setdefault("speculative.method", "none")
     return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
+
+
+def _name_of(model: Any) -> Any:
+    """Return the path of a model as text; any other value unchanged."""
+    if isinstance(model, list | tuple):
+        return [_name_of(one) for one in model]
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def job_config(config: ConfigLike, defaults: Mapping[str, Any] | None = None) -> JobConfig:

@@ -29,6 +29,7 @@ from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config import ConfigError
+from eagle_ray.errors import EngineError
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -145,7 +146,7 @@ def _spelling(model: dict[str, Any]) -> Spell:
 
         try:
             return Tokenizer.load(download(model["target"], "target"), model["chat_template"])
-        except (ConfigError, OSError):
+        except (ConfigError, EngineError, OSError):
             return None
 
     return lambda token: f"token_id:{token}" if text() is None else text().decode_with_special([token])

@@ -286,6 +286,17 @@ def test_an_embedded_pair_has_its_own_draft():
     assert engine_config(str(PAIR / "target"), None, {}).speculative.method == "none"
 
 
+def test_arguments_may_be_paths_and_numbers_of_numpy():
+    config = engine_config(PAIR / "target", PAIR / "draft", {"slots": np.int64(2)}, np.int64(3))
+    assert (config.model.target, config.model.draft) == (str(PAIR / "target"), str(PAIR / "draft"))
+    assert (config.execution.slots, config.seed) == (2, 3)
+    for wrong in (5, None, ["embedded:tiny"]):
+        with pytest.raises(ConfigError, match=r"model.target: must be"):
+            engine_config(wrong, None, {})
+    with pytest.raises(ConfigError, match=r"threads: must be an integer, 1 or more, got -1"):
+        LLM(threads=-1)
+
+
 def test_closing_ends_the_calls_in_flight():
     closed = LLM(str(PAIR / "target"), str(PAIR / "draft"), **SMALL)
     errors = []
