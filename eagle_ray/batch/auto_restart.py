@@ -30,7 +30,7 @@ from eagle_ray.batch.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError,
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_files
-from eagle_ray.batch.signals import check_not_interrupted, is_interrupted
+from eagle_ray.batch.signals import accept_interrupt, check_not_interrupted
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.storage.path import StoragePath
@@ -81,6 +81,7 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
             num_in_a_row += 1
             state = now or _state_or_none(output)
     except KeyboardInterrupt:
+        accept_interrupt()
         ending = RunResult(INTERRUPTED, "interrupted between two attempts")
     return replace(ending, restarts=num_restarts)
 
@@ -135,13 +136,16 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
         flags = ["--no-keep-going", "--parent", str(os.getpid()), "--ending", str(path)]
         command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *flags]
         child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        is_interrupted = False
         try:
             code = child.wait()
         except KeyboardInterrupt:
+            accept_interrupt()
+            is_interrupted = True
             child.send_signal(signal.SIGTERM)  # the terminal may have sent it as well; a second signal is ignored
             code = child.wait()
         ending = _ending_of(path, code)
-    if ending.outcome.is_transient and is_interrupted():
+    if ending.outcome.is_transient and is_interrupted:
         return RunResult(INTERRUPTED, ending.reason)
     return ending
 

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from eagle_ray import __version__
 from eagle_ray.batch.job_errors import RunResult
+from eagle_ray.batch.signals import accept_interrupt
 from eagle_ray.config import JobConfig
 
 log = logging.getLogger("eagle_ray")
@@ -54,6 +55,7 @@ def _attempt(name: str, work: Callable[[], None]) -> None:
     try:
         work()
     except KeyboardInterrupt:
+        accept_interrupt()
         log.warning("on_finish: the %s was interrupted", name)
     except Exception as error:  # of whatever kind: the run has ended as it has
         log.warning("on_finish: the %s failed: %s", name, _reason(error))

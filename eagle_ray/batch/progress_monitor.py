@@ -27,7 +27,7 @@ from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
 from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.progress import Progress
-from eagle_ray.batch.signals import interrupt, is_interrupted
+from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
@@ -97,6 +97,8 @@ class ProgressMonitor:
         self._raylet.close()
         self._thread.join()
         if self._stop_reason is not None:
+            if not is_interrupted():
+                accept_interrupt()
             raise self._stop_reason from None
         if self._write_error and error is None:
             log.warning("%s cannot be written: %s", PROGRESS, self._write_error)
@@ -106,8 +108,6 @@ class ProgressMonitor:
         next_file = self._started
         with display(self._every_s) as progress_display:
             while not self._closing.wait(min(POLL_S, self._every_s)):
-                if is_interrupted():  # and still at work: the exception was lost on its way
-                    interrupt()
                 if (progress := self._poll()) is None:
                     continue
                 self._rows_in_files = progress.rows_in_files

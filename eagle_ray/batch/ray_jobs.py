@@ -29,6 +29,7 @@ import eagle_ray
 from eagle_ray.batch.input.run_files import RUN_PREFIX, is_run
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import QUIET_VARIABLES, RAY_JOB_VARIABLE
+from eagle_ray.batch.signals import accept_interrupt
 from eagle_ray.config import ConfigError, JobConfig
 
 CONFIG_FILE = "job.yaml"
@@ -64,6 +65,7 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
         asyncio.run(_print_log(client, job))
         return _exit_code(client, job)
     except KeyboardInterrupt:
+        accept_interrupt()
         print(f"no longer followed; the job goes on: ray job stop {job}", flush=True)
         return INTERRUPTED_EXIT_CODE
 

@@ -1,7 +1,9 @@
 """Signals that end a job: Ctrl-C, a scheduler's SIGTERM, a terminal's SIGHUP, and interrupts by the job's own threads.
 
-All raise KeyboardInterrupt in the main thread. After the first signal from outside, later ones are ignored, so that
-the job can report how it ends.
+All raise KeyboardInterrupt in the main thread. Libraries may swallow it, as compiled code does that imports a module.
+So it is raised again every AGAIN_S until the main thread is seen to unwind, and what a half-imported module raises in
+its place counts as the interrupt. Signals that arrive while the main thread unwinds, or later, are ignored, so that the
+job can clean up and report how it ends.
 
     >>> with interruptible():
     ...     work()
@@ -10,14 +12,44 @@ the job can report how it ends.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
+from typing import Any
 
 FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FROM_WITHIN = signal.SIGUSR1
+AGAIN = signal.SIGALRM  # of a timer that runs while an interrupt has not arrived
+AGAIN_S = 0.2  # between two attempts to raise an interrupt
+
+
+@dataclass(slots=True)
+class Interrupts:
+    """The interrupts of this process.
+
+    Attributes:
+        depth: ``interruptible`` contexts that are open.
+        is_from_outside: a signal of FROM_OUTSIDE has arrived in the outermost of them.
+        is_pending: an interrupt was raised, and its exception has not arrived where it ends something.
+        error_before: the exception that was being handled when the outermost context was entered.
+        handlers_before: the handlers to put back.
+        alarm_before: the handler of AGAIN to put back.
+        report_before: the ``sys.unraisablehook`` to put back.
+    """
+
+    depth: int = 0
+    is_from_outside: bool = False
+    is_pending: bool = False
+    error_before: BaseException | None = None
+    handlers_before: dict[int, Any] = field(default_factory=dict)
+    alarm_before: Any = signal.SIG_DFL
+    report_before: Callable[[Any], Any] = sys.unraisablehook
+
+
+_state = Interrupts()
 
 
 @contextmanager
@@ -25,25 +57,50 @@ def interruptible() -> Iterator[None]:
     """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C. Signals that the parent ignores, as under nohup, stay
     ignored.
 
-    Only the main thread gets signals; in another thread nothing changes.
+    A signal from outside always leaves this context as KeyboardInterrupt, whatever libraries made of it, unless
+    ``accept_interrupt`` was called. Only the main thread gets signals; in another thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (*FROM_OUTSIDE, FROM_WITHIN)}
-    heard = {number for number in FROM_OUTSIDE if before[number] is not signal.SIG_IGN}
-    for number in heard:
-        signal.signal(number, _interrupted)
-    signal.signal(FROM_WITHIN, signal.default_int_handler)
+    depth = _state.depth
     try:
+        if depth == 0:
+            _take_over()
+        _state.depth = depth + 1
         yield
-    except KeyboardInterrupt:
-        _clear_interrupt()
+        check_not_interrupted()
+    except (Exception, SystemExit) as error:
+        if is_interrupted():
+            raise KeyboardInterrupt from error
         raise
     finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is not _ignore:
-                signal.signal(number, handler)
+        accept_interrupt()
+        _clear_interrupt()
+        _state.depth = depth
+        if depth == 0:
+            _put_back()
+
+
+def _take_over() -> None:
+    """Take over the signals that are not ignored, and exceptions that no caller gets."""
+    _state.is_from_outside = False
+    _state.error_before = sys.exc_info()[1]
+    _state.report_before = sys.unraisablehook
+    handlers = {number: signal.getsignal(number) for number in (*FROM_OUTSIDE, FROM_WITHIN)}
+    _state.handlers_before = {n: before for n, before in handlers.items() if before not in (signal.SIG_IGN, None)}
+    sys.unraisablehook = _report_unless_interrupt
+    for number in _state.handlers_before:
+        signal.signal(number, _interrupted)
+
+
+def _put_back() -> None:
+    """Put back what was taken over."""
+    for number, handler in _state.handlers_before.items():
+        if signal.getsignal(number) is _interrupted:
+            signal.signal(number, handler)
+    sys.unraisablehook = _state.report_before
+    _state.error_before = None
 
 
 def _clear_interrupt() -> None:
@@ -60,13 +117,13 @@ def interrupt() -> None:
 
     Outside ``interruptible`` it acts like Ctrl-C.
     """
-    is_expected = signal.getsignal(FROM_WITHIN) is signal.default_int_handler
+    is_expected = signal.getsignal(FROM_WITHIN) is _interrupted
     signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
 
 
 def is_interrupted() -> bool:
-    """Return whether a signal has arrived. Libraries may swallow its exception; callers raise it again."""
-    return signal.getsignal(signal.SIGINT) is _ignore
+    """Return whether a signal from outside has arrived that has not ended its work yet."""
+    return _state.is_pending and _state.is_from_outside
 
 
 def check_not_interrupted() -> None:
@@ -75,11 +132,54 @@ def check_not_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    for other in FROM_OUTSIDE:
-        signal.signal(other, _ignore)
-    raise KeyboardInterrupt
+def accept_interrupt() -> None:
+    """End the interrupt, where its exception has arrived. Further signals from outside are ignored."""
+    _state.is_pending = False
+    if signal.getsignal(AGAIN) is _interrupted:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(AGAIN, _state.alarm_before)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal without SIG_IGN, which child processes would inherit."""
+def ignore_until_exit() -> None:
+    """Ignore the signals of FROM_OUTSIDE in a process that ends and starts no other, which would inherit it.
+
+    Handlers of Python are gone before the process is.
+    """
+    for number in FROM_OUTSIDE:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Note the signal, and raise KeyboardInterrupt unless one is on its way. AGAIN arrives until it has arrived."""
+    if number != AGAIN:
+        if _state.is_from_outside and not _state.is_pending:
+            return  # it has arrived
+        _state.is_from_outside = _state.is_from_outside or number != FROM_WITHIN
+        _state.is_pending = True
+        _raise_again()
+    if _state.is_pending and not _is_unwinding():
+        raise KeyboardInterrupt
+
+
+def _raise_again() -> None:
+    """Start the timer of AGAIN, which other code may use until an interrupt arrives."""
+    before = signal.signal(AGAIN, _interrupted)
+    if before is not _interrupted:
+        _state.alarm_before = before
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+
+
+def _is_unwinding() -> bool:
+    """Return whether the main thread handles a KeyboardInterrupt, as in ``finally`` and ``__exit__``."""
+    error = sys.exc_info()[1]
+    while error is not None and error is not _state.error_before:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
+
+
+def _report_unless_interrupt(unraisable: Any) -> None:
+    """Report an exception that no caller can get, unless it is an interrupt, which is raised again."""
+    if not (_state.is_pending and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+        _state.report_before(unraisable)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from eagle_ray import __version__
 from eagle_ray.batch.job_errors import EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.signals import ignore_until_exit, interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
@@ -38,10 +38,22 @@ METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "tem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does."""
+    """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does.
+
+    argv: None for this process's own, which ends with the command.
+    """
     _print_anything()
     args = _parse(argv)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
+    try:
+        return _exit_code_of(args)
+    finally:
+        if argv is None:
+            ignore_until_exit()
+
+
+def _exit_code_of(args: argparse.Namespace) -> int:
+    """Run the command, print its error and return the exit code."""
     try:
         if warning := check_address_space(args.library):
             print(f"eagle-ray: {warning}", file=sys.stderr)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
+from eagle_ray.batch.signals import accept_interrupt
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.serve.batches.batch_store import BatchStore
@@ -84,6 +85,7 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_th
         while True:
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
+        accept_interrupt()
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
         serve.delete(config.name)  # other applications of the cluster's Serve stay

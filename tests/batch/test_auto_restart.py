@@ -19,7 +19,7 @@ from eagle_ray.batch import auto_restart
 from eagle_ray.batch.auto_restart import delay_s
 from eagle_ray.batch.job_errors import TRANSIENT, RunResult
 from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.signals import FROM_OUTSIDE, interruptible
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.storage.path import StoragePath
 from tests.batch.nodes import parent_of
@@ -130,19 +130,13 @@ def test_the_wait_for_a_restart_can_be_interrupted(flags, tmp_path, number):
 
 
 def test_an_interrupt_that_logging_swallows_ends_the_wait(monkeypatch):
-    before = {number: signal.getsignal(number) for number in FROM_OUTSIDE}
-
     def swallow(*line: object) -> None:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(auto_restart.log, "warning", swallow)
-    try:
-        with interruptible(), pytest.raises(KeyboardInterrupt):
-            auto_restart._wait(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        auto_restart._wait(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
 
 
 @pytest.mark.slow

@@ -9,9 +9,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.signals import check_not_interrupted, interrupt, interruptible
+from eagle_ray.batch.run import run_job
+from eagle_ray.batch.signals import (
+    AGAIN_S,
+    FROM_OUTSIDE,
+    accept_interrupt,
+    check_not_interrupted,
+    interrupt,
+    interruptible,
+)
 from tests.conftest import token_rows
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
@@ -47,6 +56,43 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
     assert driver.returncode == 130, "".join(said)
     assert "Traceback" not in "".join(said) and said[-1].startswith("eagle-ray: interrupted")
     assert not Path(config.output.path, "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize("number", FROM_OUTSIDE)
+def test_an_interrupt_while_arrow_imports_pandas_is_one_line_and_130(ray_session, make_job, number):
+    """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
+    config = make_job(token_rows(2), **{"report.html": False})
+    assert run_job(config) == 0
+    command = [sys.executable, "-m", "eagle_ray.cli", "export", config.output.path, "--to", "csv"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    export = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{export.pid}/maps")
+    while export.poll() is None and "pandas/_libs" not in maps.read_text():
+        time.sleep(0.002)
+    for _ in range(3):
+        export.send_signal(number)
+        time.sleep(0.05)
+    said = export.communicate(timeout=60)[1]
+    assert (export.returncode, said) == (130, "eagle-ray: interrupted\n")
+
+
+IMPORTED = """
+import signal, sys
+from eagle_ray.cli.__main__ import command
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "eagle_ray.cli.main":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+sys.exit(command())
+"""
+
+
+def test_an_interrupt_while_the_command_is_imported_is_one_line_and_130():
+    ended = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "eagle-ray: interrupted\n")
 
 
 IN_A_TEXT = """
@@ -88,42 +134,114 @@ def test_a_sighup_that_nohup_ignores_stays_ignored(make_job, tmp_path):
     assert Path(config.output.path, "_SUCCESS").exists()
 
 
-def test_only_the_first_interrupt_from_outside_is_heard():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1)
-            finally:
-                os.kill(os.getpid(), signal.SIGINT)  # unheard
-                last_words = "said"
-        assert last_words == "said"
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (*FROM_OUTSIDE, signal.SIGUSR1, signal.SIGALRM)]
+
+
+@pytest.mark.parametrize("number", FROM_OUTSIDE)
+def test_a_later_signal_does_not_cut_off_what_cleans_up(number):
+    before, words = handlers(), []
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_interrupt()
+        finally:
+            os.kill(os.getpid(), number)
+            time.sleep(3 * AGAIN_S)  # nor does the interrupt that is raised again
+            with suppress(ValueError):  # an error of its own that it handles
+                raise ValueError
+            words.append("said")
+    assert words == ["said"] and handlers() == before
 
 
 def test_a_thread_may_interrupt_the_main_one_and_leaves_the_handlers_as_they_were():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    before = handlers()
     with pytest.raises(KeyboardInterrupt), interruptible():
         threading.Timer(0.05, interrupt).start()
-        time.sleep(5)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+        wait_for_interrupt()
+    assert handlers() == before
 
 
-def test_an_interrupt_that_a_library_lost_is_raised_again():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(KeyboardInterrupt), interruptible():
-            with suppress(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(1)
-            check_not_interrupted()
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+def swallow_interrupt(raised: type[BaseException] | None = None) -> None:
+    """Lose the exception as compiled code does that imports a module, or raise another one in its place."""
+    with suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_interrupt()
+    if raised is not None:
+        raise raised("partially initialized module")
+
+
+def wait_for_interrupt() -> None:
+    time.sleep(60)
+    raise AssertionError("no interrupt came")
+
+
+class Dropped:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_interrupt()
+
+
+def drop_an_object() -> None:
+    Dropped()
+
+
+@pytest.mark.parametrize("swallow", [swallow_interrupt, drop_an_object])
+def test_an_interrupt_that_a_library_lost_is_raised_again_without_a_word(swallow, capsys):
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        swallow()
+        wait_for_interrupt()
+    assert handlers() == before and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("how", [time.sleep, check_not_interrupted])
+def test_every_lost_interrupt_is_raised_again(how):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        for _ in range(3):
+            swallow_interrupt()
+        wait_for_interrupt() if how is time.sleep else how()
     check_not_interrupted()
+
+
+@pytest.mark.parametrize("raised", [AttributeError, SystemError, ImportError, SystemExit, pa.ArrowCancelled])
+def test_what_a_half_imported_module_raises_is_the_interrupt(raised):
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        swallow_interrupt(raised)
+    with pytest.raises(raised), interruptible():
+        raise raised("not interrupted")
+
+
+def test_work_that_ends_although_it_was_interrupted_is_interrupted():
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        swallow_interrupt()
+
+
+def test_an_interrupt_that_was_caught_for_good_is_over():
+    before = handlers()
+    with interruptible():
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            swallow_interrupt()
+        os.kill(os.getpid(), signal.SIGTERM)  # unheard
+        time.sleep(2 * AGAIN_S)
+    with interruptible(), suppress(KeyboardInterrupt):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_interrupt()
+        except KeyboardInterrupt:
+            accept_interrupt()
+        time.sleep(2 * AGAIN_S)
+    assert handlers() == before
+
+
+def test_an_interrupt_is_heard_where_another_is_being_handled():
+    """As in a notebook's cell that was interrupted and calls a job to clean up."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt), interruptible():
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_interrupt()
 
 
 def test_an_ignored_sigint_stays_ignored():

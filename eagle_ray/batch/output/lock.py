@@ -40,7 +40,7 @@ from uuid import uuid4
 
 from eagle_ray.batch.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.batch.output.manifest import wrap_os_errors
-from eagle_ray.batch.signals import interrupt
+from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -148,6 +148,8 @@ class Lease:
         for thread in self._threads:
             thread.join(HEARTBEAT_S)
         if self._lost is not None:
+            if not is_interrupted():
+                accept_interrupt()
             raise self._lost from None
         with suppress(OSError):  # it goes stale by itself
             self._file.replace(FREE, self._version)
