@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eagle_ray.batch.input.files import InputFile
+from eagle_ray.batch.input.jsonl import is_json
 from eagle_ray.storage.path import StoragePath
 
 MOST_BYTES = 16 << 30  # about half a minute
@@ -62,18 +63,23 @@ def content_of(fingerprint: Fingerprint) -> str:
 
 
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether a local file of lines has the recorded content, and more lines behind it."""
+    """Return whether a local file of lines has the recorded content, and more behind it.
+
+    The recorded last line may have been cut: it was no row then (``rows_in_jsonl``). A row has not become another one.
+    """
     if not file.is_local or "digest" not in was or now["size"] <= was["size"] or was["size"] == 0:
         return False
     with file.open() as stream:
         content = hashlib.blake2b(digest_size=16)
-        left, last = was["size"], b""
+        left, last_line = was["size"], b""
         while left > 0 and (piece := stream.read(min(PIECE, left))):
             content.update(piece)
             left -= len(piece)
-            last = piece[-1:]
+            *ended, rest = piece.rsplit(b"\n", 1)
+            last_line = rest if ended else last_line + rest
         next_byte = stream.read(1)
-    return content.hexdigest() == was["digest"] and (last == b"\n" or next_byte in (b"\n", b"\r"))
+    is_row_whole = next_byte in (b"\n", b"\r") or not last_line.strip() or not is_json(last_line)
+    return content.hexdigest() == was["digest"] and is_row_whole
 
 
 def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:

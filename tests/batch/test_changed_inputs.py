@@ -64,6 +64,24 @@ def test_content_that_changed_behind_an_old_time_is_found(make_job: MakeJob, eng
         run_to_completion(config)
 
 
+def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob, engine, tmp_path, caplog):
+    config = make_job(rows(*"abc"))
+    path = tmp_path / "in.jsonl"
+    *lines, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + last[:12])
+    run_to_completion(config)
+    assert answered(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
+    with path.open("a") as file:
+        file.write(last[12:] + json.dumps({"id": "d", "prompt": "Hi d"}))
+    caplog.set_level(logging.INFO, "eagle_ray")
+    run_to_completion(config)
+    assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
+    assert "has grown" in caplog.text and "rewritten" not in caplog.text
+    path.write_text(path.read_text() + " x")
+    run_to_completion(config)
+    assert "1 rows are gone from" in caplog.text and answered(tmp_path).keys() == set("abcd")
+
+
 def test_a_last_line_without_an_end_may_get_one(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abc"))
     path = tmp_path / "in.jsonl"

@@ -50,7 +50,9 @@ def test_a_file_whose_time_was_set_back_is_read_again(path, monkeypatch):
         ("a\n", "a\nb\n", True),
         ("a", "a\nb", True),
         ("a", "a\r\nb", True),
-        ("a", "ab\n", False),  # the last line is another one now
+        ("a", "ab\n", True),  # no JSON, so no row: its line was not whole
+        ('{"a": 1}', '{"a": 1}b\n', False),  # the last line is another one now
+        ('{"a": 1}\n{"a"', '{"a": 1}\n{"a": 2}\n', True),
         ("a\n", "b\nb\n", False),
         ("a\nb\n", "a\n", False),
         ("", "a\n", False),

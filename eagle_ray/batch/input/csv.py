@@ -54,7 +54,7 @@ def rows_in_csv(
             continue
         row = _parse_record(header, values)
         if lines.is_cut and lines.number == line + 1 and _is_part(header, values):
-            row = CutLine("bad_csv", "the record is not whole: end it with a line end")
+            row = CutLine("bad_csv", "the last line has no line end and is not a whole row")
         yield offset, RowPosition(index, line), row
 
 

@@ -1,6 +1,7 @@
 """Rows of a JSONL file: one JSON object a line. A line that is none is one bad row.
 
-Memory is bounded by a line. A last line without a line end that is not JSON is a CutLine.
+Memory is bounded by a line. A last line without a line end that is not JSON is a CutLine: the file may be one that
+another process appends to.
 
     >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
     [(0, At(row=0, line=1), {'prompt': 'Hi'})]
@@ -36,18 +37,19 @@ def rows_in_jsonl(
         position = RowPosition(start_position.row + i, start_position.line + i)
         if line.strip():
             row = _parse_line(line)
-            if is_cut(line) and isinstance(row, RequestError) and not _is_json(line):
+            if is_cut(line) and isinstance(row, RequestError) and not is_json(line):
                 row = CutLine(row.code, str(row))
             yield start, position, row
         start += len(line)
 
 
 def is_cut(line: bytes) -> bool:
-    """Return whether a file's last line has no line end, so that it may be the beginning of a longer one."""
+    """Return whether a line is a file's last one and has no line end."""
     return not line.endswith(b"\n")
 
 
-def _is_json(line: bytes) -> bool:
+def is_json(line: bytes) -> bool:
+    """Return whether a line is JSON of any kind, however deep."""
     try:
         json.loads(line)
     except RecursionError:

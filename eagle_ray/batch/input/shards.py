@@ -311,7 +311,7 @@ def _carried(
 def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
     """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`.
 
-    A CutLine is not a row: a later start reads it once it is whole.
+    A last line that is not whole is left out, since another process may be writing it.
     """
     with file.open() as stream:
         if start == 0:
