@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle_ray.chat.template_messages import template_arguments
-from eagle_ray.serve.http_errors import ApiError, unsupported
+from eagle_ray.errors import RequestError
 from eagle_ray.strict_json import HalfSurrogate
 
 Json = dict[str, Any]
@@ -25,14 +25,14 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_te
 
 
 def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]:
-    """Return the messages that the items and the instructions are. Raises ApiError that names the wrong item."""
+    """Return the messages that the items and the instructions are. Raises RequestError that names the wrong item."""
     messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]")
     if not any(message["role"] != "system" for message in messages):
-        raise ApiError(400, "input: must be a text or at least one item, got []", "input", "bad_value")
+        raise RequestError("bad_value", "input: must be a text or at least one item, got []")
     return messages
 
 
@@ -47,7 +47,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
 
 
 def refuse_other_keys(values: Json, names: tuple[str, ...], where: str) -> None:
-    """Raise ApiError for a key that is not one of the names, unless it is null or off."""
+    """Raise RequestError for a key that is not one of the names, unless it is null or off."""
     for name, value in values.items():
         if name not in names and value is not None and value is not False:
             raise unsupported(f"{where}.{name}", "leave it out")
@@ -81,7 +81,7 @@ def _add_call(messages: list[Json], item: Json, where: str) -> None:
     try:
         template_arguments(values["arguments"])
     except HalfSurrogate as error:
-        raise ApiError(400, f"{where}.arguments: {error}", f"{where}.arguments", "bad_value") from None
+        raise RequestError("bad_value", f"{where}.arguments: {error}") from None
     function = {"name": values["name"], "arguments": values["arguments"]}
     call = {"id": values["call_id"], "type": "function", "function": function}
     _assistant_turn(messages).setdefault("tool_calls", []).append(call)
@@ -131,5 +131,9 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _wrong(param: str, rule: str, value: Any) -> ApiError:
-    return ApiError(400, f"{param}: {rule}, got {reprlib.repr(value)}", param, "bad_value")
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}")
+
+
+def _wrong(param: str, rule: str, value: Any) -> RequestError:
+    return RequestError("bad_value", f"{param}: {rule}, got {reprlib.repr(value)}")
