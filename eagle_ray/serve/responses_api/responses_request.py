@@ -14,12 +14,12 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES
 from eagle_ray.chat.chat_options import KWARGS_FORM
+from eagle_ray.chat.response_items import messages_of, refuse_other_keys
 from eagle_ray.config.structured import response_format_text
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
 from eagle_ray.serve.protocol import ChatRequest, Request, Text
-from eagle_ray.serve.responses_api.input_items import messages_of, refuse_other_keys
 from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
 
 Json = dict[str, Any]
