@@ -33,7 +33,7 @@ LINES = [
 def run(ray_session, tmp_path_factory) -> Path:
     """A finished run over LINES and one line that is no JSON."""
     directory = tmp_path_factory.mktemp("export")
-    (directory / "batch.jsonl").write_text("\n".join([*map(json.dumps, LINES), "{"]))
+    (directory / "batch.jsonl").write_text("\n".join([*map(json.dumps, LINES), "{", ""]))
     sets = ["input.format=openai_batch", "sampling.max_tokens=8", "execution.slots=4", "speculative.max_nodes=8"]
     flags = [part for text in sets for part in ("--set", text)]
     assert cli.main(["run", "-i", f"{directory}/batch.jsonl", "-o", f"{directory}/out", *flags]) == 0
