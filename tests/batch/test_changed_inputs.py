@@ -64,6 +64,22 @@ def test_content_that_changed_behind_an_old_time_is_found(make_job: MakeJob, eng
         run_to_completion(config)
 
 
+@pytest.mark.parametrize("num_starts_between", [0, 1])
+def test_a_file_that_moved_may_grow(make_job: MakeJob, engine, tmp_path, num_starts_between):
+    run_to_completion(make_job(rows(*"abc")))
+    (tmp_path / "moved").mkdir()
+    path = Path(shutil.move(tmp_path / "in.jsonl", tmp_path / "moved" / "in.jsonl"))
+    config = make_job(**{"input.path": str(path)})
+    for _ in range(num_starts_between):
+        run_to_completion(config)
+    append(path, rows("d"))
+    run_to_completion(config)
+    assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
+    path.write_text(path.read_text().replace("Hi a", "Ho a"))
+    with pytest.raises(OutputMismatch):
+        run_to_completion(config)
+
+
 def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob, engine, tmp_path, caplog):
     config = make_job(rows(*"abc"))
     path = tmp_path / "in.jsonl"

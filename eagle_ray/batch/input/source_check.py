@@ -1,7 +1,8 @@
 """Check that existing output rows belong to this input.
 
 Without an id column, an id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in
-another directory, has today's ids and would get today's output. A file that was moved or renamed counts as one file.
+another directory, has today's ids and would get today's output. A file that was moved or renamed counts as one file,
+also if it has grown since a move.
 Ids and source files of the rows are read only if a file of the run is no longer in the input.
 
 A changed file is accepted if no answered row of it changed (``check_changes``).
@@ -13,17 +14,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.batch.expected_rows import ExpectedRows
-from eagle_ray.batch.fingerprints import may_be_same
+from eagle_ray.batch.fingerprints import Fingerprint, may_be_same
 from eagle_ray.batch.id_digests import digests, isin
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.plan import InputPlan, sample_ids
+from eagle_ray.batch.input.plan import Growth, InputPlan, sample_ids
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
@@ -91,7 +92,7 @@ def _names(entries: Table, index: OutputIndex) -> list[str]:
 
 def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRows) -> None:
     """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now."""
-    missing = _missing_files(run, {file.path for file in files})
+    missing = _missing_files(run, list(files))
     for table in read_tables(run.data, ["request_id", "source_file"]) if missing else ():
         orphaned = table.filter(pc.is_in(table["source_file"], pa.array(missing)))
         request_ids = orphaned["request_id"].to_pylist()
@@ -103,11 +104,19 @@ def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRow
             )
 
 
-def _missing_files(run: RunHandle, paths: set[str]) -> list[str]:
-    """Return the files of the run that are not among `paths`, not even under another name."""
+def _missing_files(run: RunHandle, files: Sequence[InputFile]) -> list[str]:
+    """Return the files of the run that are not among `files`, not even under another name, or moved and then grown."""
     recorded = read_inputs(run.output, read_manifest(run.output))
-    by_size = defaultdict(list)  # each is compared with those of its size: there may be many
-    for path in paths:
-        by_size[recorded[path]["size"]].append(recorded[path])
-    absent = {path: was for path, was in recorded.items() if path not in paths}
-    return [path for path, was in absent.items() if not any(may_be_same(was, now) for now in by_size[was["size"]])]
+    by_size, by_name = defaultdict(list), defaultdict(list)  # each is compared with few: there may be many
+    for file in files:
+        by_size[recorded[file.path]["size"]].append(recorded[file.path])
+        by_name[file.storage_path.name].append(file)
+    paths = {file.path for file in files}
+    has_grown = Growth(recorded)
+
+    def is_here(path: str, was: Fingerprint) -> bool:
+        if any(may_be_same(was, now) for now in by_size[was["size"]]):
+            return True
+        return any(has_grown(file, was) for file in by_name[path.rpartition("/")[2]])
+
+    return [path for path, was in recorded.items() if path not in paths and not is_here(path, was)]
