@@ -1,11 +1,14 @@
 """The HTTP parser's own refusals, in OpenAI's form: a request that is not HTTP reaches no application.
 
+A connection is closed if the head of a request, its first line and headers, is not here in time, or does not begin.
+
 Ray Serve's proxy lets uvicorn choose its protocol class by the name "auto". `install` puts ours there, in the proxy's
 process, before the server starts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -15,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from eagle_ray.serve.http_errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
+HEAD_WITHIN_S = 30.0  # of a new connection, or of the first byte of a further request
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
 _Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported, so it has no type
 
@@ -25,14 +29,28 @@ def install() -> None:
 
 
 class ErrorFormProtocol(_Protocol):
-    """uvicorn's protocol class, with refusals in OpenAI's form and a limit on the size of headers."""
+    """uvicorn's protocol class, with refusals in OpenAI's form and limits on the size and the time of headers.
+
+    uvicorn itself closes a connection that is idle after a response. It does not if anything more arrives.
+    """
 
     _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them
     _num_pending = 0  # bytes of a header or trailer section that has not ended: the parser reports whole headers only
     _num_new = 0  # the part of the current chunk that belongs to such a section
+    _num_hosts = 0
+    _fault = ""  # why the parser was stopped
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self._num_parsed = 0
+        self._num_parsed = self._num_hosts = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -42,10 +60,17 @@ class ErrorFormProtocol(_Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or a trailer behind a chunked body."""
         self._count(len(name) + len(value) + len(": \r\n"))
+        self._num_hosts += name.lower() == b"host"
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._num_pending = self._num_new = 0
+        self._stop_head_timer()
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(f"HTTP/{version} is not read here")
+        if self._num_hosts > 1:
+            self._stop("there are two Host headers")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -62,20 +87,53 @@ class ErrorFormProtocol(_Protocol):
         self._num_pending += self._num_new
         if self._num_pending > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(TOO_LARGE)
+        if self._is_between_requests and self._head_timer is None:
+            self._start_head_timer()
+
+    @property
+    def _is_between_requests(self) -> bool:
+        """Return whether no request is being answered: what arrives now begins one, or belongs to one that is over."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._end_of_head_time)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_of_head_time(self) -> None:
+        """Close the connection, with an answer to a request that has begun."""
+        self._head_timer = None
+        if self.transport.is_closing() or not self._is_between_requests:
+            return
+        if self._num_pending:
+            message = f"the headers were not here after {HEAD_WITHIN_S:g} s. Send them at once."
+            self._refuse(ApiError(408, message, code="headers_too_slow"), "408 Request Timeout")
+        else:
+            self.transport.close()
 
     def _count(self, num_bytes: int) -> None:
-        """Raise ValueError for too many bytes. The parser passes it on to data_received, which answers with 400."""
         self._num_parsed += num_bytes
         if self._num_parsed > MAX_HEADER_BYTES:
-            raise ValueError(TOO_LARGE)
+            self._stop(TOO_LARGE)
+
+    def _stop(self, fault: str) -> None:
+        """Raise ValueError. The parser passes it on to data_received, which answers with 400."""
+        self._fault = fault
+        raise ValueError(fault)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer with uvicorn's message, or with the limit that was exceeded, and close the connection."""
-        msg = TOO_LARGE if self._num_parsed > MAX_HEADER_BYTES else msg
-        error = ApiError(400, f"{msg.rstrip('.')}. Send an HTTP/1.1 request.", code="bad_http")
+        """Answer with uvicorn's message, or with what stopped the parser, and close the connection."""
+        message = f"{(self._fault or msg).rstrip('.')}. Send an HTTP/1.1 request."
+        self._refuse(ApiError(400, message, code="bad_http"), "400 Bad Request")
+
+    def _refuse(self, error: ApiError, status: str) -> None:
+        """Answer with an error and close the connection."""
         body = json.dumps(error.body()).encode()
         head = (
-            "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n"
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

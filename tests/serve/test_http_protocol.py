@@ -7,6 +7,7 @@ import socket
 import pytest
 import uvicorn
 
+from eagle_ray.serve import http_protocol
 from eagle_ray.serve.http_protocol import MAX_HEADER_BYTES, install
 
 CHUNKED = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -19,8 +20,11 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def exchanged(request: bytes, rest: bytes = b"") -> tuple[bytes, bytes]:
-    """Head and body of the answer of a server as Ray Serve's proxy starts it. rest: sent after the first answer."""
+def exchanged(request: bytes, rest: bytes = b"", pause_s: float | None = None) -> tuple[bytes, bytes]:
+    """Head and body of the answer of a server as Ray Serve's proxy starts it.
+
+    rest: sent after the first answer, or after a pause.
+    """
 
     async def main():
         install()
@@ -31,7 +35,8 @@ def exchanged(request: bytes, rest: bytes = b"") -> tuple[bytes, bytes]:
         try:
             reader, writer = await asyncio.open_connection(*listening.getsockname())
             writer.write(request)
-            answer = await reader.readuntil(b"fine") if rest else b""
+            answer = await reader.readuntil(b"fine") if rest and pause_s is None else b""
+            await asyncio.sleep(pause_s or 0)
             writer.write(rest)
             answer += await reader.read()
             writer.close()
@@ -80,3 +85,32 @@ def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
     first = b"POST / HTTP/1.1\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
     head, answers = exchanged(first + b"GET / HTTP/1.1\r\nConne", b"ction: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and answers.count(b"fine") == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "rest", "statuses"),
+    [
+        (b"", b"", []),
+        (b"GET / HT", b"", [b"408"]),
+        (b"GET / HTTP/1.1\r\nA: b\r\n", b"", [b"408"]),
+        (b"GET / HTTP/1.1\r\n\r\n", b"GET / HT", [b"200", b"408"]),
+        (b"GET / HTTP/1.1\r\n\r\n", b"\r\n", [b"200", b"408"]),
+    ],
+)
+def test_a_connection_without_a_whole_head_is_closed(monkeypatch, sent, rest, statuses):
+    """Whether it sends nothing, or a part of it at the beginning, or behind another request."""
+    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.5)
+    head, answer = exchanged(sent, rest)
+    assert [part[:3] for part in (head + answer).split(b"HTTP/1.1 ")[1:]] == statuses
+
+
+def test_a_slow_answer_and_a_slow_body_outlive_the_limit_of_headers(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.5)
+    body = b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\nab"
+    assert exchanged(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("request_line", [b"GET / HTTP/2.0\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n"])
+def test_other_versions_and_two_hosts_are_refused(request_line):
+    head, _ = exchanged(request_line + b"Connection: close\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
