@@ -10,6 +10,18 @@ MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; Ope
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
 MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
 MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
+MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
+MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at each end of a text
 
 # What an output must be: at most one of these keys is set.
 STRUCTURED_KEYS = ("json_schema", "json_object", "regex", "choice", "grammar", "response_format")
+
+# Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
+MAX_GRAMMAR_CHARS = {
+    "json_schema": 1 << 17,
+    "regex": 1 << 16,
+    "choice": 1 << 18,  # all texts together, as JSON
+    "grammar": 1 << 16,
+    "tools": 1 << 17,  # the grammar of their calls, with the tools' schemas
+}
+MAX_GBNF_RULES = 1000  # their conversion to Lark's syntax takes time with the square of their number

@@ -20,7 +20,7 @@ from eagle_ray.chat.tool_grammar import needs_grammar, tool_grammar
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling_limits import STRUCTURED_KEYS
+from eagle_ray.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_KEYS
 from eagle_ray.tokenizer import TextOptions
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
@@ -56,6 +56,11 @@ def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Con
     own = {name: values[name] for name in CONTROL_NAMES}
     if own["bad_words"] and tokenizer is None:
         raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
+    if (num_chars := sum(map(len, own["bad_words"]))) > MAX_BAD_WORDS_CHARS:
+        message = (
+            f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
+        )
+        raise RequestError("invalid_sampling", message)
     own["bad_words"] = [ids for word in own["bad_words"] for ids in tokenizer.word_ids(word)] if tokenizer else []
     try:
         return Controls.of(**own)
@@ -108,7 +113,7 @@ def answer_grammar(
             message = f"{spec.kind}: the tools of the request say what the answer must be already. Leave one out"
             raise RequestError("invalid_sampling", message)
         source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
-        return GrammarSpec("grammar", source)
+        return GrammarSpec("grammar", source, param="tools")
     begins_with_reasoning = reasoning == "inside" or (reasoning == "optional" and chat_format.has_thinking_switch)
     if spec is None or not begins_with_reasoning:
         return spec

@@ -159,7 +159,7 @@ class Engine:
         if spec is None or sequence.grammar is not None:
             return
         if self.grammars is None:
-            raise RequestError("no_tokenizer", f"{spec.kind}: the target has no tokenizer that grammars can use")
+            raise RequestError("no_tokenizer", f"{spec.name}: the target has no tokenizer that grammars can use")
         sequence.grammar = self.grammars.start(spec)
 
     def abort(self, sequence: Sequence) -> None:

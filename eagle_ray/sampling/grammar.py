@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -24,12 +25,15 @@ from typing import Any
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
+from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-COMPILE_TIMEOUT_S = 10.0
+COMPILE_TIMEOUT_S = 10.0  # of one grammar, from the request on
+MAX_COMPILING = 4  # compilations that run together, those past their time limit included
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
-GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+STACK_BYTES = 256 << 20  # of a compiling thread: rules that lead to one another take 4 KB a rule; touched as it is used
 # Between the parts of a JSON text: nothing, a space, or a line break with an indent. Without a bound, embedded:tiny
 # wrote white space to its last token in the first object that a schema asked of it.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
@@ -45,11 +49,18 @@ class GrammarSpec:
             GBNF; "" for json_object.
         after: the token after whose first occurrence in the output the grammar begins, such as a model's end of
             thinking; what comes before is free, but the output cannot end there. None: the whole output is parsed.
+        param: the request's parameter that the source was made from, if that is not called kind.
     """
 
     kind: str
     source: str = ""
     after: int | None = None
+    param: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the parameter that errors name."""
+        return self.param or self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +87,15 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(MAX_COMPILING)
 
     def start(self, spec: GrammarSpec) -> GrammarState:
         """Return the state before the first token of an output.
 
         Raises RequestError with code bad_grammar if the source is not a grammar of its kind, is too large, or is not
-        compiled within COMPILE_TIMEOUT_S.
+        compiled within COMPILE_TIMEOUT_S; grammar_queue_full if others take that long.
         """
-        key = spec.kind, spec.source
+        key = spec.name, spec.source
         with self._lock:
             known = self._kept.pop(key, None)
             kept = _Kept(Future(), RecentTokens()) if known is None else known
@@ -95,7 +107,15 @@ class GrammarCompiler:
         try:
             return GrammarState(kept.compiled.result(), self._vocab_size, self._eos_ids, spec.after, kept.recent)
         except RequestError as error:
+            if error.code == "grammar_queue_full":
+                self._evict(key, kept)
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
+
+    def _evict(self, key: tuple[str, str], kept: _Kept) -> None:
+        """Let the next request compile the grammar again."""
+        with self._lock:
+            if self._kept.get(key) is kept:
+                del self._kept[key]
 
     def _compile(self, spec: GrammarSpec, future: Future[Matcher]) -> None:
         try:
@@ -126,21 +146,59 @@ class GrammarCompiler:
 
     def _compiled(self, spec: GrammarSpec) -> Matcher:
         """Compile in a thread of its own: a compilation cannot be interrupted, but it need not be waited for."""
-        from llguidance import LLMatcher, LLParserLimits
+        deadline = time.monotonic() + COMPILE_TIMEOUT_S
+        _check_size(spec)
+        tokenizer = self._tokenizer()
+        if not self._free.acquire(timeout=COMPILE_TIMEOUT_S):
+            message = f"{spec.name}: {MAX_COMPILING} other grammars are being compiled. Try again"
+            raise RequestError("grammar_queue_full", message)
+        made: Future[Matcher] = Future()
 
-        source, tokenizer, made = _source(spec), self._tokenizer(), []
-        limits = LLParserLimits()
-        thread = threading.Thread(
-            target=lambda: made.append(LLMatcher(tokenizer, source, log_level=0, limits=limits)), daemon=True
-        )
-        thread.start()
-        thread.join(COMPILE_TIMEOUT_S)
-        if not made:
-            raise RequestError("bad_grammar", f"{spec.kind}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it")
-        [matcher] = made
-        if matcher.is_error():
-            raise RequestError("bad_grammar", f"{spec.kind}: {first_line(matcher.get_error())}")
-        return matcher
+        def compile_source() -> None:
+            try:
+                made.set_result(_matcher(spec, tokenizer))
+            except BaseException as error:
+                made.set_exception(error)
+            finally:
+                self._free.release()
+
+        _start_thread(compile_source)
+        try:
+            return made.result(deadline - time.monotonic())
+        except TimeoutError:
+            message = f"{spec.name}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it"
+            raise RequestError("bad_grammar", message) from None
+
+
+_stack_lock = threading.Lock()
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    """Start a thread with a large stack: llguidance recurses over the rules, and a full stack ends the process."""
+    with _stack_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=work, name="eagle-ray-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+
+def _check_size(spec: GrammarSpec) -> None:
+    """Raise RequestError for a source that would take minutes or gigabytes to compile."""
+    most = MAX_GRAMMAR_CHARS.get(spec.name, 0)
+    if len(spec.source) > most:
+        message = f"must be at most {most} characters, got {len(spec.source)}. Shorten it"
+        raise RequestError("bad_grammar", f"{spec.name}: {message}")
+
+
+def _matcher(spec: GrammarSpec, tokenizer: Any) -> Matcher:
+    """Compile a grammar. Raises RequestError naming the kind."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=LLParserLimits())
+    if matcher.is_error():
+        raise RequestError("bad_grammar", f"{spec.name}: {first_line(matcher.get_error())}")
+    return matcher
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -158,8 +216,8 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "grammar":
             return LLMatcher.grammar_from_lark(_lark(spec.source))
     except ValueError as error:
-        raise RequestError("bad_grammar", f"{spec.kind}: {first_line(str(error))}") from None
-    raise RequestError("bad_grammar", f"{spec.kind}: must be one of {', '.join(KINDS)}")
+        raise RequestError("bad_grammar", f"{spec.name}: {first_line(str(error))}") from None
+    raise RequestError("bad_grammar", f"{spec.name}: must be one of {', '.join(KINDS)}")
 
 
 def _schema(source: str) -> str:
@@ -176,6 +234,8 @@ def _lark(source: str) -> str:
     """
     if not GBNF_RULE.search(source):
         return source
+    if source.count("::=") > MAX_GBNF_RULES:
+        raise ValueError(f"must have at most {MAX_GBNF_RULES} rules of GBNF, got more. Write it in Lark's syntax")
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -77,7 +77,7 @@ class SamplingParams:
         if min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {min_tokens}")
         if self.grammar is not None and self.ignore_eos:
-            raise ValueError(f"ignore_eos must be false with {self.grammar.kind}, whose end ends the output")
+            raise ValueError(f"ignore_eos must be false with {self.grammar.name}, whose end ends the output")
 
     @property
     def is_greedy(self) -> bool:

@@ -70,6 +70,8 @@ def api_error(error: Exception) -> ApiError:
     """Return the error for a client: its own mistakes in full, ours without internals."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestError) and error.code == "grammar_queue_full":
+        return ApiError(429, str(error), code=error.code)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), _param_of(error), error.code)
     if isinstance(error, EngineError):

@@ -21,6 +21,7 @@ from eagle_ray.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
     MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
@@ -83,7 +84,8 @@ RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
 Text = Annotated[str, AfterValidator(_utf8)]
 Arguments = Annotated[str, AfterValidator(_utf8), AfterValidator(_arguments)]
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-Stop = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
+Word = Annotated[str, Field(min_length=1), AfterValidator(_utf8)]
+Stop = Annotated[Word, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 BiasKey = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_token_id_key)]
@@ -223,7 +225,7 @@ class Request(Body):
     n: Annotated[int, Field(ge=1, le=128)] | None = Field(default=None, description="a number of choices, 1 to 128")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(default=None, description="a 64-bit integer")
     stop: Stop | Stops | None = Field(
-        default=None, description="a text or a list of at most 64 texts, none of them empty"
+        default=None, description=f"a text or a list of at most 64 texts, each of 1 to {MAX_STOP_CHARS} characters"
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="a list of at most 1024 token ids"
@@ -240,7 +242,7 @@ class Request(Body):
         description=f"an object of token ids and numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
     )
     allowed_token_ids: TokenIds | None = Field(default=None, description="a list of token ids, at least one")
-    bad_words: Annotated[list[Stop], Field(max_length=1024, fail_fast=True)] | None = Field(
+    bad_words: Annotated[list[Word], Field(max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="a list of at most 1024 texts, none of them empty"
     )
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
@@ -250,11 +252,11 @@ class Request(Body):
     skip_special_tokens: bool | None = Field(default=None, description="true or false")
     json_schema: JsonSchema | None = Field(default=None, description="a JSON schema, as an object or as JSON text")
     json_object: bool | None = Field(default=None, description="true or false")
-    regex: Stop | None = Field(default=None, description="a regular expression")
-    choice: Annotated[list[Stop], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
+    regex: Word | None = Field(default=None, description="a regular expression")
+    choice: Annotated[list[Word], Field(min_length=1, max_length=1024, fail_fast=True)] | None = Field(
         default=None, description="a list of 1 to 1024 texts, none of them empty"
     )
-    grammar: Stop | None = Field(default=None, description="a grammar in Lark's syntax or GBNF")
+    grammar: Word | None = Field(default=None, description="a grammar in Lark's syntax or GBNF")
     response_format: ResponseFormat | None = Field(
         default=None,
         description=RESPONSE_FORMAT_FORM,

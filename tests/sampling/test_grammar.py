@@ -13,6 +13,7 @@ from eagle_ray.build import ASSETS
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1536, 4
@@ -202,6 +203,65 @@ def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
     with pytest.raises(RequestError, match=r"json_schema: not compiled within 0\.05 s"):
         compiler.start(GrammarSpec("json_schema", "new"))
     released.set()
+
+
+def test_a_grammar_of_blank_lines_is_refused_at_once(compiler):
+    """Python's lock is free meanwhile: a search that takes time with the square of the lines would hold it."""
+    for source in ("\n" * 60_000, " \n" * 30_000, "a" * 60_000, "a ::" * 15_000):
+        with pytest.raises(RequestError, match=r"^grammar: "):
+            compiler.start(GrammarSpec("grammar", source))
+
+
+@pytest.mark.parametrize(("name", "most"), MAX_GRAMMAR_CHARS.items())
+def test_a_source_has_a_limit(compiler, name, most, monkeypatch):
+    monkeypatch.setattr(module, "_matcher", lambda spec, tokenizer: pytest.fail("compiled"))
+    kind = "grammar" if name == "tools" else name
+    with pytest.raises(RequestError, match=rf"^{name}: must be at most {most} characters, got {most + 1}\. "):
+        compiler.start(GrammarSpec(kind, "x" * (most + 1), param=name))
+
+
+def test_gbnf_has_a_limit_of_rules(compiler):
+    rules = [f'r{i} ::= "a" r{i + 1}' for i in range(MAX_GBNF_RULES)]
+    with pytest.raises(RequestError, match=rf"^grammar: must have at most {MAX_GBNF_RULES} rules"):
+        compiler.start(GrammarSpec("grammar", "\n".join(["root ::= r0", *rules])))
+
+
+def test_the_conversion_of_gbnf_is_within_the_time_limit(compiler, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("llguidance.gbnf_to_lark.gbnf_to_lark", lambda source: released.wait(60))
+    with pytest.raises(RequestError, match=r"grammar: not compiled within 0\.05 s"):
+        compiler.start(GrammarSpec("grammar", 'root ::= "slow"'))
+    released.set()
+
+
+def test_rules_that_lead_to_one_another_do_not_end_the_process(compiler):
+    """llguidance recurses over them; a thread with the usual stack would overflow."""
+    rules = [f"r{i}:r{i + 1}" for i in range(4000)]
+    state = compiler.start(GrammarSpec("grammar", "\n".join(["start:r0", *rules, 'r4000:"z"'])))
+    assert written(state, 0) == "z"
+
+
+def test_compilations_past_their_time_limit_count(monkeypatch):
+    """As many as may run together have not ended: a further one is refused, and tried anew afterwards."""
+    compiler, released, ended = GrammarCompiler(FILE.read_text, VOCAB, [END]), threading.Event(), threading.Semaphore(0)
+
+    def never(spec, tokenizer):
+        released.wait(60)
+        ended.release()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+        patch.setattr(module, "_matcher", never)
+        for i in range(module.MAX_COMPILING):
+            with pytest.raises(RequestError, match="not compiled within"):
+                compiler.start(GrammarSpec("regex", f"slow{i}"))
+        with pytest.raises(RequestError, match="other grammars are being compiled") as caught:
+            compiler.start(GrammarSpec("regex", "a"))
+        assert caught.value.code == "grammar_queue_full"
+    released.set()
+    assert all(ended.acquire(timeout=10) for _ in range(module.MAX_COMPILING))
+    assert written(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
 
 
 def test_a_compiled_grammar_is_kept(compiler, monkeypatch):
