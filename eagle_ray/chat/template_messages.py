@@ -15,6 +15,7 @@ from typing import Any
 from eagle_ray.strict_json import HalfSurrogate, parse_json
 
 NO_ARGUMENTS = ("", "null")  # texts that clients send for a call without arguments
+MAX_ARGUMENTS_CHARS = 1 << 20  # of a tool call; json holds Python's lock while it reads them
 
 
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def template_arguments(arguments: Any) -> Any:
     """
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in NO_ARGUMENTS):
         return {}
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str) or len(arguments) > MAX_ARGUMENTS_CHARS:
         return arguments
     try:
         value = parse_json(arguments)

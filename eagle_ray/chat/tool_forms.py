@@ -93,8 +93,10 @@ class MistralParser(ToolParser):
             if found is not None or self._is_final or end - start > MAX_NAME_CHARS:
                 break
             yield
+        if found is None or found[0] != "{" or end - start > MAX_NAME_CHARS:
+            return None
         named = _NAME.fullmatch(self._text, start, end)
-        if found is None or found[0] != "{" or named is None or end - start > MAX_NAME_CHARS:
+        if named is None:
             return None
         self._pos = end
         return named["name"]

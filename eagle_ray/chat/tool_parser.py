@@ -21,6 +21,7 @@ from eagle_ray.chat.incremental_parser import IncrementalParser, ObjectScanner, 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
+MAX_HEAD_CHARS = 1000  # of what stands before the arguments, in a call that is told before it is whole
 NO_ARGUMENTS = "{}"
 
 
@@ -46,11 +47,13 @@ class ToolParser(IncrementalParser):
         start = self._pos
         scanner = ObjectScanner(start)
         streamed: _StreamedCall | None = None
+        is_in_head = True
         while True:
             end = scanner.end(self._text)
             self._pos = len(self._text) if end is None else end
-            if streamed is None and (head := _HEAD.match(self._text, start)):
+            if is_in_head and (head := _HEAD.match(self._text, start, start + MAX_HEAD_CHARS)):
                 streamed = self._begin(_loads(head["name"]), head.end())
+            is_in_head = is_in_head and head is None and len(self._text) < start + MAX_HEAD_CHARS
             if streamed is not None:
                 self._tell_arguments(streamed)
             if end is not None or self._is_final:
