@@ -27,10 +27,10 @@ from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.serve.batches.batch_routes import BatchRoutes
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
+from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.openai_client_compat import is_typed
-from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api.response_events import response_events
@@ -80,7 +80,8 @@ class Routes:
     """The handlers of all routes."""
 
     def __init__(self, service: Service, publish: Publish):
-        self._service, self._publish = service, publish
+        self._service = service
+        self._scrapes = SharedScrape(lambda: publish(service.snapshot()))
         self._keys = service.keys
 
     async def chat(self, request: Request) -> Response:
@@ -136,15 +137,14 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        together = await self._publish(self._service.snapshot())
-        return PlainTextResponse(prometheus_text(together), media_type=PROMETHEUS)
+        return PlainTextResponse(await self._scrapes.text(), media_type=PROMETHEUS)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
     async def openapi(self, request: Request) -> Response:
         service = self._service
-        return JSONResponse(openapi(service.config.model_name, service.vocab_size, bool(self._keys)))
+        return _json(openapi_body(service.config.model_name, service.vocab_size, bool(self._keys)))
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         headers: Mapping[str, str] = {}

@@ -14,9 +14,10 @@ replica that reports gives it the last known totals.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from eagle_ray.core.sequence import Sequence
@@ -102,6 +103,38 @@ def _family(sample: str) -> str:
         if name.startswith(histogram):
             return histogram
     return name
+
+
+MIN_SCRAPE_INTERVAL_S = 0.2
+
+
+class SharedScrape:
+    """The metrics' text, made by one scrape at a time: all requests that arrive during one share the next.
+
+    scrape: returns the snapshot of all replicas. Anyone may ask for the metrics, so their cost must not depend on the
+    number of requests. No request gets a text that was made before it arrived.
+    """
+
+    def __init__(self, scrape: Callable[[], Awaitable[Snapshot]]):
+        self._scrape = scrape
+        self._running: asyncio.Future[str] | None = None
+        self._next: asyncio.Future[str] | None = None  # has not begun
+        self._began_at = 0.0
+
+    async def text(self) -> str:
+        """Return the text. Raises as scrape does."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.ensure_future(self._text_after(self._running))
+        return await asyncio.shield(self._next)
+
+    async def _text_after(self, running: asyncio.Future[str] | None) -> str:
+        if running is not None and not running.done():
+            await asyncio.wait([running])
+        await asyncio.sleep(self._began_at + MIN_SCRAPE_INTERVAL_S - time.monotonic())
+        self._running = self._next
+        self._next = None
+        self._began_at = time.monotonic()
+        return prometheus_text(await self._scrape())
 
 
 STALE_S = 10.0  # a replica that has said nothing for so long does not answer: what it holds does not count

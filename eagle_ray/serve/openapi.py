@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -16,6 +17,7 @@ from eagle_ray.config.structured import KEY_BY_VLLM_NAME
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
+from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api import responses_request
 from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
@@ -74,6 +76,12 @@ MESSAGE_FORMS: list[Json] = [
     },
 ]  # a text, or an assistant's calls with or without one
 RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+
+
+@cache
+def openapi_body(model_name: str, vocab_size: int, has_keys: bool = False) -> bytes:
+    """Return the document as JSON. It is made once: that takes a third of a second, and anyone may ask for it."""
+    return json_bytes(openapi(model_name, vocab_size, has_keys))
 
 
 def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:

@@ -12,6 +12,7 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.worker import Worker
 from eagle_ray.config import ServeConfig
+from eagle_ray.serve import openapi
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.keys import ApiKeys
@@ -308,6 +309,28 @@ def test_the_tokenizer_can_be_asked(app, service):
 def test_counters_are_told_to_the_last_digit():
     lines = prometheus_text(Snapshot({"prompt_tokens_total": 12_345_678, "generation_tokens_total": 0.25})).splitlines()
     assert "eagle_ray_prompt_tokens_total 12345678" in lines and "eagle_ray_generation_tokens_total 0.25" in lines
+
+
+def test_open_routes_are_computed_once_for_many_requests(service, monkeypatch):
+    made, scraped = [], []
+    real = openapi.openapi
+    monkeypatch.setattr(openapi, "openapi", lambda *args: made.append(args) or real(*args))
+    openapi.openapi_body.cache_clear()
+
+    async def publish(snapshot):
+        scraped.append(snapshot)
+        await asyncio.sleep(0.02)
+        return Snapshot(snapshot.counters, {"replicas": len(scraped)})
+
+    async def main():
+        app = build_app(service, publish)
+        many = [get(app, path) for path in ("/openapi.json", "/metrics") for _ in range(20)]
+        return await asyncio.gather(*many), await get(app, "/metrics")
+
+    answers, last = asyncio.run(main())
+    assert {answer.status for answer in answers} == {200}
+    assert len(made) == 1 and len(scraped) <= 3
+    assert f"eagle_ray_replicas {len(scraped)}" in last.body.decode()  # made after it was asked for
 
 
 def test_metrics_count_what_was_answered(app, service):
