@@ -7,7 +7,6 @@ It joins two packages: ``batch`` joins or starts a Ray cluster, ``serve`` runs o
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
@@ -22,7 +21,7 @@ from eagle_ray.batch.signals import accept_interrupt
 from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.keys import ApiKeys, read_keys
+from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
 from eagle_ray.start_log import configure_logging
 
 log = logging.getLogger("eagle_ray")
@@ -40,7 +39,7 @@ def run_endpoint(config: ServeConfig) -> int:
     _check_port(serving.host, serving.port)
     store = None if serving.batches.path is None else BatchStore.open(serving.batches.path)
     keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
-    if not keys and not _is_loopback(serving.host):
+    if not keys and not is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
     from eagle_ray.build import check_models  # torch, seconds
 
@@ -120,13 +119,6 @@ def _welcome(config: ServeConfig, has_keys: bool) -> str:
         f"ready: {url} is a page to try it, {url}/v1 for clients, until Ctrl-C\n"
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{EXAMPLE}'"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_port(host: str, port: int) -> None:

@@ -20,6 +20,7 @@ from eagle_ray.config.job import (
     LoggingConfig,
     ModelConfig,
     Name,
+    Names,
     PositiveFloat,
     PositiveInt,
     SamplingConfig,
@@ -48,6 +49,10 @@ class ServingConfig(EnginesConfig):
     api_keys_file: file of accepted API keys, in addition to those in the environment variable EAGLE_RAY_API_KEYS.
         Without either, the endpoint needs no key. Keys are not configuration values, because command lines, logs and
         Ray's dashboard show the configuration.
+    allowed_hosts: further names by which clients may call an endpoint without API keys. A request whose Host is another
+        name is refused, because a web page of a stranger can let its own name stand for this machine's address. Names
+        of this machine alone, as localhost, are always allowed; if host is not one of them, so are IP addresses, names
+        without a dot, and names under .local, .internal and .localhost.
     replicas: number of engines. auto is one per GPU, or one on the CPU. A range autoscales: it adds a replica if
         ongoing requests exceed the slots for scale_up_after_s, and removes one if they stay below for
         scale_down_after_s.
@@ -62,6 +67,10 @@ class ServingConfig(EnginesConfig):
     model_name: Name | None = Field(default=None, description="the model's name to clients, or null for model.target")
     api_keys_file: Name | None = Field(
         default=None, description="a file with one API key a line (# begins a comment), or null"
+    )
+    allowed_hosts: Names = Field(
+        default=[],
+        description="a list of host names, for clients without API keys, besides this machine's own",
     )
     replicas: Literal["auto"] | PositiveInt | ActorRange = Field(
         default="auto", description="auto, a number, 1 or more, or {min: A, max: B} with A at most B"

@@ -29,6 +29,7 @@ from eagle_ray.serve.batches.batch_routes import BatchRoutes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_errors import ApiError, api_error
+from eagle_ray.serve.keys import AllowedHosts
 from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.parse import ClientDisconnected, read_body
@@ -83,6 +84,7 @@ class Routes:
         self._service = service
         self._scrapes = SharedScrape(lambda: publish(service.snapshot()))
         self._keys = service.keys
+        self._hosts = AllowedHosts(service.config.serving.host, service.config.serving.allowed_hosts)
 
     async def chat(self, request: Request) -> Response:
         return await self._complete(request, ChatRequest)
@@ -180,8 +182,12 @@ class Routes:
         return await self._service.parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
 
     def _client(self, request: Request) -> int:
-        """Return the number of the client's key; 0 if there are no keys. Raises ApiError for an unknown key."""
+        """Return the number of the client's key; 0 if there are no keys.
+
+        Raises ApiError for an unknown key, and without keys for an unknown Host.
+        """
         if not self._keys:
+            self._check_host(request.headers.get("host"))
             return 0
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key.strip(" \t")  # not \xa0 and \x85, the last bytes of à and Å in UTF-8
@@ -189,6 +195,12 @@ class Routes:
         if scheme.lower() != "bearer" or client is None:
             raise ApiError(401, "give a known API key: Authorization: Bearer KEY", code="invalid_api_key")
         return client
+
+    def _check_host(self, host: str | None) -> None:
+        """Raise ApiError for a name that may be a web page's. Browsers always send one."""
+        if host is not None and host not in self._hosts:
+            fix = "Use this machine's own name, add this one to serving.allowed_hosts, or set API keys"
+            raise ApiError(403, f"Host: {host!r} is not a name of this server. {fix}.", code="other_host")
 
 
 async def _event_stream(request: Request, events: AsyncGenerator[str, None]) -> Response:

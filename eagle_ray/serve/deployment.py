@@ -36,6 +36,7 @@ from eagle_ray.serve.service import Service
 from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
+EVERYWHERE = "0.0.0.0"
 ENGINE = "engine"  # the deployment of the engines' replicas
 PUBLISH_EVERY_S = 2.0
 MAX_ONGOING_REQUESTS = (
@@ -156,6 +157,8 @@ def application(args: dict[str, Any]) -> Application:
     rest = dict(args)
     path = rest.pop("config", None)
     config = load_serve_config(path, env=os.environ, overrides=rest)
+    serving = config.serving.model_copy(update={"host": EVERYWHERE})  # or wherever Serve's http_options say
+    config = config.model_copy(update={"serving": serving})
     store = store_of(config)
     keys = read_keys(config.serving.api_keys_file, salt=None if store is None else store.salt())
     resources = ray.cluster_resources()

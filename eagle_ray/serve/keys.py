@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -22,6 +23,57 @@ from pathlib import Path
 from eagle_ray.config import ConfigError
 
 ENV_NAME = "EAGLE_RAY_API_KEYS"
+PRIVATE_DOMAINS = ("localhost", "local", "internal")  # top-level names that cannot be registered
+
+
+class AllowedHosts:
+    """The names by which clients may call an endpoint that has no keys.
+
+    A web page of a stranger can let its own name stand for this machine's address (DNS rebinding). Its browser then
+    takes the endpoint for a part of the page, and names the page's host in each request.
+
+    Args:
+        address: where the endpoint listens. On a loopback address only loopback names are allowed; elsewhere also IP
+            addresses and names that cannot be registered.
+        names: further ones.
+
+    >>> "127.0.0.1:8000" in AllowedHosts("127.0.0.1"), "evil.example:8000" in AllowedHosts("127.0.0.1")
+    (True, False)
+    """
+
+    def __init__(self, address: str, names: Iterable[str] = ()):
+        self._names = {address.lower(), *(_host_name(name) for name in names)}
+        self._is_on_loopback = is_loopback(address)
+
+    def __contains__(self, host: str) -> bool:
+        """host: of a request's header, with or without a port."""
+        name = _host_name(host)
+        if name in self._names or is_loopback(name):
+            return True
+        if self._is_on_loopback:
+            return False
+        return _is_address(name) or (bool(name) and ("." not in name or name.rpartition(".")[2] in PRIVATE_DOMAINS))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is this machine's alone."""
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _host_name(host: str) -> str:
+    """Return a host without its port, brackets and final dot."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return (name.partition(":")[0] if name.count(":") == 1 else name).removesuffix(".")
 
 
 @dataclass(frozen=True, slots=True)

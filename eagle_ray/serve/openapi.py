@@ -51,7 +51,7 @@ OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: pr
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
     "401": "no known API key",
-    "403": "a web page of another server sent it",
+    "403": "a web page of another server sent it, or Host is not a name of this server, which has no API keys",
     "404": "no such model, file or batch, or this endpoint keeps no files",
     "408": "the body did not arrive in time",
     "409": "the file is in use, or the batch is over",
@@ -122,7 +122,7 @@ def _events(chunk: type) -> Json:
 
 def _get(path: str) -> Json:
     summary, answer = GETS[path]
-    statuses = ["500", "503"] if path in OPEN else ["401", "500", "503"]
+    statuses = ["500", "503"] if path in OPEN else ["401", "403", "500", "503"]
     said = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
     if path == "/metrics":
         said = {"text/plain": {"schema": {"type": "string"}}}

@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError, load_serve_config
-from eagle_ray.serve.keys import ENV_NAME, ApiKeys, read_keys
+from eagle_ray.serve.keys import ENV_NAME, AllowedHosts, ApiKeys, read_keys
 from eagle_ray.serve.proxy_errors import ROUTES, middlewares
 from tests.serve.client import get
 from tests.serve.test_endpoint import Server, descendants
@@ -29,6 +29,28 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path):
     assert env == {"HOME": "x"}  # what is started later does not inherit them
     assert len(read_keys(None, {})) == 0 and ApiKeys().find(b"") is None
     assert keys.find(b"none", b"three") == 2
+
+
+def test_hosts_are_this_machines_and_those_of_the_setting():
+    """Where others may ask, too, no name is taken that somebody could register."""
+    here, named = AllowedHosts("127.0.0.1"), AllowedHosts("localhost", ["GPU.example", "::5"])
+    everywhere = AllowedHosts("0.0.0.0", ["gpu.example"])
+    asked = [
+        "localhost:1",
+        "127.0.0.1",
+        "[::1]",
+        "gpu.example:80",
+        "[::5]:1",
+        "10.0.0.5:1",
+        "gpu",
+        "a.svc.cluster.local",
+    ]
+    assert [host in here for host in asked] == [True] * 3 + [False] * 5
+    assert [host in named for host in asked] == [True] * 5 + [False] * 3
+    assert [host in everywhere for host in asked] == [True] * 8
+    evil = ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "evil.localhost.com", "[evil]", ""]
+    assert not any(host in hosts for host in evil[:4] for hosts in (here, named, everywhere))
+    assert not any(host in here for host in evil)
 
 
 def test_digests_are_all_that_is_kept():

@@ -190,6 +190,22 @@ def test_a_packed_body_is_refused(app):
     assert send(app, b'{"prompt": "a", "max_tokens": 1}', **{"Content-Encoding": "identity"}).status == 200
 
 
+@pytest.mark.parametrize("host", ["evil.example:8000", "evil.example", "localhost.evil.example", "10.0.0.5", "", "gpu"])
+def test_without_keys_no_page_reaches_this_machine_by_its_own_name(app, host):
+    """The page and the endpoint are of one origin to a browser, so it asks nobody."""
+    page = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json"}
+    refused(send(app, b'{"prompt": "a", "max_tokens": 1}', **page), 403, "other_host")
+    assert asyncio.run(get(app, "/v1/models", {"Host": host})).status == 403
+    assert asyncio.run(get(app, "/health", {"Host": host})).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "localhost.:80", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"]
+)
+def test_without_keys_this_machines_names_are_taken(app, host):
+    assert asyncio.run(get(app, "/v1/models", {"Host": host})).status == 200
+
+
 def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):
     """Browsers send a body without a type to any machine unasked, but say where the page is from."""
     body = b'{"prompt": "a", "max_tokens": 1}'
