@@ -27,6 +27,7 @@ from eagle_ray.serve.parse import parse, read_body
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
 Handler = Callable[[Request], Awaitable[Response]]
+MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it
 
 
 class BatchRoutes:
@@ -76,7 +77,7 @@ class BatchRoutes:
 
     async def create(self, request: Request) -> Response:
         store, owner = self._enter(request)
-        body = parse(BatchBody, await read_body(request, self._serving.max_body_bytes))
+        body = parse(BatchBody, await read_body(request, min(MAX_BATCH_BODY_BYTES, self._serving.max_body_bytes)))
         await asyncio.to_thread(self._check_input, owner, body.input_file_id)
         limits = self._serving.batches
         record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)

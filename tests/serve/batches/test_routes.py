@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches import batch_models, file_store, file_upload
+from eagle_ray.serve.batches.batch_routes import MAX_BATCH_BODY_BYTES
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys
@@ -183,6 +184,12 @@ def test_a_wrong_batch_is_refused_by_its_field(kept, store, changes, param):
     file = upload(kept, lines_of(FRANCE)).json["id"]
     answer = create(kept, {"input_file_id": file, "endpoint": CHAT} | DAY | changes)
     assert answer.status == 400 and answer.json["error"]["param"] == param and store.open_ids() == []
+
+
+def test_a_batch_has_a_small_body(kept):
+    """The event loop reads it."""
+    answer = create(kept, {"metadata": {"a": "x" * MAX_BATCH_BODY_BYTES}} | DAY)
+    assert (answer.status, answer.json["error"]["code"]) == (413, "body_too_large")
 
 
 @pytest.mark.parametrize(
