@@ -18,6 +18,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.errors import EngineError
+from eagle_ray.sampling.grammar import MAX_COMPILING
 
 
 class LoopMailbox:
@@ -101,6 +103,7 @@ class AsyncEngine:
         self._calls: dict[Sequence, PendingRequest] = {}
         self._post: LoopMailbox | None = None
         self._error: EngineError | None = None
+        self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")  # other work never waits for grammars
         self._lock = threading.Lock()  # held to put a call in while the thread is sure to see it
         self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
         self._thread.start()
@@ -130,6 +133,15 @@ class AsyncEngine:
         finally:
             answer.cancel()
 
+    async def compile_grammar(self, sequence: Sequence) -> None:
+        """Compile the sequence's grammar, if it has one and that has not been done. Raises as Engine.add does.
+
+        generate and stream do so, too. A compilation that has not begun ends with its caller.
+        """
+        if sequence.sampling.grammar is not None and sequence.grammar is None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiler, self._engine.compile_grammar, sequence)
+
     @property
     def is_alive(self) -> bool:
         """Return whether the engine still serves requests."""
@@ -149,10 +161,10 @@ class AsyncEngine:
         """End the thread after its current step and wait for it."""
         self._inbox.put(None)
         self._thread.join()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
-        if sequence.sampling.grammar is not None:
-            await asyncio.to_thread(self._engine.compile_grammar, sequence)
+        await self.compile_grammar(sequence)
         post = self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
         with self._lock:

@@ -94,7 +94,8 @@ class Routes:
 
     async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         client = self._client(request)
-        read = self._service.read(await self._body(request, kind), is_typed(request.headers), client)
+        parsed, size = await self._body(request, kind, client)
+        read = self._service.read(parsed, size, is_typed(request.headers), client)
         asked = await _while_there(request.receive, read)
         if not asked.request.stream:
             return _json(await _while_there(request.receive, self._service.answer(asked)))
@@ -102,8 +103,8 @@ class Routes:
 
     async def responses(self, request: Request) -> Response:
         client = self._client(request)
-        body = await self._body(request, ResponsesRequest)
-        asked = await _while_there(request.receive, self._service.read(body.chat(), client=client))
+        body, size = await self._body(request, ResponsesRequest, client)
+        asked = await _while_there(request.receive, self._service.read(body, size, client=client))
         if not body.stream:
             return _json(await _while_there(request.receive, self._service.answer(asked, body_of(body))))
         events = response_events(self._service.chunks(asked), asked, body, self._service.text)
@@ -124,10 +125,14 @@ class Routes:
         return JSONResponse(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        return _json(await self._service.tokens(await self._body(request, TokenizeRequest)))
+        client = self._client(request)
+        parsed, size = await self._body(request, TokenizeRequest, client)
+        return _json(await _while_there(request.receive, self._service.tokens(parsed, size, client)))
 
     async def detokenize(self, request: Request) -> Response:
-        return _json(await self._service.spelled(await self._body(request, DetokenizeRequest)))
+        client = self._client(request)
+        parsed, size = await self._body(request, DetokenizeRequest, client)
+        return _json(await _while_there(request.receive, self._service.spelled(parsed, size, client)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         self._client(request)
@@ -176,10 +181,10 @@ class Routes:
             "num_spec_tokens": service.num_spec_tokens,
         }
 
-    async def _body(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
-        """Check the API key and return the parsed request."""
-        self._client(request)
-        return await self._service.parse(kind, await read_body(request, self._service.config.serving.max_body_bytes))
+    async def _body(self, request: Request, kind: type[AnyRequest], client: int) -> tuple[AnyRequest, int]:
+        """Return the parsed request and the bytes of its body."""
+        body = await read_body(request, self._service.config.serving.max_body_bytes)
+        return await _while_there(request.receive, self._service.parse(kind, body, client)), len(body)
 
     def _client(self, request: Request) -> int:
         """Return the number of the client's key; 0 if there are no keys.

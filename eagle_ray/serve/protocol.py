@@ -283,11 +283,6 @@ class Request(Body):
         return self.max_tokens
 
     @property
-    def num_characters(self) -> int:
-        """Return the characters of all prompts; a token id counts as one."""
-        raise NotImplementedError
-
-    @property
     def stops(self) -> list[str] | None:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
@@ -332,10 +327,6 @@ class ChatRequest(Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def num_characters(self) -> int:
-        return num_characters(self.messages)
-
-    @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
@@ -373,10 +364,6 @@ class CompletionRequest(Request):
     @property
     def tops(self) -> int | None:
         return self.logprobs
-
-    @property
-    def num_characters(self) -> int:
-        return sum(map(len, self.prompts))
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -429,11 +416,6 @@ class DetokenizeRequest(Body):
 
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(description="a list of token ids")
-
-
-def num_characters(messages: list[Message]) -> int:
-    """Return the characters of the messages' contents."""
-    return sum(len(message.plain().get("content") or "") for message in messages)
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -4,7 +4,7 @@ All requests share the engine's batch. A full queue refuses at once (``admission
 take turns (``fair_queue``), and a cancelled request frees its slots at the engine's next step.
 
     service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
-    body = await service.answer(await service.read(request))
+    body = await service.answer(await service.read(request, num_bytes))
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
+from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.fair_queue import FairQueue
@@ -46,7 +47,6 @@ from eagle_ray.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    num_characters,
 )
 from eagle_ray.serve.responses import Json, answer_of, metrics_of
 from eagle_ray.serve.responses_api.response_events import response_body
@@ -55,7 +55,7 @@ from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.tokenizer import Tokenizer
 
-LONG = 1 << 16  # characters; a tenth of a second's tokenizing
+LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
 LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -70,15 +70,25 @@ BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
 
 
 class Threads:
-    """Two threads for tokenizing, one of them for long texts: megabytes take seconds and delay only each other."""
+    """Two threads for the texts of requests, one of them for large requests: those take seconds and delay only each
+    other. Clients with large requests take turns, by their sizes.
+    """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, num_clients: int):
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
         self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
+        self._turns = FairQueue(num_clients, num_places=1)
 
-    async def run(self, size: int, work: Callable[..., Result], *args: Any) -> Result:
-        """Return the result of the work without blocking the event loop. size: characters or tokens."""
-        return await asyncio.get_running_loop().run_in_executor(self._long if size > LONG else self._short, work, *args)
+    async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
+        """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
+
+        size: bytes of the request's body, or tokens of its answer. client: the number of its API key.
+        """
+        loop = asyncio.get_running_loop()
+        if size <= LONG:
+            return await loop.run_in_executor(self._short, work, *args)
+        async with self._turns.turn(client, size):
+            return await loop.run_in_executor(self._long, work, *args)
 
 
 class Service:
@@ -93,7 +103,9 @@ class Service:
         self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
         self._idle_slots = IdleSlots(self.admission, engine.scheduler.num_slots)
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
-        self._readers, self._writers = Threads("reader"), Threads("writer")
+        num_clients = max(1, len(self.keys))
+        self._readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
+        self._compilations = [FairQueue(1, num_places=_num_compilations(num_clients)) for _ in range(num_clients)]
         self._engine = AsyncEngine(engine)
 
     @classmethod
@@ -126,29 +138,42 @@ class Service:
                 404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
             )
 
-    async def parse(self, kind: type[AnyRequest], body: bytes) -> AnyRequest:
-        """Return the request in a body. Raises ApiError."""
-        return parse(kind, body) if len(body) <= LONG else await self._readers.run(len(body), parse, kind, body)
+    async def parse(self, kind: type[AnyRequest], body: bytes, client: int = 0) -> AnyRequest:
+        """Return the request in a body. client: the number of its API key. Raises ApiError."""
+        if len(body) <= LONG:
+            return parse(kind, body)
+        return await self._readers.run(len(body), client, parse, kind, body)
 
     async def read(
-        self, request: ChatRequest | CompletionRequest, is_typed: bool = False, client: int = 0
+        self,
+        parsed: ChatRequest | CompletionRequest | ResponsesRequest,
+        num_bytes: int,
+        is_typed: bool = False,
+        client: int = 0,
     ) -> GenerationRequest:
-        """Prepare a parsed request. is_typed: see ``openai_client_compat``. client: the number of its API key.
+        """Prepare a parsed request. Raises ApiError and RequestError.
 
-        Raises ApiError and RequestError.
+        Args:
+            num_bytes: of its body. Large ones delay only each other, whatever it is that makes them large.
+            is_typed: see ``openai_client_compat``.
+            client: the number of its API key.
         """
+        request: ChatRequest | CompletionRequest
+        if isinstance(parsed, ResponsesRequest):
+            request = await self._readers.run(num_bytes, client, parsed.chat)
+        else:
+            request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
         return await self._readers.run(
-            request.num_characters, prepare_generation, request, self.config, self.text, is_typed, client
+            num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client
         )
 
-    async def tokens(self, request: TokenizeRequest) -> bytes:
+    async def tokens(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        size = len(request.prompt or "") if request.messages is None else num_characters(request.messages)
-        return await self._readers.run(size, self._tokens_body, request)
+        return await self._readers.run(num_bytes, client, self._tokens_body, request)
 
     def _tokens_body(self, request: TokenizeRequest) -> bytes:
         prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
@@ -162,7 +187,7 @@ class Service:
         body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
         return json_bytes(body)
 
-    async def spelled(self, request: DetokenizeRequest) -> bytes:
+    async def spelled(self, request: DetokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the text of token ids. Raises ApiError."""
         self.check_model(request.model)
 
@@ -171,7 +196,7 @@ class Service:
                 raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
             return json_bytes({"prompt": self.text.decode_with_special(request.tokens)})
 
-        return await self._readers.run(len(request.tokens), make)
+        return await self._readers.run(num_bytes, client, make)
 
     async def answer(self, asked: GenerationRequest, body_of: BodyOf = answer_of) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
@@ -185,13 +210,23 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            return await self._writers.run(_num_values(asked), self._written, asked, body_of)
+            return await self._writers.run(_num_values(asked), asked.client, self._written, asked, body_of)
 
     def _written(self, asked: GenerationRequest, body_of: BodyOf) -> bytes:
         body = body_of(asked, self.text)
         return json_bytes(without_nulls(body) if asked.is_typed else body)
 
+    async def _compile(self, asked: GenerationRequest, sequence: Sequence) -> None:
+        """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
+
+        Raises RequestError and EngineError.
+        """
+        if sequence.sampling.grammar is not None:
+            async with self._compilations[asked.client].turn(client=0, tokens=1):
+                await self._engine.compile_grammar(sequence)
+
     async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
+        await self._compile(asked, sequence)
         async with self._turn(asked, sequence):
             await self._engine.generate(sequence)
 
@@ -203,13 +238,12 @@ class Service:
         try:
             if not self.is_alive:  # this replica ends soon: the line has not harmed it
                 raise ApiError(429, "this replica's engine has ended", code="engine_dead")
-            request = await self.parse(LINE_KINDS[endpoint], body)
-            if request.stream:
-                raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
-            chat = request.chat() if isinstance(request, ResponsesRequest) else request
-            asked = await self.read(chat, client=client)
             if len(body) > self.config.serving.max_body_bytes:
                 raise body_too_large(self.config.serving.max_body_bytes)
+            request = await self.parse(LINE_KINDS[endpoint], body, client)
+            if request.stream:
+                raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
+            asked = await self.read(request, len(body), client=client)
             await self._idle_slots.wait(need_of(asked, self.max_model_len))
             return 200, await self.answer(asked, body_of(request))
         except Exception as error:
@@ -223,7 +257,7 @@ class Service:
             try:
                 async for chunk in chunks:
                     is_begun = True
-                    yield await self._event(without_nulls(chunk) if asked.is_typed else chunk)
+                    yield await self._event(without_nulls(chunk) if asked.is_typed else chunk, asked.client)
             except Exception as error:
                 if not is_begun:
                     raise
@@ -256,6 +290,7 @@ class Service:
         """Put one choice's chunks into the queue, followed by None or its error."""
         chunks = ChoiceChunks(asked, choice, self.text)
         try:
+            await self._compile(asked, choice.sequence)
             async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
                 async for count in counts:
                     for chunk in await self._chunks(asked, chunks, count):
@@ -269,11 +304,11 @@ class Service:
         num_new = chunks.num_untold(count) * (1 + (asked.request.tops or 0))
         if asked.request.tops is None or num_new <= SHORT:
             return list(chunks.until(count))
-        return await self._writers.run(num_new, lambda: list(chunks.until(count)))
+        return await self._writers.run(num_new, asked.client, lambda: list(chunks.until(count)))
 
-    async def _event(self, chunk: Json) -> str:
+    async def _event(self, chunk: Json, client: int) -> str:
         size = num_logprobs(chunk)
-        return event(chunk) if size <= SHORT else await self._writers.run(size, event, chunk)
+        return event(chunk) if size <= SHORT else await self._writers.run(size, client, event, chunk)
 
     @asynccontextmanager
     async def _turn(self, asked: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
@@ -326,6 +361,11 @@ def _limit(config: ServeConfig, engine: Engine) -> Need:
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
     """Return a queue that lets a few sequences more than slots wait at the engine, so a freed slot is used at once."""
     return FairQueue(num_clients, num_slots + num_slots // 4 + 1) if num_clients > 1 else None
+
+
+def _num_compilations(num_clients: int) -> int:
+    """Return how many grammars of one client are compiled at once: with several clients, a part is left to others."""
+    return MAX_COMPILING if num_clients == 1 else MAX_COMPILING // 2
 
 
 def _num_values(asked: GenerationRequest) -> int:

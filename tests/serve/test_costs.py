@@ -1,0 +1,203 @@
+"""What one client's request costs delays no other client: large bodies, grammars, and routes that need no key."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from eagle_ray.config import load_serve_config
+from eagle_ray.sampling import grammar
+from eagle_ray.serve import service as services
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.serve.service import LONG, Service
+from tests.serve.client import Answer, exchange, get, post, request
+from tests.serve.conftest import SETTINGS
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ALPHA, BETA = {"Authorization": "Bearer alpha"}, {"Authorization": "Bearer beta"}
+HI = {"prompt": "Hi", "max_tokens": 1}
+MAX_BODY_BYTES = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Service]:
+    """A service that two clients share."""
+    settings = SETTINGS | {"serving.max_body_bytes": MAX_BODY_BYTES}
+    service = Service.start(load_serve_config(None, env={}, overrides=settings), 1, ApiKeys.of(["alpha", "beta"]))
+    yield service
+    service.close()
+
+
+def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
+    """Return path and body of requests of about `size` bytes, by what makes them large."""
+    text, words, lists = "the quick fox " * (size // 14), "x" * (size // 1024), [[]] * (size // 4)
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(size // 60)]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = [{"role": "assistant", "content": None, "tool_calls": [call]}] * (size // 150)
+    hi = {"role": "user", "content": "Hi"}
+    prompts: dict[str, Any] = {
+        "prompt": text,
+        "prompts": ["Hi"] * (size // 6),
+        "ids": [5] * (size // 3),
+        "prompt of lists": lists,
+    }
+    keys: dict[str, Any] = {
+        "stop": ["y" + words] * 60,
+        "bad_words": [f"{i} {words}" for i in range(1000)],
+        "choice": [f"{i} {words}" for i in range(1000)],
+        "regex": "a" * size,
+        "grammar": "\n" * (size // 2),
+        "json_schema": {"enum": [f"v{i}" for i in range(size // 12)]},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": lists}}},
+        "logit_bias": {str(i): 1 for i in range(size // 12)},
+        "allowed_token_ids": list(range(size // 8)),
+        "stop_token_ids": [5] * (size // 3),
+        "metadata": {"a": text},
+        "user": text,
+        "structured_outputs": {"json": json.dumps({"enum": lists})},
+        "unknown": lists,
+    }
+    chat: dict[str, Any] = {
+        "tools": tools,
+        "tool_choice": text,
+        "chat_template_kwargs": {f"a{i}": 1 for i in range(size // 14)},
+    }
+    bodies: dict[str, tuple[str, Any]] = {name: (TEXT, HI | {"prompt": value}) for name, value in prompts.items()}
+    bodies |= {name: (TEXT, HI | {name: value}) for name, value in keys.items()}
+    bodies |= {name: (CHAT, {"messages": [hi], name: value}) for name, value in chat.items()}
+    bodies |= {
+        "messages": (CHAT, {"messages": [hi] * (size // 32)}),
+        "calls": (CHAT, {"messages": called}),
+        "content": (CHAT, {"messages": [hi | {"content": text}]}),
+        "parts": (CHAT, {"messages": [hi | {"content": [{"type": "text", "text": "a"}] * (size // 32)}]}),
+        "input": (RESPONSES, {"input": [hi] * (size // 32)}),
+        "instructions": (RESPONSES, {"input": "Hi", "instructions": text}),
+        "response tools": (RESPONSES, {"input": "Hi", "tools": [{"type": "function", "name": "f"}] * (size // 40)}),
+        "tokenized": ("/tokenize", {"prompt": text}),
+        "detokenized": ("/detokenize", {"tokens": [5] * (size // 3)}),
+    }
+    return {name: (path, json.dumps(body).encode()) for name, (path, body) in bodies.items()}
+
+
+async def send(app: Any, path: str, body: bytes) -> Answer:
+    return await request(app, "POST", path, body, ALPHA)
+
+
+def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
+    """They wait for a thread of their own, which is busy; a small request is answered meanwhile."""
+    app, released = build_app(shared), threading.Event()
+    bodies = {name: large for name, large in large_bodies(2 * LONG).items() if len(large[1]) > LONG}
+    assert len(bodies) > 25
+
+    async def main() -> tuple[list[Answer], list[str], list[int]]:
+        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        try:
+            asked = {name: asyncio.ensure_future(send(app, *large)) for name, large in bodies.items()}
+            small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
+            early = [name for name, task in asked.items() if task.done()]
+        finally:
+            released.set()
+        await busy
+        return small, early, [(await task).status for task in asked.values()]
+
+    small, early, statuses = asyncio.run(main())
+    assert [answer.status for answer in small] == [200, 200, 200]
+    assert not early and set(statuses) <= {200, 400, 429}
+
+
+def test_clients_with_large_requests_take_turns(shared):
+    """The second client comes last and is answered second."""
+    app, released, order = build_app(shared), threading.Event(), []
+    body = json.dumps(HI | {"user": "x" * LONG}).encode()
+
+    async def ask(name: str, headers: dict[str, str]) -> None:
+        await request(app, "POST", TEXT, body, headers)
+        order.append(name)
+
+    async def main() -> None:
+        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        asked = [asyncio.ensure_future(ask("alpha", ALPHA)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        asked.append(asyncio.ensure_future(ask("beta", BETA)))
+        await asyncio.sleep(0.05)
+        released.set()
+        await asyncio.gather(busy, *asked)
+
+    asyncio.run(main())
+    assert order.index("beta") <= 1
+
+
+def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
+    app, released, parsed = build_app(shared), threading.Event(), []
+    real = services.parse
+    monkeypatch.setattr(services, "parse", lambda kind, body: parsed.append(body) or real(kind, body))
+    body = json.dumps(HI | {"user": "x" * LONG}).encode()
+
+    async def main() -> None:
+        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        async with AsyncExitStack() as stack:
+            for _ in range(5):
+                await stack.enter_async_context(exchange(app, "POST", TEXT, body, ALPHA))
+            await asyncio.sleep(0.05)
+        released.set()
+        await busy
+        await send(app, TEXT, body)
+
+    asyncio.run(main())
+    assert len(parsed) == 1
+
+
+def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, monkeypatch):
+    """One client's are all slow to compile, and asyncio's own threads are busy."""
+    app, released, real = build_app(shared), threading.Event(), grammar._matcher
+
+    def slow(spec: Any, tokenizer: Any) -> Any:
+        if spec.source.startswith("slow"):
+            released.wait(60)
+        return real(spec, tokenizer)
+
+    monkeypatch.setattr(grammar, "_matcher", slow)
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, released.wait)
+        try:
+            slows = [asyncio.ensure_future(post(app, TEXT, HI | {"regex": f"slow{i}"}, ALPHA)) for i in range(8)]
+            await asyncio.sleep(0.1)
+            others = [post(app, TEXT, HI | {"regex": "ab[0-9]"}, BETA), post(app, TEXT, HI, BETA)]
+            answers = await asyncio.wait_for(asyncio.gather(*others), 8)
+            assert not any(task.done() for task in slows)
+        finally:
+            released.set()
+        await busy
+        return [answer.status for answer in [*answers, *await asyncio.gather(*slows)]]
+
+    assert set(asyncio.run(main())) == {200}
+
+
+@pytest.mark.slow  # 8 MB in each parameter; shorter: a large request delays no small one
+@pytest.mark.parametrize("name", large_bodies(LONG))
+def test_eight_megabytes_in_a_parameter_delay_nobody_by_a_second(shared, name):
+    app = build_app(shared)
+    path, body = large_bodies(MAX_BODY_BYTES - 100_000)[name]
+
+    async def main() -> tuple[int, float]:
+        asked, worst = asyncio.ensure_future(send(app, path, body)), 0.0
+        while not asked.done():
+            began = time.monotonic()
+            assert (await get(app, "/health")).status == 200
+            assert (await post(app, TEXT, HI, BETA)).status == 200
+            worst = max(worst, time.monotonic() - began)
+            await asyncio.sleep(0.01)
+        return (await asked).status, worst
+
+    status, worst = asyncio.run(main())
+    assert status in (200, 400, 413) and worst < 1.2
