@@ -1,8 +1,10 @@
 """What the proxy itself says, as clients see it."""
 
 import asyncio
+import json
 
 import pytest
+from starlette.responses import JSONResponse
 
 from eagle_ray.serve import proxy_errors
 from tests.serve.client import get, parsed
@@ -54,6 +56,65 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(dies):
 def test_what_replicas_say_passes_as_it_is(status, kind, body):
     answer = asyncio.run(get(answering(status, kind, body), "/metrics"))
     assert (answer.status, answer.body) == (status, body)
+
+
+async def asked(app, **changes):
+    """Ask with a changed scope; return the status and the error."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "query_string": b""}
+    await app(scope | changes, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"]).get("error")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": "*"},
+        {"path": ""},
+        {"path": "v1/models"},
+        {"headers": [(b"x-request-id", b"\xe9")]},
+        {"headers": [(b"x-request-id", b"a b")]},
+        {"headers": [(b"x-request-id", b"")]},
+        {"headers": [(b"x-request-id", b"a" * 129)]},
+        {"headers": [(b"x-request-id", b"a"), (b"x-request-id", "é".encode())]},
+    ],
+)
+def test_what_no_replica_could_read_is_the_clients_mistake(changes):
+    status, error = asyncio.run(asked(answering(200, b"application/json", b"{}"), **changes))
+    assert (
+        status == 400 and error["type"] == "invalid_request_error" and error["code"] in ("bad_http", "bad_request_id")
+    )
+
+
+def test_bytes_that_serve_cannot_decode_are_the_clients_mistake():
+    async def app(scope, receive, send):
+        dict(scope["headers"])[b"traceparent"].decode()
+
+    middleware = proxy_errors.OpenAIErrorMiddleware(app)
+    assert asyncio.run(asked(middleware, headers=[(b"traceparent", b"\xe9")]))[0] == 400
+
+
+def test_a_client_cannot_change_how_serve_treats_its_request():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.extend(scope["headers"])
+        await JSONResponse({})(scope, receive, send)
+
+    kept = [(b"x-request-id", b"a-1"), (b"user-agent", b"\xe9")]
+    own = [
+        (name, b"?1")
+        for name in (b"X-Request-Disconnect-Disabled", b"x-request-timeout-seconds", b"serve-multiplexed-model-id")
+    ]
+    assert asyncio.run(asked(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0] == 200
+    assert seen == kept
 
 
 def test_health_is_not_waited_for(monkeypatch):
