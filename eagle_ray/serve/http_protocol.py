@@ -19,6 +19,7 @@ from eagle_ray.serve.http_errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
 HEAD_WITHIN_S = 30.0  # of a new connection, or of the first byte of a further request
+VERSIONS = ("1.0", "1.1")
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
 _Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported, so it has no type
 
@@ -37,7 +38,6 @@ class ErrorFormProtocol(_Protocol):
     _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them
     _num_pending = 0  # bytes of a header or trailer section that has not ended: the parser reports whole headers only
     _num_new = 0  # the part of the current chunk that belongs to such a section
-    _num_hosts = 0
     _fault = ""  # why the parser was stopped
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -50,7 +50,7 @@ class ErrorFormProtocol(_Protocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        self._num_parsed = self._num_hosts = 0
+        self._num_parsed = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -60,17 +60,13 @@ class ErrorFormProtocol(_Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, or a trailer behind a chunked body."""
         self._count(len(name) + len(value) + len(": \r\n"))
-        self._num_hosts += name.lower() == b"host"
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._num_pending = self._num_new = 0
         self._stop_head_timer()
-        version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._stop(f"HTTP/{version} is not read here")
-        if self._num_hosts > 1:
-            self._stop("there are two Host headers")
+        if (problem := self._problem_of_head(self.parser.get_http_version())) is not None:
+            self._stop(problem)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -113,6 +109,15 @@ class ErrorFormProtocol(_Protocol):
             self._refuse(ApiError(408, message, code="headers_too_slow"), "408 Request Timeout")
         else:
             self.transport.close()
+
+    def _problem_of_head(self, version: str) -> str | None:
+        """Return what the parser accepts in a request line and its headers although it is not HTTP/1.0 or HTTP/1.1."""
+        if version not in VERSIONS:
+            return f"HTTP/{version} is not spoken here"
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (version == "1.1" and num_hosts == 0):
+            return f"Host: the request has {num_hosts} of these headers, and needs one"
+        return None
 
     def _count(self, num_bytes: int) -> None:
         self._num_parsed += num_bytes

@@ -10,7 +10,7 @@ import uvicorn
 from eagle_ray.serve import http_protocol
 from eagle_ray.serve.http_protocol import MAX_HEADER_BYTES, install
 
-CHUNKED = b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 async def app(scope, receive, send):
@@ -54,6 +54,10 @@ def exchanged(request: bytes, rest: bytes = b"", pause_s: float | None = None) -
     [
         b"GARBAGE\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/0.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nhost: b\r\n\r\n",
         b"GET / HTTP/1.1\r\nno colon here\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -72,18 +76,21 @@ def test_what_is_not_http_is_refused_in_openais_form(request_bytes):
 
 
 def test_what_is_http_is_answered():
-    """A body may be longer than headers may be."""
+    """A body may be longer than headers may be. HTTP/1.0 needs no Host."""
+    assert exchanged(b"GET / HTTP/1.0\r\n\r\n")[0].startswith(b"HTTP/1.1 200 ")
     body = b"x" * 3 * MAX_HEADER_BYTES
     length = str(len(body)).encode()
-    head, answer = exchanged(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body)
+    head, answer = exchanged(
+        b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body
+    )
     assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
 
 
 def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
     """The first bytes of the second request come with the first request's long body."""
     body = b"x" * (MAX_HEADER_BYTES + 1000)
-    first = b"POST / HTTP/1.1\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-    head, answers = exchanged(first + b"GET / HTTP/1.1\r\nConne", b"ction: close\r\n\r\n")
+    first = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+    head, answers = exchanged(first + b"GET / HTTP/1.1\r\nHost: a\r\nConne", b"ction: close\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ") and answers.count(b"fine") == 2
 
 
@@ -93,8 +100,8 @@ def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
         (b"", b"", []),
         (b"GET / HT", b"", [b"408"]),
         (b"GET / HTTP/1.1\r\nA: b\r\n", b"", [b"408"]),
-        (b"GET / HTTP/1.1\r\n\r\n", b"GET / HT", [b"200", b"408"]),
-        (b"GET / HTTP/1.1\r\n\r\n", b"\r\n", [b"200", b"408"]),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HT", [b"200", b"408"]),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n", [b"200", b"408"]),
     ],
 )
 def test_a_connection_without_a_whole_head_is_closed(monkeypatch, sent, rest, statuses):
@@ -106,7 +113,7 @@ def test_a_connection_without_a_whole_head_is_closed(monkeypatch, sent, rest, st
 
 def test_a_slow_answer_and_a_slow_body_outlive_the_limit_of_headers(monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.5)
-    body = b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 3\r\n\r\nab"
+    body = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 3\r\n\r\nab"
     assert exchanged(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
 
 
