@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -27,6 +28,7 @@ from eagle_ray import __version__
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.serve.batches.batch_routes import BatchRoutes
 from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.body_window import AcknowledgeBody
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.keys import AllowedHosts
@@ -72,7 +74,7 @@ def build_app(service: Service, publish: Publish = alone, store: BatchStore | No
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
     handlers = {error: door.refuse for error in errors} | {ClientDisconnected: door.part}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(AcknowledgeBody)])
     app.router.redirect_slashes = False  # to where, only the client knows: proxies may stand between
     return app
 

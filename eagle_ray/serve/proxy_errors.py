@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_ray.serve import http_protocol
+from eagle_ray.serve.body_window import BodyWindow, counting
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.sse import error_event
 
@@ -96,10 +97,10 @@ class OpenAIErrorMiddleware:
             await answer.refuse(error)
             return
         headers = [pair for pair in scope["headers"] if _normalized(pair[0]) not in SERVES_HEADERS]
-        scope = {**scope, "headers": headers}
+        scope = counting({**scope, "headers": headers})
         limit = HEALTH_ANSWERS_WITHIN_S if answer.is_health else None  # Serve waits for a replica as long as it takes
         try:
-            await asyncio.wait_for(self._app(scope, receive, answer.send), limit)
+            await asyncio.wait_for(self._app(scope, answer.window.receive, answer.send), limit)
         except UnicodeDecodeError as error:
             log.info("no answer to %s: %s", scope["path"], error)
             await answer.refuse(ApiError(400, "a header is neither ASCII nor UTF-8. Send ASCII.", code="bad_http"))
@@ -113,10 +114,13 @@ class _Answer:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope, self._receive, self._send = scope, receive, send
+        self.window = BodyWindow(receive)
         self.is_health = scope["path"] == "/health"
         self._has_begun = self._is_refused = self._is_stream = self._is_whole = False
 
     async def send(self, message: Message) -> None:
+        if self.window.take(message):
+            return
         if message["type"] == "http.response.start":
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")

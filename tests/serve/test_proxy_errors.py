@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
-from eagle_ray.serve import proxy_errors
+from eagle_ray.serve import body_window, proxy_errors
 from tests.serve.client import get, parsed
 
 OK = b'data: {"choices":[]}\n\n'
@@ -115,6 +115,63 @@ def test_a_client_cannot_change_how_serve_treats_its_request():
     ]
     assert asyncio.run(asked(proxy_errors.OpenAIErrorMiddleware(app), headers=[*own, *kept]))[0] == 200
     assert seen == kept
+
+
+class GreedyProxy:
+    """Reads all that it may of a body before the application asks for it, as Serve's proxy does."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send):
+        queue = asyncio.Queue()
+
+        async def read():
+            while True:
+                await queue.put(await receive())
+
+        reading = asyncio.ensure_future(read())
+        try:
+            await self._app(scope, queue.get, send)
+        finally:
+            reading.cancel()
+
+
+def test_a_slow_replica_slows_the_client(monkeypatch):
+    """The proxy is never further ahead of it than the window and one part of the body."""
+    monkeypatch.setattr(body_window, "MAX_AHEAD_BYTES", 4000)
+    monkeypatch.setattr(body_window, "ACKNOWLEDGE_BYTES", 1000)
+    num_sent, num_taken, ahead = 0, 0, []
+
+    async def slow(scope, receive, send):
+        nonlocal num_taken
+        while (message := await receive())["more_body"]:
+            num_taken += len(message["body"])
+            await asyncio.sleep(0.001)
+        await JSONResponse({"bytes": num_taken + len(message["body"])})(scope, receive, send)
+
+    async def main():
+        nonlocal num_sent
+        sent = []
+
+        async def receive():
+            nonlocal num_sent
+            if num_sent == 100_000:
+                return await asyncio.Future()
+            num_sent += 500
+            ahead.append(num_sent - num_taken)
+            return {"type": "http.request", "body": b"x" * 500, "more_body": num_sent < 100_000}
+
+        async def send(message):
+            sent.append(message)
+
+        app = proxy_errors.OpenAIErrorMiddleware(GreedyProxy(body_window.AcknowledgeBody(slow)))
+        await app({"type": "http", "method": "POST", "path": "/v1/files", "headers": []}, receive, send)
+        return sent
+
+    start, body = asyncio.run(main())
+    assert start["status"] == 200 and json.loads(body["body"]) == {"bytes": 100_000}
+    assert 4000 <= max(ahead) <= 4000 + 1000 + 2 * 500
 
 
 def test_health_is_not_waited_for(monkeypatch):
