@@ -23,16 +23,19 @@ TOOLS_FORM = 'a list of tools {"type": "function", "function": {"name", "descrip
 CHOICE_FORM = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
 KWARGS_FORM = "an object of names and values that the chat template reads, such as enable_thinking"
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-# Arguments of transformers' apply_chat_template that are not the template's.
+# Arguments of transformers' apply_chat_template, and of what it calls, that are not the template's.
 _NOT_KWARGS = frozenset(
     [
+        "self",
         "conversation",
+        "conversations",
         "messages",
         "tools",
         "chat_template",
         "add_generation_prompt",
         "continue_final_message",
         "tokenize",
+        "sanitize_control_tokens",
         "padding",
         "truncation",
         "max_length",

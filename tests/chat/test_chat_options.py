@@ -42,6 +42,8 @@ def test_the_choice_of_a_tool():
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs: must be an object"),
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs: must be an object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize'"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs: 'self' is not a value of the template"),
+        ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs: 'conversations'"),
     ],
 )
 def test_an_error_names_its_place(values, message):
