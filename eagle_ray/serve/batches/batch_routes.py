@@ -6,6 +6,7 @@ routes = BatchRoutes(store, config.serving, client_of, owner_of).routes()
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
@@ -177,7 +178,12 @@ def _user_of(store: BatchStore, owner: str, file_id: str) -> str | None:
 def _check_origin(request: Request) -> None:
     """Raise ApiError for a web page of another server: browsers send it forms and empty posts without asking first."""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    try:
+        netloc = None if origin is None else urlsplit(origin).netloc
+    except ValueError:
+        message = f"Origin: {reprlib.repr(origin)} is not an origin. Send scheme://host:port, or leave it out."
+        raise ApiError(400, message, code="bad_origin") from None
+    if origin is not None and netloc != request.headers.get("host"):
         raise ApiError(403, f"a page of {origin!r} cannot use this server", code="other_origin")
 
 

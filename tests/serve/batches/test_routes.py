@@ -165,6 +165,12 @@ def test_pages_of_other_servers_can_neither_upload_nor_cancel(kept):
     assert upload(kept, b"x", Origin="http://127.0.0.1:8000", Host="127.0.0.1:8000").status == 200
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://a]", "//[::1"])
+def test_an_origin_that_is_none_is_the_clients_mistake(kept, origin):
+    assert error_of(upload(kept, b"x", Origin=origin)) == (400, None, "bad_origin")
+    assert error_of(ask(kept, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})) == (400, None, "bad_origin")
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
