@@ -35,12 +35,19 @@ class BatchesConfig(StrictModel):
     path: where files, batches and their answers are kept. null: the routes are off. With replicas on several machines
         it must be a bucket or a file system that they share.
     max_open: batches of one API key that are not over; the next one is answered with 429.
+    max_stored_bytes: bytes of one API key's files, the answers of batches included. An upload that would exceed them,
+        or a batch when they are reached, is answered with 413. The answers of a batch that runs are always kept.
+    max_files: files of one API key, the answers of batches included; the next upload is answered with 413.
     """
 
     path: Name | None = Field(default=None, description="a directory or s3://BUCKET/PREFIX, or null: no batches")
     max_file_bytes: PositiveInt = Field(default=200 << 20, description="a number of bytes of an upload, 1 or more")
     max_lines: PositiveInt = Field(default=50_000, description="a number of lines of a batch, 1 or more")
     max_open: PositiveInt = Field(default=32, description="a number of batches of one API key, 1 or more")
+    max_stored_bytes: PositiveInt = Field(
+        default=20 << 30, description="a number of bytes of one API key's files, 1 or more"
+    )
+    max_files: PositiveInt = Field(default=10_000, description="a number of files of one API key, 1 or more")
 
 
 class ServingConfig(EnginesConfig):

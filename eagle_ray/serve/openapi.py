@@ -55,8 +55,8 @@ REFUSALS = {
     "404": "no such model, file or batch, or this endpoint keeps no files",
     "408": "the body did not arrive in time",
     "409": "the file is in use, or the batch is over",
-    "413": "the body is too large",
-    "415": "the body is not application/json, or an upload no multipart form",
+    "413": "the body is too large, or the files of the API key would be",
+    "415": "the body is not application/json in UTF-8, or an upload no multipart form, or it is packed",
     "429": "the queue lacks room for the request's choices or tokens, or too many batches are open: try again after "
     "Retry-After",
     "500": "a fault of this server",

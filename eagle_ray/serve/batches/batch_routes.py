@@ -21,7 +21,7 @@ from eagle_ray.serve.batches.batch_body import BatchBody, listed, page_of
 from eagle_ray.serve.batches.batch_record import BatchRecord
 from eagle_ray.serve.batches.batch_store import KEY, BatchStore
 from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, StoredFile
-from eagle_ray.serve.batches.file_upload import PURPOSE, receive_upload
+from eagle_ray.serve.batches.file_upload import PURPOSE, check_room, receive_upload
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import parse, read_body
 
@@ -50,7 +50,7 @@ class BatchRoutes:
     async def upload(self, request: Request) -> Response:
         _, owner = self._enter(request)
         _check_origin(request)
-        file = await receive_upload(request, self._files(owner), self._serving.batches.max_file_bytes)
+        file = await receive_upload(request, self._files(owner), self._serving.batches)
         return JSONResponse(file.as_json())
 
     async def files(self, request: Request) -> Response:
@@ -81,6 +81,7 @@ class BatchRoutes:
         body = parse(BatchBody, await read_body(request, min(MAX_BATCH_BODY_BYTES, self._serving.max_body_bytes)))
         await asyncio.to_thread(self._check_input, owner, body.input_file_id)
         limits = self._serving.batches
+        await asyncio.to_thread(check_room, self._files(owner), limits)
         record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)
         return JSONResponse(record.as_json())
 

@@ -95,6 +95,11 @@ class FileStore:
         """Return the ids of all files, oldest first."""
         return [path.name.removesuffix(".json") for path in self._descriptions.glob(f"{FILE}*.json")]
 
+    def usage(self) -> tuple[int, int]:
+        """Return how many files there are, and the bytes of all of them, uploads that run included."""
+        sizes = self._contents.list_versions()
+        return len(set(self.ids()) | {path.parent.name for path in sizes}), sum(file.size for file in sizes.values())
+
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
         there = set(self.ids())

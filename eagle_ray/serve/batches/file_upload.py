@@ -1,6 +1,8 @@
-"""Read an upload, a multipart form with a file, into a FileStore. Never more than a chunk of it is in memory.
+"""Read an upload, a multipart form with a file, into a FileStore.
 
->>> await receive_upload(request, store, max_bytes=200 << 20)
+In memory are a chunk of it and what Serve has read ahead (``serve/body_window.py``), however large and fast it is.
+
+>>> await receive_upload(request, store, config.serving.batches)
 StoredFile(id='file-...', bytes=1204, ...)
 """
 
@@ -16,6 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
+from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FILE, FileStore, StoredFile, new_id
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import ClientDisconnected, check_encoding
@@ -24,18 +27,25 @@ PURPOSE = "batch"
 EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's
 MIN_LIFE_S, MAX_LIFE_S = 3600, EXPIRES_S
 MAX_VALUE_BYTES = 4096  # of a field that is no file
+MAX_OTHER_BYTES = 64 << 10  # of the body without the file: boundaries, headers, fields, what is before and behind them
 NEXT_BYTES_WITHIN_S = 60.0
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
 class UploadForm:
-    """A push parser of one upload: give bytes to feed, take the file's bytes with take."""
+    """A push parser of one upload: give bytes to feed, take the file's bytes with take.
 
-    def __init__(self, boundary: bytes, max_bytes: int):
+    Args:
+        max_bytes: of the file.
+        too_large: the error of a file with more.
+    """
+
+    def __init__(self, boundary: bytes, max_bytes: int, too_large: ApiError):
         names = ("part_begin", "part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
-        self._parser = MultipartParser(boundary, callbacks)
-        self._max_bytes = max_bytes
+        self._parser = _parser_of(boundary, callbacks)
+        self._max_bytes, self._too_large = max_bytes, too_large
+        self._num_fed = 0
         self._header = self._header_value = b""
         self._disposition: dict[bytes, bytes] = {}
         self._field = ""
@@ -50,7 +60,11 @@ class UploadForm:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise ApiError(400, f"the body is no multipart form: {error}", code="bad_form") from None
+            raise _bad_form(error) from None
+        self._num_fed += len(data)
+        if self._num_fed - self.size > MAX_OTHER_BYTES:
+            message = f"the form has more than {MAX_OTHER_BYTES} bytes that are not the file's. Send the file alone."
+            raise ApiError(413, message, code="form_too_large")
 
     def take(self, least: int) -> bytes:
         """Return the file's new bytes if there are at least `least` of them."""
@@ -94,7 +108,7 @@ class UploadForm:
             self._file += data[start:end]
             self.size += end - start
             if self.size > self._max_bytes:
-                raise too_large(self._max_bytes)
+                raise self._too_large
             return
         self._values[self._field] += data[start:end]
         if len(self._values[self._field]) > MAX_VALUE_BYTES:
@@ -104,18 +118,52 @@ class UploadForm:
         self.is_whole = True
 
 
-def too_large(max_bytes: int) -> ApiError:
-    message = f"file: it has more than {max_bytes} bytes (serving.batches.max_file_bytes). Split it."
-    return ApiError(413, message, "file", "file_too_large")
+def _parser_of(boundary: bytes, callbacks: Any) -> MultipartParser:
+    """Return the parser. Raises ApiError for a boundary that is too long."""
+    try:
+        return MultipartParser(boundary, callbacks)
+    except FormParserError as error:
+        raise _bad_form(error) from None
 
 
-async def receive_upload(request: Request, store: FileStore, max_bytes: int) -> StoredFile:
+def _bad_form(error: FormParserError) -> ApiError:
+    return ApiError(400, f"the body is no multipart form: {error}", code="bad_form")
+
+
+def check_room(store: FileStore, limits: BatchesConfig) -> int:
+    """Return how many more bytes an API key may store. Raises ApiError if its files are at a limit."""
+    num_files, num_bytes = store.usage()
+    if num_files >= limits.max_files:
+        raise _storage_full(f"{num_files} files", f"max_files is {limits.max_files}")
+    if num_bytes >= limits.max_stored_bytes:
+        raise _storage_full(f"{num_bytes} bytes of files", f"max_stored_bytes is {limits.max_stored_bytes}")
+    return limits.max_stored_bytes - num_bytes
+
+
+def _storage_full(found: str, limit: str) -> ApiError:
+    message = f"file: this API key has {found} (serving.batches.{limit}). Delete some of them first."
+    return ApiError(413, message, "file", "storage_full")
+
+
+def _limit_of(room: int, limits: BatchesConfig) -> tuple[int, ApiError]:
+    """Return the bytes that a file may have, and the error of one with more. room: what its key may still store."""
+    if room < limits.max_file_bytes:
+        return room, _storage_full(f"room for {room} more bytes", f"max_stored_bytes is {limits.max_stored_bytes}")
+    message = f"file: it has more than {limits.max_file_bytes} bytes (serving.batches.max_file_bytes). Split it."
+    return limits.max_file_bytes, ApiError(413, message, "file", "file_too_large")
+
+
+async def receive_upload(request: Request, store: FileStore, limits: BatchesConfig) -> StoredFile:
     """Write the form's file and return it. If that fails, nothing stays.
 
     Raises ApiError, ClientDisconnected and OSError.
     """
     check_encoding(request.headers)
-    form = UploadForm(_boundary(request), max_bytes)
+    boundary = _boundary(request)
+    max_bytes, too_large = _limit_of(await asyncio.to_thread(check_room, store, limits), limits)
+    if int(request.headers.get("content-length", 0)) > max_bytes + MAX_OTHER_BYTES:
+        raise too_large
+    form = UploadForm(boundary, max_bytes, too_large)
     id, num_chunks = new_id(FILE), 0
     try:
         async for data in _body(request):
@@ -127,6 +175,8 @@ async def receive_upload(request: Request, store: FileStore, max_bytes: int) -> 
         if chunk := form.take(1):
             await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
             num_chunks += 1
+        if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:  # others were uploaded meanwhile
+            raise too_large
         file = StoredFile(id, form.size, num_chunks, int(time.time()), form.filename or "", PURPOSE, expires_at)
         return await asyncio.to_thread(store.finish, file)
     except BaseException:

@@ -171,6 +171,63 @@ def test_an_origin_that_is_none_is_the_clients_mistake(kept, origin):
     assert error_of(ask(kept, "POST", "/v1/batches/batch_x/cancel", {"Origin": origin})) == (400, None, "bad_origin")
 
 
+def test_a_form_has_little_but_its_file(kept, store):
+    """Neither a long boundary nor bytes before the form or behind it are read at length."""
+    body, headers = form(("purpose", "batch"), ("file", "a", b"x"), boundary="b" * 5000)
+    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, headers))) == (400, None, "bad_form")
+    body, headers = form(("purpose", "batch"), ("file", "a", b"x"))
+    packed = headers | {"Content-Encoding": "gzip"}
+    assert error_of(asyncio.run(request(kept, "POST", "/v1/files", body, packed))) == (
+        415,
+        None,
+        "bad_content_encoding",
+    )
+
+    async def send(parts):
+        async with exchange(kept, "POST", "/v1/files", parts, headers) as talk:
+            answer = json.loads(await talk.parts.get())
+            return talk.status, answer
+
+    for parts in ([body, *[b"\r\n" * 1000] * 100], [*[b"\r\n" * 1000] * 100, body]):
+        status, refused = asyncio.run(send(parts))
+        assert (status, refused["error"]["code"]) == (413, "form_too_large")
+    assert asyncio.run(send([body, b"\r\n" * 1000]))[0] == 200
+    assert len(store.files("all").ids()) == 1 and store.files("all").unfinished_ids() == []
+
+
+def test_a_key_stores_no_more_than_its_quota(service, store, monkeypatch):
+    limits = service.config.serving.batches.model_copy(update={"max_stored_bytes": 1000, "max_files": 3})
+    serving = service.config.serving.model_copy(update={"batches": limits})
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))
+    monkeypatch.setattr(service, "keys", ApiKeys.of(["one", "two"], store.salt()))
+    app = build_app(service, store=store)
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    full = (413, "file", "storage_full")
+    first = upload(app, b"x" * 600, **one).json["id"]
+    assert error_of(upload(app, b"x" * 500, **one)) == full and upload(app, b"x" * 500, **two).status == 200
+    second = upload(app, b"x" * 400, **one).json["id"]
+    assert error_of(upload(app, b"", **one)) == full
+    assert error_of(create(app, {"input_file_id": first, "endpoint": CHAT} | DAY, one)) == full
+    for id in (first, second):
+        assert ask(app, "DELETE", f"/v1/files/{id}", one).status == 200
+    assert [upload(app, b"", **one).status for _ in range(4)] == [200, 200, 200, 413]
+
+
+def test_two_uploads_at_once_share_the_quota(service, store, monkeypatch):
+    limits = service.config.serving.batches.model_copy(update={"max_stored_bytes": 1000})
+    serving = service.config.serving.model_copy(update={"batches": limits})
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))
+    app = build_app(service, store=store)
+
+    async def main():
+        body, headers = form(("purpose", "batch"), ("file", "a", b"x" * 600))
+        return await asyncio.gather(*[request(app, "POST", "/v1/files", body, headers) for _ in range(3)])
+
+    statuses = [answer.status for answer in asyncio.run(main())]
+    assert statuses.count(200) <= 1 and set(statuses) <= {200, 413}
+    assert store.files("all").usage()[1] <= 1000
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
