@@ -16,6 +16,7 @@ from typing import Any
 
 from eagle_ray.chat.answer_parser import AnswerParser
 from eagle_ray.chat.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
+from eagle_ray.chat.tool_grammar import needs_grammar
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.errors import RequestError
@@ -144,6 +145,19 @@ def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nu
     if not asked.is_chat or (text.chat_format.reasoning_parser is None and not asked.chat_options.has_tools):
         return None
     return AnswerParser.of(text.chat_format, asked.chat_options, text.prompt_end(choice.prompt.ids))
+
+
+def named_error(error: Exception, asked: GenerationRequest) -> Exception:
+    """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
+    if not isinstance(error, RequestError) or error.code != "bad_grammar":
+        return error
+    names = [name for name in GRAMMAR_NAMES if getattr(asked.request, name)]
+    if needs_grammar(asked.chat_options):
+        names = ["tools"]
+    if not names:  # the server's own
+        return error
+    name = asked.request.PARAM_NAMES.get(names[0], names[0])
+    return RequestError(error.code, f"{name}: {str(error).partition(': ')[2]}")
 
 
 def stats_of(sequence: Sequence) -> AcceptanceStats:

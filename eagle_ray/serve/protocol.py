@@ -9,6 +9,7 @@ is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -207,6 +208,7 @@ class Request(Body):
     """
 
     NO_OPS: ClassVar[NoOpValues] = {}  # values of the endpoint's own parameters that ask for nothing
+    PARAM_NAMES: ClassVar[Mapping[str, str]] = {}  # as the client writes them, if the request was made of another one
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description="an integer, 1 or more")

@@ -22,6 +22,7 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
+from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
@@ -30,6 +31,7 @@ from eagle_ray.serve.generation_request import (
     Choice,
     GenerationRequest,
     min_need,
+    named_error,
     need_of,
     num_tokens,
     prepare_generation,
@@ -223,7 +225,10 @@ class Service:
         """
         if sequence.sampling.grammar is not None:
             async with self._compilations[asked.client].turn(client=0, tokens=1):
-                await self._engine.compile_grammar(sequence)
+                try:
+                    await self._engine.compile_grammar(sequence)
+                except RequestError as error:
+                    raise named_error(error, asked) from None
 
     async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
         await self._compile(asked, sequence)

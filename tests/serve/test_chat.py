@@ -125,6 +125,14 @@ def test_each_form_of_calls_whole_and_streamed(with_template, answering, templat
         assert without_ids(told) == without_ids(message)
 
 
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "required"}, {"stream": True}])
+def test_a_wrong_schema_of_a_tool_is_refused_by_its_parameter(qwen, more):
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "nothing"}}}
+    answer = asyncio.run(post(build_app(qwen), CHAT, {"messages": ASK, "tools": [tool]} | more))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, "tools", "bad_grammar")
+
+
 def test_usage_counts_the_tokens_of_reasoning(answering, qwen):
     thought = "One and two make three."
     app = answering(f"<think>\n{thought}\n</think>\n\nThree.")

@@ -9,6 +9,7 @@ from tests.serve.client import get, post, request
 from tests.serve.test_chat import ADD, ARGUMENTS, ASK, CALL, answering, qwen  # noqa: F401
 
 URL = "/v1/responses"
+BAD_FORM = {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}
 TOOL = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"], "strict": False}
 HEAD = ("response.created", "response.in_progress")
 
@@ -192,6 +193,7 @@ def test_a_real_answer_is_the_chats(app):
         ({"n": 2}, "n", "one answer"),
         ({"response_format": {"type": "text"}}, "response_format", "give text.format"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "must be {type: text}"),
+        ({"text": {"format": BAD_FORM}}, "text.format", "text.format: "),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "leave it out"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "chat_template_kwargs"),
         ({"include": ["reasoning.encrypted_content"]}, "include", "leave it out"),

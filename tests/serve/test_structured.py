@@ -31,6 +31,9 @@ def test_answers_are_the_batch_jobs(app, tmp_path):
     assert by_request["1"][0]["text"] in ["Paris", "London"]
 
 
+BAD_FORM = {"type": "json_object", "schema": {"type": "nothing"}}
+
+
 @pytest.mark.parametrize(
     ("extra", "param", "message"),
     [
@@ -38,6 +41,8 @@ def test_answers_are_the_batch_jobs(app, tmp_path):
         ({"response_format": {"type": "yaml"}}, "response_format", "response_format: must be {type: text}"),
         ({"regex": "a", "json_object": True}, "regex", "json_object and regex both say what the output must be"),
         ({"json_schema": {"type": "nothing"}}, "json_schema", "json_schema: "),
+        ({"response_format": BAD_FORM}, "response_format", "response_format: "),
+        ({"response_format": BAD_FORM, "stream": True}, "response_format", "response_format: "),
         ({"choice": ["a"], "min_tokens": 9}, "min_tokens", "the other controls forbid every token"),
         ({"choice": ["a"], "ignore_eos": True}, "ignore_eos", "ignore_eos must be false with choice"),
     ],

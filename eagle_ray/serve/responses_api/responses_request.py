@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
@@ -34,6 +34,12 @@ INSTEAD = {
 DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
 TOOL_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
+
+
+class ResponseChat(ChatRequest):
+    """The chat request that answers a response."""
+
+    PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
 
 
 class ResponsesRequest(Request):
@@ -100,9 +106,9 @@ class ResponsesRequest(Request):
             "top_logprobs": self.top_logprobs,
         }
         try:
-            request = ChatRequest.model_validate(values)
+            request = ResponseChat.model_validate(values)
         except ValidationError as error:
-            raise validation_error(ChatRequest, error) from None
+            raise validation_error(ResponseChat, error) from None
         request.check()
         return request
 
