@@ -114,7 +114,7 @@ class Routes:
 
     async def no_response(self, request: Request) -> Response:
         self._client(request)
-        message = f"{request.url.path}: this server keeps no responses. Send the whole conversation as input."
+        message = f"{request.scope['path']}: this server keeps no responses. Send the whole conversation as input."
         raise ApiError(404, message, code="responses_not_kept")
 
     async def models(self, request: Request) -> Response:
@@ -159,7 +159,9 @@ class Routes:
         headers: Mapping[str, str] = {}
         if isinstance(error, HTTPException):
             headers = error.headers or {}  # which methods a route has
-            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="no_route")
+            error = ApiError(
+                error.status_code, f"{request.method} {request.scope['path']}: {error.detail}", code="no_route"
+            )
         said = api_error(error)
         self._service.meter.refused(said.code)
         return JSONResponse(said.body(), said.status, {**said.headers, **headers})

@@ -242,6 +242,21 @@ def test_there_is_nothing_beside_the_routes(app, path):
     assert answer.status == 404 and answer.json["error"]["code"] in ("no_route", "model_not_found")
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/health"), ("GET", "/v1/responses/x"), ("GET", "/v1/files")])
+def test_a_query_that_is_no_text_is_not_our_fault(app, method, path):
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"a=\x80%ff"}
+    asyncio.run(app(scope | {"headers": [], "root_path": "", "scheme": "http"}, receive, send))
+    assert sent[0]["status"] in (404, 405) and json.loads(sent[1]["body"])["error"]["code"] != "internal_error"
+
+
 def test_head_is_get_without_a_body(app):
     assert send(app, b"", "/health", "HEAD").status == 200
 

@@ -102,7 +102,7 @@ class BatchRoutes:
         """Check the API key; return the store and the key's owner. Raises ApiError."""
         owner = self._owner_of(request)
         if self._store is None:
-            message = f"{request.url.path}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
+            message = f"{request.scope['path']}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
             raise ApiError(404, message, code="batches_off")
         return self._store, owner
 
