@@ -269,7 +269,7 @@ class Service:
                 yield error_event(api_error(error))
                 return
         if wants_usage(asked):
-            yield event(await self._writers.run(_num_values(asked), last_chunk, asked, self.text))
+            yield event(await self._writers.run(_num_values(asked), asked.client, last_chunk, asked, self.text))
         yield DONE
 
     async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:

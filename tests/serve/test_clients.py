@@ -24,7 +24,11 @@ MODEL = "embedded:tiny"
 def strict(app):
     transport = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app))
     return openai.AsyncOpenAI(
-        base_url="http://here/v1", api_key="x", max_retries=0, http_client=transport, _strict_response_validation=True
+        base_url="http://localhost/v1",
+        api_key="x",
+        max_retries=0,
+        http_client=transport,
+        _strict_response_validation=True,
     )
 
 

@@ -134,8 +134,5 @@ def _tokens_of(body: dict[str, Any]) -> TokenUsage:
     usage = body.get("usage") or {}
     names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
     before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
-    return TokenUsage(
-        *(usage.get(f"{name}_tokens", 0) for name in names),
-        before.get("cached_tokens", 0),
-        after.get("reasoning_tokens", 0),
-    )
+    prompt, output = (usage.get(f"{name}_tokens", 0) for name in names)
+    return TokenUsage(prompt, output, before.get("cached_tokens", 0), after.get("reasoning_tokens", 0))

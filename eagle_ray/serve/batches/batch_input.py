@@ -69,9 +69,9 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
 def read_lines(stream: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield custom_id and body of every line of a file that check_lines found right."""
     for _, _, line in rows_in_jsonl(stream, "the input file"):
-        error = unreadable(line)
-        if isinstance(line, RequestError) or error is not None:
-            raise error or line  # the file is not the one that was checked
+        if (error := unreadable(line)) is not None:
+            raise error  # the file is not the one that was checked
+        assert isinstance(line, dict), "unreadable returns a line that is no row"
         yield line["custom_id"], line["body"]
 
 
