@@ -16,7 +16,9 @@ import logging
 import os
 import reprlib
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,8 +94,10 @@ class LLM:
         self._engine = AsyncEngine(bundle.engine)
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="eagle-ray-llm", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=[self._loop], name="eagle-ray-llm", daemon=True)
         self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop_loop, self._loop)
+        self._finalizer.atexit = False  # a daemon thread ends with the process
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -176,12 +180,12 @@ class LLM:
         return self._engine.counters()
 
     def close(self) -> None:
-        """End the engine; calls in flight get EngineError. The models are freed with the LLM."""
+        """End the engine and free its memory; calls in flight get EngineError. An LLM that is dropped does so, too."""
         if not self._thread.is_alive():
             return
         self._engine.close()
         asyncio.run_coroutine_threadsafe(_others_finished(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._finalizer()
         self._thread.join()
 
     def __enter__(self) -> LLM:
@@ -291,6 +295,20 @@ def _one_each(params: SamplingFor, num_prompts: int) -> list[RequestSampling]:
     if len(each) != num_prompts:
         raise ConfigError(f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each.")
     return each
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, and end its own threads."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Stop the loop from another thread, without waiting: the garbage collector may call this in any thread."""
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 async def _others_finished() -> None:

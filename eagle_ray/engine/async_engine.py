@@ -16,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import traceback
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,8 @@ import torch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import EngineError
+from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.models.cpu_runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
 
 
@@ -94,19 +97,107 @@ class Occupancy:
     num_blocks: int
 
 
-class AsyncEngine:
-    """Owns the engine: no other code may step it. close() ends the thread; requests in flight get EngineError."""
+class StepLoop:
+    """What the engine's thread runs. It holds the engine until it ends, and no AsyncEngine, which may be dropped.
+
+    Attributes:
+        engine: None once the thread has ended.
+        error: why no request is taken any more.
+        lock: held to put a call in while the thread is sure to see it.
+    """
 
     def __init__(self, engine: Engine):
-        self._engine = engine
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the end
-        self._calls: dict[Sequence, PendingRequest] = {}
+        self.engine: Engine | None = engine
+        self.inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None is the end
+        self.calls: dict[Sequence, PendingRequest] = {}
+        self.error: EngineError | None = None
+        self.lock = threading.Lock()
+        self._last: tuple[EngineCounters, Occupancy] | None = None
+
+    def run(self) -> None:
+        """Step until the end is in the inbox or a step fails. Then free the engine's memory."""
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
+        error = EngineError("the engine was closed")
+        try:
+            while self._receive():
+                for sequence in self.engine.step():
+                    self.calls.pop(sequence).finish(sequence.error)
+        except Exception as fault:  # whatever broke a step breaks every sequence in flight
+            error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+            traceback.clear_frames(fault.__traceback__)  # their variables hold the engine
+        with self.lock:
+            self.error = error
+        self._fail_all(error)
+        self._last = self.counters(), replace(self.occupancy(), num_running=0, num_blocks_used=0)
+        self.engine = None
+        release_memory()
+
+    def counters(self) -> EngineCounters:
+        """Return a copy of the engine's counters."""
+        engine = self.engine
+        return self._last[0] if engine is None else replace(engine.counters)
+
+    def occupancy(self) -> Occupancy:
+        """Return the current occupancy, possibly in the middle of a step."""
+        engine = self.engine
+        if engine is None:
+            return self._last[1]
+        blocks = engine.target.cache.blocks
+        used = blocks.num_blocks - blocks.num_available
+        return Occupancy(engine.scheduler.num_running, used, blocks.num_blocks)
+
+    def add(self, call: PendingRequest) -> None:
+        try:
+            self.engine.add(call.sequence)
+        except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
+            call.finish(error)
+        else:
+            call.sequence.listener = call.listener
+            self.calls[call.sequence] = call
+
+    def abort(self, call: PendingRequest) -> None:
+        """Abort a request unless it is answered or was refused because another call brought the same sequence."""
+        if self.calls.get(call.sequence) is call:
+            del self.calls[call.sequence]
+            self.engine.abort(call.sequence)
+
+    def _receive(self) -> bool:
+        """Handle arrived commands, waiting if there is nothing else to do. Return False once closed."""
+        while True:
+            try:
+                order = self.inbox.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            obey, call = order
+            obey(call)
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Fail all requests in flight and those that arrived too late."""
+        late = []
+        while not self.inbox.empty():
+            late.append(self.inbox.get())
+        for call in [*self.calls.values(), *(order[1] for order in late if order is not None)]:
+            call.finish(error)
+        self.calls.clear()
+
+
+class AsyncEngine:
+    """Owns the engine: no other code may step it. close() ends the thread; requests in flight get EngineError.
+
+    The thread ends, too, once nothing refers to the AsyncEngine. The engine's memory is freed with its thread.
+    """
+
+    def __init__(self, engine: Engine):
+        self._steps = StepLoop(engine)
         self._post: LoopMailbox | None = None
-        self._error: EngineError | None = None
         self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")  # other work never waits for grammars
-        self._lock = threading.Lock()  # held to put a call in while the thread is sure to see it
-        self._thread = threading.Thread(target=self._run, name="eagle-ray-engine", daemon=True)
+        self._thread = threading.Thread(target=self._steps.run, name="eagle-ray-engine", daemon=True)
         self._thread.start()
+        self._finalizer = weakref.finalize(self, self._steps.inbox.put, None)
+        self._finalizer.atexit = False  # a daemon thread ends with the process
 
     async def generate(self, sequence: Sequence) -> Sequence:
         """Run a sequence and return it finished. Raises what Engine.add does, the RequestError with which the sequence
@@ -138,43 +229,55 @@ class AsyncEngine:
 
         generate and stream do so, too. A compilation that has not begun ends with its caller.
         """
-        if sequence.sampling.grammar is not None and sequence.grammar is None:
+        engine = self._engine
+        if engine is not None and sequence.sampling.grammar is not None and sequence.grammar is None:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compiler, self._engine.compile_grammar, sequence)
+            await loop.run_in_executor(self._compiler, engine.compile_grammar, sequence)
+
+    async def _compile_in_turn(self, sequence: Sequence) -> None:
+        """Compile the sequence's grammar, whatever other grammars hold the compiler: they end at some time."""
+        while True:
+            try:
+                return await self.compile_grammar(sequence)
+            except RequestError as error:
+                if error.code != "grammar_queue_full":
+                    raise
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._steps.engine
 
     @property
     def is_alive(self) -> bool:
         """Return whether the engine still serves requests."""
-        return self._error is None
+        return self._steps.error is None
 
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
-        return replace(self._engine.counters)
+        return self._steps.counters()
 
     def occupancy(self) -> Occupancy:
         """Return the current occupancy, possibly in the middle of a step."""
-        blocks = self._engine.target.cache.blocks
-        used = blocks.num_blocks - blocks.num_available
-        return Occupancy(self._engine.scheduler.num_running, used, blocks.num_blocks)
+        return self._steps.occupancy()
 
     def close(self) -> None:
-        """End the thread after its current step and wait for it."""
-        self._inbox.put(None)
+        """End the thread after its current step, wait for it, and free the engine's memory."""
+        self._steps.inbox.put(None)
         self._thread.join()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
-        await self.compile_grammar(sequence)
-        post = self._mailbox()
+        await self._compile_in_turn(sequence)
+        steps, post = self._steps, self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._inbox.put((self._add, call))
+        with steps.lock:
+            if steps.error is not None:
+                raise steps.error
+            steps.inbox.put((steps.add, call))
         try:
             return await call.future
         except asyncio.CancelledError:
-            self._inbox.put((self._abort, call))
+            steps.inbox.put((steps.abort, call))
             raise
 
     def _mailbox(self) -> LoopMailbox:
@@ -183,53 +286,3 @@ class AsyncEngine:
         if self._post is None or self._post.loop is not loop:
             self._post = LoopMailbox(loop)
         return self._post
-
-    def _run(self) -> None:
-        torch.set_num_threads(torch.get_num_threads())  # OpenMP counts by thread: this one would take them all
-        error = EngineError("the engine was closed")
-        try:
-            while self._receive():
-                for sequence in self._engine.step():
-                    self._calls.pop(sequence).finish(sequence.error)
-        except Exception as fault:  # whatever broke a step breaks every sequence in flight
-            error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
-            error.__cause__ = fault
-        with self._lock:
-            self._error = error
-        self._fail_all(error)
-
-    def _receive(self) -> bool:
-        """Handle arrived commands, waiting if there is nothing else to do. Return False once closed."""
-        while True:
-            try:
-                order = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if order is None:
-                return False
-            obey, call = order
-            obey(call)
-
-    def _add(self, call: PendingRequest) -> None:
-        try:
-            self._engine.add(call.sequence)
-        except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
-            call.finish(error)
-        else:
-            call.sequence.listener = call.listener
-            self._calls[call.sequence] = call
-
-    def _abort(self, call: PendingRequest) -> None:
-        """Abort a request unless it is answered or was refused because another call brought the same sequence."""
-        if self._calls.get(call.sequence) is call:
-            del self._calls[call.sequence]
-            self._engine.abort(call.sequence)
-
-    def _fail_all(self, error: EngineError) -> None:
-        """Fail all requests in flight and those that arrived too late."""
-        late = []
-        while not self._inbox.empty():
-            late.append(self._inbox.get())
-        for call in [*self._calls.values(), *(order[1] for order in late if order is not None)]:
-            call.finish(error)
-        self._calls.clear()

@@ -10,12 +10,14 @@ operation waits for the thread that is not running.
     tune_malloc()           # keep freed memory in the process
     use_huge_pages()        # back weights with huge pages
     tune_num_threads(...)   # as many threads as gain something
+    release_memory()        # return what a dropped engine took
     cpu_name()              # 'AMD EPYC 9R14': part of the key of measured costs
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import time
 from collections.abc import Callable
@@ -41,6 +43,13 @@ def tune_malloc() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK), mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK - 1)])
+
+
+def release_memory() -> None:
+    """Free dropped objects that refer to each other, and return free memory to the system where there is glibc."""
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def use_huge_pages() -> int:

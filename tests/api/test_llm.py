@@ -1,10 +1,12 @@
 """The LLM of Python: its prompts, parameters, outputs and errors; ids are those of plain decoding."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +28,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"
 IDS = [row["prompt_token_ids"] for row in token_rows(6)]
 SMALL = {"slots": 4, "max_nodes": 8, "max_depth": 3, "budget": "uniform", "threads": 1}  # drafts on a busy machine, too
+MAX_GROWTH = 2 << 20  # bytes that a process may grow by for each LLM that it made and left
 HOT = SamplingParams(temperature=0.9, max_tokens=12)
 
 
@@ -317,6 +320,33 @@ def test_closing_ends_the_calls_in_flight():
     assert errors == ["the engine was closed"]
     with pytest.raises(EngineError, match="the LLM was closed"):
         closed.generate([[1, 2]])
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory in /proc")
+def test_twenty_llms_that_are_closed_or_dropped_leave_neither_threads_nor_memory():
+    resident = []
+    for number in range(20):
+        before = threading.enumerate()
+        made = LLM("embedded:tiny", **SMALL)
+        [ids] = ids_of(made.generate([IDS[0]], SamplingParams(max_tokens=4)))
+        own = [thread for thread in threading.enumerate() if thread not in before and "eagle-ray" in thread.name]
+        assert len(own) == 2
+        if number % 2:
+            made.close()
+            assert made.counters().num_output_tokens == len(ids)
+        else:
+            gone = weakref.ref(made)
+            del made
+            assert gone() is None
+        for thread in own:
+            thread.join(timeout=60)
+        assert not any(thread.is_alive() for thread in own)
+        resident.append(resident_bytes())
+    assert resident[-1] - resident[4] < 15 * MAX_GROWTH
 
 
 def test_a_target_without_a_tokenizer_answers_ids():

@@ -1,6 +1,7 @@
 """The engine behind an event loop: answers, refusals, cancellation and death."""
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -111,6 +112,32 @@ def test_a_broken_step_fails_everyone_and_whoever_comes_later(in_flight):
         return first
 
     assert all(isinstance(error, EngineError) and "TypeError" in str(error) for error in asyncio.run(main()))
+
+
+@pytest.mark.parametrize("end", ["dropped", "closed", "failed"])
+def test_an_engine_is_freed_with_its_thread(end):
+    inner = llama_engine(2, 8, 3, 3)
+    gone = weakref.ref(inner)
+    if end == "failed":
+        inner.target.verify = None
+    engine = AsyncEngine(inner)
+    del inner
+    thread = engine._thread
+    answered = asyncio.run(_outcome(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=9)))))
+    assert isinstance(answered, EngineError if end == "failed" else Sequence)
+    if end == "closed":
+        engine.close()
+    if end == "dropped":
+        del engine
+    thread.join(timeout=60)
+    assert not thread.is_alive() and gone() is None
+    if end != "dropped":
+        assert engine.counters().num_slots == 2 and engine.occupancy().num_running == 0
+
+
+async def _outcome(call):
+    [outcome] = await asyncio.gather(call, return_exceptions=True)
+    return outcome
 
 
 def test_closing_answers_what_is_in_flight():

@@ -20,7 +20,8 @@ class OneProduct:
         raise SystemExit
 
 torch.set_num_threads({threads})
-AsyncEngine(OneProduct())._thread.join()
+engine = AsyncEngine(OneProduct())
+engine._thread.join()
 """
 
 

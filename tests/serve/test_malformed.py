@@ -382,7 +382,7 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
         await until(lambda: not service._engine._engine.has_work)
         return engine.counters().num_steps - left
 
-    assert asyncio.run(main()) <= 2 and service.held.sequences == 0 and not service._engine._calls
+    assert asyncio.run(main()) <= 2 and service.held.sequences == 0 and not service._engine._steps.calls
 
 
 def test_an_event_has_no_line_ends_but_its_own():
