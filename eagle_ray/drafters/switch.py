@@ -27,14 +27,15 @@ from eagle_ray.tree.draft_plan import DraftPlan
 
 
 class SwitchDrafter:
-    """drafters: by method; the first one drafts first. The memory of those that are not kept stays allocated, since
-    recorded passes write into it.
+    """drafters: by method; the first one drafts first. Where passes are recorded, the memory of those that are not kept
+    stays allocated, since recorded passes write into it.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]):
         self._drafters = dict(drafters)
         self._current = next(iter(self._drafters.values()))
         self._reading = list(self._drafters.values())
+        self._is_replayed = False
         self.supports_graphs = all(drafter.supports_graphs for drafter in self._reading)
 
     @property
@@ -47,12 +48,14 @@ class SwitchDrafter:
         self._current = self._drafters[method]
 
     def keep(self, method: str) -> None:
-        """Draft with this method for good. The other drafters cannot be used again."""
+        """Draft with this method for good. The other drafters cannot be used again, and are freed if they can be."""
         self.use(method)
         for drafter in self._reading:
             if drafter is not self._current:
                 drafter.reset_learning()  # an index may be large
         self._reading = [self._current]
+        if not self._is_replayed:
+            self._drafters = {method: self._current}
 
     @property
     def prefill_passes(self) -> int:
@@ -64,6 +67,7 @@ class SwitchDrafter:
         return self._current.cost_key
 
     def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        self._is_replayed = runner is not None
         for drafter in self._drafters.values():
             drafter.use_graphs(runner, max_depth)
 

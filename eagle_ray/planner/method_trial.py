@@ -149,6 +149,7 @@ class MethodTrial:
         self._use(self.choice)
         self._switch.keep(self.choice)
         self._on_choice(self.choice, self._rates(self.choice))
+        self._planners = {self.choice: self._current}
 
     def _shares(self, methods: Collection[str]) -> dict[str, float]:
         """Return each method's mean share of the best rate of a round, over the rounds in which all of them took turns.

@@ -1,6 +1,7 @@
 """speculative.method auto: whatever it tries and keeps, every output is plain decoding's."""
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from eagle_ray.build import build_engine, check_models
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.drafters.eagle import EagleDrafter
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.head_checkpoint import save_head
@@ -66,6 +69,15 @@ def test_the_choice_is_logged_once(oracle, caplog, monkeypatch, tmp_path):
         check_lossless(engine, oracle)
     [line] = [record.message for record in caplog.records if "speculative.method auto" in record.message]
     assert line.startswith(f"speculative.method auto: {engine.counters.method} (decoded tokens per second: ")
+
+
+@pytest.mark.parametrize("runner", [None, object()])
+def test_drafters_that_are_not_kept_are_freed_unless_recorded_passes_write_into_them(runner):
+    switch = SwitchDrafter({"suffix": NullDrafter(), "none": NullDrafter()})
+    gone = weakref.ref(switch._drafters["suffix"])
+    switch.use_graphs(runner)
+    switch.keep("none")
+    assert (gone() is None) == (runner is None)
 
 
 @pytest.mark.parametrize("method", ["auto", "eagle2"])
