@@ -16,6 +16,7 @@ from eagle_ray.build import download
 from eagle_ray.config import (
     ConfigError,
     JobConfig,
+    SamplingConfig,
     ServeConfig,
     TrainConfig,
     changed_keys,
@@ -144,6 +145,13 @@ def test_off_has_vllms_spelling_everywhere():
     assert load("sampling.top_k=-1") == load("sampling.top_k=0")
     assert check_row_sampling({"top_k": -1}) == {"top_k": 0}
     assert "an integer, 0 or -1 (off) or more, got -2" in refusal("sampling.top_k=-2")
+
+
+def test_null_is_the_default_of_every_sampling_key():
+    for name in SamplingConfig.model_fields:
+        assert load(f"sampling.{name}=null") == load(), name
+        assert check_row_sampling({name: None}) == {}
+    assert "unknown key" in refusal("sampling.temprature=null")
 
 
 def test_a_limit_that_a_number_exceeds_is_named():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -37,6 +37,8 @@ class RequestSampling(RowSampling):
         prompt_logprobs: the same for the prompt's tokens.
     """
 
+    own_nulls: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
+
     max_tokens: PositiveInt | None = Field(default=256, description="an integer, 1 or more, or None")  # type: ignore[assignment]
     logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")  # type: ignore[assignment]
     prompt_logprobs: bool | Count | None = Field(  # type: ignore[assignment]
@@ -46,7 +48,7 @@ class RequestSampling(RowSampling):
     @model_validator(mode="wrap")
     @classmethod
     def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[RequestSampling]) -> RequestSampling:
-        data = _given(data) if isinstance(data, dict) else data
+        data = plain_value(data)
         try:
             return handler(data)
         except ValidationError as error:
@@ -95,13 +97,6 @@ def plain_value(value: Any) -> Any:
         is_plain = set(map(type, value)) <= {int, float, str}
         return list(value) if is_plain else [plain_value(inner) for inner in value]
     return value
-
-
-def _given(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters as Python's own values, without those that are None and whose None is not a value."""
-    values = {name: plain_value(value) for name, value in parameters.items()}
-    fields = RequestSampling.model_fields.keys() - {"max_tokens"}
-    return {name: value for name, value in values.items() if value is not None or name not in fields}
 
 
 def _lines(error: ValidationError, given: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import re
 import reprlib
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -259,7 +259,7 @@ class SpeculativeConfig(StrictModel):
 
 
 class SamplingConfig(StrictModel):
-    """Default sampling parameters, which a row can override.
+    """Default sampling parameters, which a row can override. Null is a key's default.
 
     They apply in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, repetition_penalty,
     frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p, min_p. EAGLE's reference
@@ -283,6 +283,8 @@ class SamplingConfig(StrictModel):
         llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); a schema's
         keywords that llguidance does not support are errors of the row.
     """
+
+    own_nulls: ClassVar[frozenset[str]] = frozenset()
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
         default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
@@ -337,6 +339,15 @@ class SamplingConfig(StrictModel):
         default=None,
         description=f"OpenAI's {RESPONSE_FORMAT_FORM}, or null; {ONLY_ONE}",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Leave out what is null: it is not given, but for the keys whose null is a value of its own."""
+        if not isinstance(data, dict):
+            return data
+        names = cls.model_fields.keys() - cls.own_nulls
+        return {name: value for name, value in data.items() if value is not None or name not in names}
 
     @field_validator(*STRUCTURED_KEYS)
     @classmethod
