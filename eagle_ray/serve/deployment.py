@@ -24,7 +24,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from eagle_ray.config import ServeConfig, load_serve_config
+from eagle_ray.config import ConfigError, ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
@@ -207,8 +207,15 @@ def application_of(
 
 
 def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:
-    """Return the replicas. gpus, cpus: of the whole cluster. auto is one replica per GPU, or one on the CPU."""
+    """Return the replicas. gpus, cpus: of the whole cluster. auto is one replica per GPU, or one on the CPU.
+
+    Raises ConfigError if they need GPUs and the cluster has none.
+    """
     serving = config.serving
+    if config.model.device == "cuda" and not (gpus and serving.gpus_per_replica):
+        where = "serving.gpus_per_replica is 0" if gpus else "the cluster has no GPU"
+        remedy = "Run it on a machine with a GPU, or set model.device to auto."
+        raise ConfigError(f"model.device: cuda, and {where}. {remedy}")
     num_gpus = float(serving.gpus_per_replica != 0 and gpus > 0 and config.model.device != "cpu")
     if serving.gpus_per_replica != "auto":
         num_gpus = serving.gpus_per_replica

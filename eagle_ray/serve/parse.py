@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
+from eagle_ray.config.job import allowed_text
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
 from eagle_ray.strict_json import HalfSurrogate, JsonError, parse_json
@@ -54,7 +55,7 @@ def validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     name, *inner = detail["loc"]
     if name not in kind.model_fields:
         return unsupported(str(name), "leave it out")
-    allowed = kind.model_fields[name].description
+    allowed = allowed_text(kind.model_fields[name].description or "", [detail])
     if detail["type"] == "missing" and not inner:
         return ApiError(400, f"{name}: missing; it must be {allowed}", str(name), "missing")
     param = "".join([name, *map(_place, inner)])

@@ -55,6 +55,15 @@ def test_one_replica_for_each_gpu_or_as_many_as_are_asked_for(settings, gpus, sh
     assert plan_replicas(config_of(**settings), gpus, cpus=8) == shape
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpus", "where"),
+    [({}, 0, "the cluster has no GPU"), ({"serving.gpus_per_replica": 0}, 4, "serving.gpus_per_replica is 0")],
+)
+def test_cuda_without_a_gpu_is_refused_before_a_replica_starts(settings, gpus, where):
+    with pytest.raises(ConfigError, match=f"model.device: cuda, and {where}. Run it on a machine with a GPU"):
+        plan_replicas(config_of(**{"model.device": "cuda"}, **settings), gpus, cpus=8)
+
+
 def test_what_users_are_given_is_valid():
     demo = load_serve_config(ROOT / "configs" / "serve_demo.yaml", env={})
     assert demo.serving.host == "127.0.0.1" and demo.model_name == "embedded:tiny"

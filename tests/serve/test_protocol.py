@@ -60,6 +60,12 @@ def test_a_wrong_value_is_refused_by_its_parameter(kind, extra, param):
     assert error.body()["error"]["type"] == "invalid_request_error" and param.partition("[")[0] in str(error)
 
 
+@pytest.mark.parametrize("name", ["top_k", "max_tokens"])
+def test_a_limit_that_a_number_exceeds_is_named(name):
+    error = refused(ChatRequest, {"messages": HI, name: 10**12})
+    assert "or more, at most 2147483647, got 1000000000000" in str(error)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
