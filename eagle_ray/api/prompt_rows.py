@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from eagle_ray.api.request_sampling import plain_value
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
+from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.batch.input.request import parse_row, with_checked_texts
 from eagle_ray.batch.input.request_columns import RequestColumns
@@ -63,7 +64,7 @@ def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
 
 def _table_rows(table: ArrowTable) -> list[Mapping[str, Any]]:
     try:
-        return pa.table(table).to_pylist()
+        return arrow_rows(pa.table(table))
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(f"prompts: the table cannot be read as an Arrow table: {error}") from error
 

@@ -6,15 +6,17 @@
 
 Nothing is stored on the way, so an execution that fails starts again from its inputs; ``run_dataset_job`` has a job's
 output, progress and resume. The columns of the input travel with each request as one opaque value, so that their types
-stay as they are.
+stay as they are. What a function of the user adds to a row travels as one opaque value, too: Arrow has one type for a
+column of a block, so values of other rows would change what the row means.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,13 +24,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import ray
 import ray.data
+from ray import cloudpickle
 
 from eagle_ray.batch.actor import EngineActor, as_config_error
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.input.columns import describe_value
 from eagle_ray.batch.input.parameters import has_effect, match_unsupported
+from eagle_ray.batch.input.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.input.passthrough import output_names
 from eagle_ray.batch.input.plan import request_columns, settings_line, template_of
-from eagle_ray.batch.input.request import parse_row
+from eagle_ray.batch.input.request import parse_row, with_checked_texts
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.manifest import RunHandle
@@ -37,13 +42,15 @@ from eagle_ray.batch.output.schema import OUTPUT_FIELDS, ROW_FIELDS, request_sch
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.config import ConfigError, InputConfig, JobConfig, config_hash, flatten_config
-from eagle_ray.config.structured import schema_text
+from eagle_ray.errors import RequestError
 from eagle_ray.slot_limits import usual_slots
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 INPUT_ROW = pa.field("_input_row", pa.binary())  # an Arrow stream of one row: the input's columns
+ADDED_VALUES = pa.field("_added_values", pa.binary())  # a pickled dictionary: what a function added to the row
 SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's own LLM processors take it
+ERROR_COLUMN = "max_tokens"  # holds the error of a row whose sampling_params are none; any column that is read does
 LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
 WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
 ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
@@ -136,27 +143,73 @@ def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Da
 
 @dataclass(frozen=True, slots=True)
 class ColumnAdder:
-    """A task that calls a function on each row of a block. The other columns keep their types."""
+    """A task that calls a function on each row of a block and keeps what it returns in the column ADDED_VALUES."""
 
     function: RowFunction
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        added = [self._added(row) for row in batch.to_pylist()]
-        names = dict.fromkeys(name for row in added for name in row)
-        columns = pa.table({name: pa.array([row.get(name) for row in added]) for name in names})
-        kept = batch.select([name for name in batch.column_names if name not in columns.column_names])
-        for name, column in zip(columns.column_names, columns.columns, strict=True):
-            kept = kept.append_column(name, column)
-        return kept
+        added = [with_checked_texts(self.function(row)) for row in batch.to_pylist()]
+        values = pa.array([cloudpickle.dumps(row) for row in added], ADDED_VALUES.type)
+        return batch.append_column(ADDED_VALUES, values)
 
-    def _added(self, row: dict[str, Any]) -> dict[str, Any]:
-        added = dict(self.function(row))
-        params = added.get(SAMPLING_PARAMS)
-        if params is not None and not isinstance(params, Mapping):
-            added[SAMPLING_PARAMS] = params.model_dump(exclude_unset=True)  # a SamplingParams
-        if isinstance(added.get("json_schema"), type):  # a pydantic model, which Arrow cannot hold
-            added["json_schema"] = schema_text(added["json_schema"])
-        return added
+
+def split_added(batch: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """Return the block without ADDED_VALUES, and what was added to each row."""
+    if ADDED_VALUES.name not in batch.column_names:
+        return batch, [{}] * len(batch)
+    added = [cloudpickle.loads(value) for value in batch[ADDED_VALUES.name].to_pylist()]
+    return batch.drop_columns([ADDED_VALUES.name]), added
+
+
+def with_added_columns(table: pa.Table, added: list[dict[str, Any]], but: Container[str]) -> pa.Table:
+    """Return the rows with what was added to them as columns. A row without a value has that of its own column.
+
+    but: added names that become no columns.
+    """
+    for name in dict.fromkeys(name for row in added for name in row if name not in but):
+        is_read = name in table.column_names and any(name not in row for row in added)
+        own = table[name].to_pylist() if is_read else [None] * len(added)
+        column = any_column([row.get(name, value) for row, value in zip(added, own, strict=True)])
+        others = table.drop_columns([name]) if name in table.column_names else table
+        table = others.append_column(name, column)
+    return table
+
+
+def any_column(values: list[Any]) -> pa.Array:
+    """Return values as a column of the type that Arrow finds; if it finds none, as texts and JSON texts."""
+    values = [None if isinstance(value, RequestError) else value for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
+        return pa.array([None if value is None else _text(value) for value in values], pa.string())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else value_json(value)
+
+
+def value_json(value: Any) -> str:
+    """Return the JSON text of any value, which arrow_rows reads."""
+    return json.dumps(plain_value(value), default=_json_form)
+
+
+def _json_form(value: Any) -> Any:
+    if isinstance(value, RequestError):
+        return {ERROR_KEY: [value.code, str(value)]}
+    return list(value) if isinstance(value, bytes) else str(value)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value that a user's function made as values of JSON have it: arrays as lists, models as dictionaries."""
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    if hasattr(value, "model_dump"):  # SamplingParams, and other pydantic values
+        return plain_value(value.model_dump(exclude_unset=True))
+    if hasattr(value, "tolist"):  # NumPy's and torch's
+        return plain_value(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): plain_value(item) for name, item in value.items()}
+    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +224,12 @@ class RequestMaker:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         rows = []
-        for i, row in enumerate(batch.to_pylist()):
+        inputs, added = split_added(batch)
+        table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
+        for i, row in enumerate(arrow_rows(inputs)):
+            row |= {name: plain_value(value) for name, value in added[i].items()}
             request = self._request(row)
-            carried = stream_bytes(batch.slice(i, 1))
+            carried = stream_bytes(table.slice(i, 1))
             if self.columns.id.column_in(row) is None or request["request_id"] == LOCATION.id:
                 request["request_id"] = content_id(request)
             if request.get("error_code") is not None and self.settings.on_bad_row == "fail":
@@ -197,10 +253,13 @@ class RequestMaker:
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with the entries of its sampling_params as values."""
-    params = row.get(SAMPLING_PARAMS)
-    if params is None:
-        return row
+    params = plain_value(row.get(SAMPLING_PARAMS))
     rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
+    if params is None or isinstance(params, RequestError):
+        return rest if params is None else rest | {ERROR_COLUMN: params}
+    if not isinstance(params, Mapping):
+        wrong = f"column {SAMPLING_PARAMS!r} must be an object of sampling values, got {describe_value(params)}"
+        return rest | {ERROR_COLUMN: RequestError("bad_type", wrong)}
     return rest | {name: value for name, value in params.items() if value is not None}
 
 
@@ -240,7 +299,7 @@ def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa
     outputs = outputs.set_column(outputs.column_names.index("error_message"), "error_message", messages)
     if not streams:
         return outputs
-    inputs = pa.concat_tables(streams, promote_options="permissive")
+    inputs = _concatenated(streams)
     listed = {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
     kept = [name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS]
     names = output_names(kept, ADDED)
@@ -248,3 +307,20 @@ def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa
     for field, column in zip(outputs.schema, outputs.columns, strict=True):
         inputs = inputs.append_column(field, column)
     return inputs.combine_chunks()
+
+
+def _concatenated(tables: list[pa.Table]) -> pa.Table:
+    """Return tables as one. Columns whose types have no common type become texts and JSON texts."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        names = dict.fromkeys(name for table in tables for name in table.column_names)
+        return pa.table({name: _joined(name, tables) for name in names})
+
+
+def _joined(name: str, tables: list[pa.Table]) -> pa.ChunkedArray | pa.Array:
+    parts = [table[name] if name in table.column_names else pa.nulls(len(table)) for table in tables]
+    try:
+        return pa.concat_tables([pa.table([part], [name]) for part in parts], promote_options="permissive")[name]
+    except pa.ArrowException:
+        return any_column([value for part in parts for value in part.to_pylist()])

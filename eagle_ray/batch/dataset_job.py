@@ -4,18 +4,31 @@
 
 A job resumes by the ids and files of its input, so the rows must have a fixed place. The files are written in the
 Dataset's order, and a file that is there with the same content is left alone: a repeated call resumes the job, and a
-call with other rows is refused as a changed input is.
+call with other rows is refused as a changed input is. Values that requests are made of are stored as JSON where a
+function or `sampling_params` gave them, since a column of a file has one type.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container
+from typing import Any
 
 import pyarrow as pa
 import ray.data
 
-from eagle_ray.batch.dataset import SAMPLING_PARAMS, with_sampling_params
+from eagle_ray.batch.dataset import (
+    ERROR_COLUMN,
+    SAMPLING_PARAMS,
+    split_added,
+    value_json,
+    with_added_columns,
+    with_sampling_params,
+)
+from eagle_ray.batch.input.parquet import JSON_VALUES, arrow_rows
+from eagle_ray.batch.input.plan import ROW_SETTINGS, request_columns, template_of
+from eagle_ray.batch.input.request import unreadable
+from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import output_of, wrap_os_errors
 from eagle_ray.batch.run import join_cluster, run_to_completion
@@ -38,22 +51,22 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
     output = output_of(config)
     directory = output.parent / f"{output.name}.input"
     with wrap_os_errors(directory):
-        write_rows(dataset, directory)
+        write_rows(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
     run_to_completion(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 
 
-def write_rows(dataset: ray.data.Dataset, directory: StoragePath) -> None:
+def write_rows(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
     """Write the rows in order as files of ROWS_PER_FILE rows; files with other content are replaced."""
     dataset.context.execution_options.preserve_order = True
     directory.make_directory()
     names = []
-    for number, table in enumerate(_tables(dataset)):
+    for number, batch in enumerate(dataset.iter_batches(batch_size=ROWS_PER_FILE, batch_format="pyarrow")):
         name = f"rows-{number:06d}.parquet"
         names.append(name)
-        data = parquet_bytes(table, COMPRESSION)
+        data = parquet_bytes(input_table(batch, columns), COMPRESSION)
         file = directory / name
         if not (file.exists() and file.read_bytes() == data):
             file.write_atomic(data)
@@ -63,9 +76,36 @@ def write_rows(dataset: ray.data.Dataset, directory: StoragePath) -> None:
     log.info("%d files of rows in %s", len(names), directory.display_path)
 
 
-def _tables(dataset: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Yield the rows in order. The entries of sampling_params become columns, which is where a job reads them."""
-    for table in dataset.iter_batches(batch_size=ROWS_PER_FILE, batch_format="pyarrow"):
-        if SAMPLING_PARAMS in table.column_names:
-            table = pa.Table.from_pylist([with_sampling_params(row) for row in table.to_pylist()])
-        yield table.combine_chunks()
+def input_table(batch: pa.Table, columns: RequestColumns) -> pa.Table:
+    """Return rows as a job reads them: entries of sampling_params and added values that requests are made of as JSON.
+
+    All other columns keep their types.
+    """
+    inputs, added = split_added(batch)
+    prompts = [name for path in columns.prompts.values() for name in path.names]
+    read = {*ROW_SETTINGS, *prompts, *columns.id.names, SAMPLING_PARAMS}
+    table = with_added_columns(inputs, added, read)
+    params = _rows_of(inputs, SAMPLING_PARAMS)
+    values = [_request_values(params[i] | row, read) for i, row in enumerate(added)]
+    for name in dict.fromkeys(name for row in values for name in row):
+        own = [row.get(name) for row in _rows_of(inputs, name)]
+        texts = [value_json(row.get(name, before)) for row, before in zip(values, own, strict=True)]
+        field = pa.field(name, pa.string(), metadata=JSON_VALUES)
+        table = _without(table, name).append_column(field, pa.array(texts))
+    return _without(table, SAMPLING_PARAMS).combine_chunks()
+
+
+def _rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
+    """Return the rows with one of their columns; empty rows if there is no such column."""
+    return arrow_rows(table.select([name])) if name in table.column_names else [{}] * len(table)
+
+
+def _without(table: pa.Table, name: str) -> pa.Table:
+    return table.drop_columns([name]) if name in table.column_names else table
+
+
+def _request_values(row: dict[str, Any], read: Container[str]) -> dict[str, Any]:
+    """Return the values that a request is made of. An error of another value stands in a column that is read."""
+    values = with_sampling_params({name: value for name, value in row.items() if name in read})
+    error = unreadable(row)
+    return values if error is None else values | {ERROR_COLUMN: error}

@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,8 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.api.python_config import job_config
-from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, with_input_columns
-from eagle_ray.batch.input.plan import request_columns
+from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, RowFunction, with_input_columns
+from eagle_ray.batch.dataset_job import input_table
+from eagle_ray.batch.input.parquet import arrow_rows
+from eagle_ray.batch.input.plan import plan_input, request_columns, requests_of
+from eagle_ray.batch.output.schema import REQUEST
 from eagle_ray.config import ColumnsConfig, InputConfig
 from tests.conftest import PAIR, token_rows
 
@@ -33,7 +38,6 @@ def table(rows: list[dict]) -> pa.Table:
 
 def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
     """What a job answers, by id."""
-    from eagle_ray.batch.input.plan import plan_input, requests_of
     from eagle_ray.batch.sequences import sequences_of
     from eagle_ray.batch.worker import build_engine_bundle
 
@@ -64,6 +68,74 @@ def test_a_column_that_asks_for_what_rows_cannot_set_is_refused():
         RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"))(
             table([{"prompt": "x", "length_penalty": 2.0}])
         )
+
+
+def requests(rows: pa.Table, preprocess: RowFunction) -> list[dict]:
+    """Return the requests of one block."""
+    made = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"))(ColumnAdder(preprocess)(rows))
+    return made.drop_columns(["_input_row"]).to_pylist(maps_as_pydicts="strict")
+
+
+def chat(name: str, key: str, value: object) -> dict:
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": {key: value}}}
+    parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+    return {
+        "messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+    }
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+ADDED = [
+    {"messages": "Hi", "id": 1},
+    {"messages": [{"role": "system", "content": "Be brief."}, *PARTS], "id": "a"},
+    chat("now", "tz", 1),
+    chat("now", "tz", "UTC"),
+    chat("rain", "city", "Rome"),
+    {"prompt": "x", "stop": "a", "chat_template_kwargs": {"a": 1}, "tag": 1},
+    {"prompt": "x", "stop": ["a", "b"], "chat_template_kwargs": {"a": ["b"]}, "tag": [1]},
+    {"prompt": "x", "logit_bias": {5: 1.0}, "seed": 2**63, "tag": {"b": 1}},
+    {"prompt": "x", "logit_bias": {"7": -1}, "seed": 3},
+    {"prompt_token_ids": np.array([1, 2])},
+    {"prompt_token_ids": [3]},
+    {"prompt": "x", "json_schema": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    {"prompt": "x", "json_schema": {"type": "array"}, "top_k": np.int64(3)},
+    {"prompt": "x", "sampling_params": {"max_tokens": 3}},
+    {"prompt": "x", "sampling_params": {"max_tokens": 5, "temperature": 0.9, "stop": ["z"], "n": 2}},
+    {"prompt": "x", "sampling_params": SamplingParams(top_k=4)},
+    {"prompt": "x", "sampling_params": [1]},
+    {"prompt": 5},
+    {"prompt": "cut \ud83d"},
+    {"prompt": "x", "tag": "cut \ud83d"},
+    {},
+]
+WRONG = {16: "bad_type", 17: "bad_type", 18: "bad_encoding", 19: "bad_encoding"}
+
+
+def test_what_a_row_asks_does_not_depend_on_the_rows_beside_it(tmp_path):
+    rows = pa.table({"i": list(range(len(ADDED))), "prompt": [None] * (len(ADDED) - 1) + ["own"]})
+    together = requests(rows, lambda row: ADDED[row["i"]])
+    alone = [requests(rows.slice(i, 1), lambda row: ADDED[row["i"]]) for i in range(len(ADDED))]
+    assert [[request] for request in together] == alone
+    assert {i: request["error_code"] for i, request in enumerate(together) if request["error_code"]} == WRONG
+    assert json.loads(together[4]["tools"]) == ADDED[4]["tools"] and together[-1]["prompt"] == "own"
+
+    columns = request_columns(ColumnsConfig())
+    pq.write_table(input_table(ColumnAdder(lambda row: ADDED[row["i"]])(rows), columns), tmp_path / "a.parquet")
+    job = list(requests_of(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
+    names = set(REQUEST.names) - {"request_id", "row_index", "source_file", "source_line", "error_message"}
+    assert [{n: row[n] for n in names} for row in job] == [{n: row[n] for n in names} for row in together]
+    assert [row["request_id"] for row in job[:2]] == ["1", "a"] and job[6]["tag"] == "[1]" and job[0]["i"] == 0
+
+
+def test_the_columns_of_the_input_keep_their_types_beside_sampling_params():
+    types = {"a": pa.int8(), "b": pa.float32(), "c": pa.decimal128(12, 2), "d": pa.timestamp("ns"), "e": pa.date64()}
+    types |= {"f": pa.map_(pa.string(), pa.int32()), "g": pa.dictionary(pa.int32(), pa.string()), "n": pa.int16()}
+    rows = pa.table({name: pa.nulls(2, type_) for name, type_ in types.items()})
+    rows = rows.append_column("sampling_params", pa.array([{"n": 2}, {"n": None}]))
+    found = input_table(rows, request_columns(ColumnsConfig()))
+    assert {field.name: field.type for field in found.schema} == types | {"n": pa.string()}
+    assert arrow_rows(found.select(["n"])) == [{"n": 2}, {"n": None}]
 
 
 def test_an_empty_block_has_no_rows(make_job):
@@ -192,8 +264,8 @@ def test_a_pydantic_model_reaches_the_rows_as_text():
     """From preprocess, alone and in SamplingParams, and as the configuration's."""
     schema = Pet.model_json_schema()
     for made in ({"json_schema": Pet}, {"sampling_params": SamplingParams(json_schema=Pet)}):
-        added = ColumnAdder(lambda row, made=made: made)(pa.table({"prompt": ["x"]})).to_pylist()[0]
-        assert json.loads((added.get("sampling_params") or added)["json_schema"]) == schema
+        [request] = requests(pa.table({"prompt": ["x"]}), lambda row, made=made: made)
+        assert json.loads(request["json_schema"]) == schema
     config = job_config({"sampling.json_schema": Pet, "input.path": "a", "output.path": "b"})
     assert json.loads(config.sampling.json_schema) == schema
 

@@ -1,4 +1,6 @@
-"""Rows of a Parquet file as Python values, a batch in memory at a time.
+"""Rows of Arrow tables and of Parquet files as Python values, a batch in memory at a time.
+
+A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
 
 >>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
 ...     list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))
@@ -7,8 +9,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +24,9 @@ from eagle_ray.errors import RequestError
 
 BATCH_ROWS = 256
 NANOSECONDS = pa.time64("ns")
+JSON_VALUES = {b"eagle_ray.values": b"json"}  # metadata of a column whose texts are JSON, each of a value of any type
+ERROR_KEY = "eagle_ray.error"  # of an object in such a column that stands for a RequestError: its code and message
+Convert = Callable[[Any], Any]
 CONVERSION_ERRORS = (
     pa.ArrowException,
     OverflowError,
@@ -33,6 +40,54 @@ def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
     names = parquet.schema_arrow.names
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
+
+
+def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
+    """Return the rows as Python values: structs without nulls, float32 as short as it is written, JSON_VALUES read."""
+    rows = table.to_pylist(maps_as_pydicts="lossy")
+    for field in table.schema:
+        is_json = JSON_VALUES.items() <= (field.metadata or {}).items()
+        convert = _json_value if is_json else _converter(field.type)
+        for row in rows if convert is not None else ():
+            row[field.name] = _converted(row[field.name], convert)
+    return rows
+
+
+def _json_value(text: str) -> Any:
+    value = json.loads(text)
+    return RequestError(*value[ERROR_KEY]) if isinstance(value, dict) and ERROR_KEY in value else value
+
+
+def _converted(value: Any, convert: Convert | None) -> Any:
+    return value if value is None or convert is None else convert(value)
+
+
+def _converter(type_: pa.DataType) -> Convert | None:
+    """Return what converts Python's value of a type, or None if it stays as it is."""
+    if pa.types.is_float32(type_) or pa.types.is_float16(type_):
+        number = type_.to_pandas_dtype()
+        return lambda value: float(str(number(value)))
+    if pa.types.is_struct(type_):
+        return _struct_converter(type_)
+    if pa.types.is_map(type_):
+        convert = _converter(type_.item_type)
+        return None if convert is None else lambda value: {k: _converted(v, convert) for k, v in value.items()}
+    if not pa.types.is_nested(type_) or pa.types.is_union(type_):
+        return None
+    convert = _converter(type_.value_type)
+    return None if convert is None else lambda value: [_converted(item, convert) for item in value]
+
+
+def _struct_converter(type_: pa.StructType) -> Convert:
+    """Return what leaves a struct's nulls out, but the content of a message: an assistant's null is OpenAI's form."""
+    converters = {field.name: _converter(field.type) for field in type_}
+    kept = {"content"} if "role" in converters else set()
+
+    def convert(value: dict[str, Any]) -> dict[str, Any]:
+        present = {name: item for name, item in value.items() if item is not None or name in kept}
+        return {name: _converted(item, converters[name]) for name, item in present.items()}
+
+    return convert
 
 
 def rows_in_parquet(
@@ -93,12 +148,13 @@ def _is_valid(column: pa.Array) -> bool:
 def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return times in nanoseconds as text, since Python's have microseconds."""
     columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
-    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+    fields = [field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
     try:
-        return batch.to_pylist(maps_as_pydicts="lossy")
+        return arrow_rows(batch)
     except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
         if batch.num_rows == 1:
             return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.columns import json_error
-from eagle_ray.batch.input.parquet import BATCH_ROWS
+from eagle_ray.batch.input.parquet import BATCH_ROWS, arrow_rows
 from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.run_files import RUN_PREFIX
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
@@ -55,7 +55,7 @@ def batches_in_run(
     stored = [name for name in dict.fromkeys([*_READ, *wanted, *kept]) if name in parquet.schema_arrow.names]
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=stored):
         table = with_partition_columns(pa.Table.from_batches([batch]), partitions, path)
-        rows = [_input_row(row, wanted) for row in table.to_pylist(maps_as_pydicts="lossy")]
+        rows = [_input_row(row, wanted) for row in arrow_rows(table)]
         columns = table.select(kept).combine_chunks().to_batches()
         yield rows, columns[0] if kept else pa.record_batch({})
 

@@ -539,3 +539,28 @@ def test_a_carried_text_that_is_not_utf_8_leaves_the_row_its_id(tmp_path):
     pq.write_table(pa.table({"id": ["x"], "prompt": ["p"], "note": bad}), tmp_path / "a.parquet")
     [row] = requests_of(plan(tmp_path / "a.parquet"))
     assert (row["request_id"], row["error_code"]) == ("x", "bad_encoding")
+
+
+def test_a_null_of_a_struct_is_an_absent_key_at_every_depth(tmp_path):
+    def row(name: str, key: str) -> dict:
+        call = {"function": {"name": name, "arguments": {key: 1}}}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        schema = {"type": "object", "properties": {key: {"type": "string"}}}
+        return {
+            "id": name,
+            "messages": [{"role": "user", "content": "Go"}, said],
+            "tools": [tool],
+            "json_schema": schema,
+        }
+
+    rows = [row("now", "tz"), row("rain", "city")]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    lines, structs = list(requests_of(plan(tmp_path / "a.jsonl"))), list(requests_of(plan(tmp_path / "b.parquet")))
+    for name in ("error_code", "messages", "tools", "json_schema"):
+        assert [request[name] for request in structs] == [request[name] for request in lines]
+    written = [{key: json.dumps(value) for key, value in rows[0].items()} | {"json_schema": '{"const": null}'}]
+    pq.write_table(pa.Table.from_pylist(written), tmp_path / "c.parquet")
+    [request] = requests_of(plan(tmp_path / "c.parquet"))
+    assert request["json_schema"] == '{"const": null}', "a JSON text keeps its nulls"
