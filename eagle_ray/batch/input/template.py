@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from string import Formatter
 from typing import Any
 
@@ -81,6 +82,19 @@ def _value_text(field: ColumnPath, row: Mapping[str, Any]) -> str:
     value = field.value_in(row)
     if isinstance(value, RequestError):
         raise value
-    if value is None:
-        raise RequestError("field_missing", f"column {field.text!r} of {KEY} is absent or null in this row")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if value is None or value != value:
+        raise RequestError("field_missing", f"column {field.text!r} of {KEY} is absent, null or NaN in this row")
+    if isinstance(value, bool | int | float | list | dict):
+        return json.dumps(value, ensure_ascii=False, default=_scalar_text)
+    try:
+        return _scalar_text(value)
+    except UnicodeDecodeError:
+        wrong = f"column {field.text!r} of {KEY} holds bytes that are not UTF-8 text: cast it to a text"
+        raise RequestError("bad_encoding", wrong) from None
+
+
+def _scalar_text(value: Any) -> str:
+    """Return a value that JSON lacks as a text holds it: 9.90, 2026-01-31, 2026-01-31 08:05:00+00:00."""
+    if isinstance(value, bytes):
+        return value.decode()
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)

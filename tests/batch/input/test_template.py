@@ -1,7 +1,12 @@
 """Prompts made of a row's columns."""
 
 import json
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from uuid import UUID
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
@@ -39,9 +44,44 @@ def test_a_text_that_is_no_template_says_why(text, said):
     assert said in str(error.value)
 
 
-def test_a_null_field_is_a_bad_row_that_names_it():
-    with pytest.raises(RequestError, match=r"column 'b' of input\.template is absent or null"):
-        PromptTemplate.of("{a}{b}").request_of({"a": "x", "b": None})
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_missing_field_is_a_bad_row_that_names_it(missing):
+    with pytest.raises(RequestError, match=r"column 'b' of input\.template is absent, null or NaN"):
+        PromptTemplate.of("{a}{b}").request_of({"a": "x", "b": missing})
+
+
+AT = datetime(2026, 1, 31, 8, 5)
+NESTED = pa.struct([("a", pa.float32()), ("b", pa.date32())])
+TYPED = [
+    (pa.decimal128(10, 2), Decimal("9.90"), "9.90"),
+    (pa.decimal128(10, -2), Decimal("1200"), "1200"),
+    (pa.date32(), date(2026, 1, 31), "2026-01-31"),
+    (pa.time64("us"), time(8, 5), "08:05:00"),
+    (pa.timestamp("us"), AT, "2026-01-31 08:05:00"),
+    (pa.timestamp("ns"), AT, "2026-01-31 08:05:00"),
+    (pa.timestamp("us", "UTC"), AT.replace(tzinfo=timezone.utc), "2026-01-31 08:05:00+00:00"),
+    (pa.duration("us"), timedelta(hours=2), "2:00:00"),
+    (pa.float32(), 0.1, "0.1"),
+    (pa.float64(), 0.1, "0.1"),
+    (pa.list_(pa.float32()), [0.1, None], "[0.1, null]"),
+    (NESTED, {"a": 0.5, "b": date(2026, 1, 31)}, '{"a": 0.5, "b": "2026-01-31"}'),
+    (pa.binary(), "tä".encode(), "tä"),
+    (pa.bool_(), True, "true"),
+]
+
+
+def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
+    columns = {f"c{i}": pa.array([value], type_) for i, (type_, value, _) in enumerate(TYPED)}
+    columns["half"] = pa.array([0.1], pa.float32()).cast(pa.float16())
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    template = "|".join(f"{{{name}}}" for name in columns)
+    config = make_job([], **{"input.path": str(tmp_path / "a.parquet"), "input.template": template})
+    [request] = requests_of(plan_input(config))
+    assert request["prompt"] == "|".join([*(text for _, _, text in TYPED), "0.1"])
+    uuid = UUID(int=1)
+    assert PromptTemplate.of("{u}").request_of({"u": uuid}) == {"prompt": str(uuid)}
+    with pytest.raises(RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"):
+        PromptTemplate.of("{u}").request_of({"u": b"\xff"})
 
 
 def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
