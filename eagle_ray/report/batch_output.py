@@ -17,6 +17,8 @@ from typing import Any
 Row = dict[str, Any]
 Spell = Callable[[int], str]
 """Function that returns the text of one token id."""
+Token = tuple[int, float]
+"""A token id and its log-probability."""
 
 COLUMNS = (
     "request_id",
@@ -32,6 +34,7 @@ COLUMNS = (
     "tool_calls",
     "output_token_ids",
     "token_logprobs",
+    "token_top_logprobs",
     "prompt_tokens",
     "completion_tokens",
     "finished_at",
@@ -42,6 +45,7 @@ COLUMNS = (
 NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
 COMPLETIONS = "/v1/completions"
 HALF_A_CHARACTER = "\ufffd"
+MIN_LOGPROB = -9999.0  # JSON has no infinity; the endpoint writes this value, too
 
 
 def line_of(rows: list[Row], spell: Spell) -> dict[str, Any]:
@@ -99,17 +103,17 @@ def _message(row: Row) -> dict[str, Any]:
 
 
 def _chat_logprobs(row: Row, spell: Spell) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a chat choice. `bytes` is null for a token that is part of a character."""
-    tokens = [(spell(token), logprob) for token, logprob in _tokens(row)]
+    """Return the log-probabilities of a chat choice, with as many alternatives as the request asked for."""
     return [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if HALF_A_CHARACTER in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, logprob in tokens
+        _chat_token(token, logprob, spell) | {"top_logprobs": [_chat_token(*other, spell) for other in tops]}
+        for token, logprob, tops in _tokens(row)
     ]
+
+
+def _chat_token(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    """Return a token. `bytes` is null for one that is part of a character."""
+    text = spell(token)
+    return {"token": text, "logprob": logprob, "bytes": None if HALF_A_CHARACTER in text else list(text.encode())}
 
 
 def _text_choice(row: Row, spell: Spell) -> dict[str, Any]:
@@ -122,15 +126,36 @@ def _text_choice(row: Row, spell: Spell) -> dict[str, Any]:
 
 
 def _text_logprobs(row: Row, spell: Spell) -> dict[str, Any]:
-    texts = [spell(token) for token, _ in _tokens(row)]
+    tokens = _tokens(row)
+    texts = [spell(token) for token, _, _ in tokens]
     offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-    logprobs = [logprob for _, logprob in _tokens(row)]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+    tops = [_by_text([*tops, (token, logprob)], spell) for token, logprob, tops in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [logprob for _, logprob, _ in tokens],
+        "top_logprobs": tops if row.get("token_top_logprobs") is not None else None,
+        "text_offset": offsets,
+    }
+
+
+def _by_text(tokens: list[Token], spell: Spell) -> dict[str, float]:
+    """Return the alternatives and, as OpenAI does, the token itself, by text. Of equal texts the likeliest is kept."""
+    found: dict[str, float] = {}
+    for token, logprob in sorted(tokens, key=lambda pair: -pair[1]):
+        found.setdefault(spell(token), logprob)
+    return found
 
 
 def _has_logprobs(row: Row) -> bool:
     return row["token_logprobs"] is not None and row["output_token_ids"] is not None
 
 
-def _tokens(row: Row) -> list[tuple[int, float]]:
-    return list(zip(row["output_token_ids"], row["token_logprobs"], strict=True))
+def _tokens(row: Row) -> list[tuple[int, float, list[Token]]]:
+    """Return the output tokens, each with its log-probability and its alternatives, none if none were asked for."""
+    ids, logprobs = row["output_token_ids"], row["token_logprobs"]
+    found = row.get("token_top_logprobs")
+    tops = [[]] * len(ids) if found is None else found
+    return [
+        (token, max(logprob, MIN_LOGPROB), [(other["token_id"], max(other["logprob"], MIN_LOGPROB)) for other in top])
+        for token, logprob, top in zip(ids, logprobs, tops, strict=True)
+    ]

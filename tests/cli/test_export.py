@@ -23,8 +23,8 @@ def line(custom_id: str, url: str, **body) -> dict:
 
 LINES = [
     line("chat", CHAT, messages=[{"role": "user", "content": "Say, \"hello\"\nwörld."}], n=2, temperature=0.9, seed=5,
-         logprobs=True),
-    line("text", COMPLETIONS, prompt="def add(", max_tokens=6, logprobs=0, temperature=0),
+         logprobs=True, top_logprobs=3),
+    line("text", COMPLETIONS, prompt="def add(", max_tokens=6, logprobs=2, temperature=0),
     line("tools", CHAT, messages=[{"role": "user", "content": "Hi"}], functions=[{"name": "f"}]),
 ]  # fmt: skip
 
@@ -77,6 +77,9 @@ def test_every_line_of_a_batch_file_comes_back_under_its_id(exported, stored):
     for choice, row in zip(body["choices"], rows, strict=True):
         content = choice["logprobs"]["content"]
         assert [token["logprob"] for token in content] == row["token_logprobs"]
+        ranked = [[top["logprob"] for top in token["top_logprobs"]] for token in content]
+        assert ranked == [[top["logprob"] for top in tops] for tops in row["token_top_logprobs"]]
+        assert all(len(tops) == 3 and tops[0] >= tops[-1] for tops in ranked)
         assert "".join(token["token"] for token in content).startswith(row["text"])
 
 
@@ -88,6 +91,8 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
     assert (choice["text"], choice["finish_reason"]) == (row["text"], row["finish_reason"])
     assert choice["logprobs"]["token_logprobs"] == row["token_logprobs"]
     assert choice["logprobs"]["text_offset"][:2] == [0, len(choice["logprobs"]["tokens"][0])]
+    tops = choice["logprobs"]["top_logprobs"]
+    assert [max(top, key=top.get) for top in tops] == choice["logprobs"]["tokens"] and {len(top) for top in tops} == {2}
     error = lines["tools"]["response"]["body"]["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_parameter")
