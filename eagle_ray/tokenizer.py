@@ -22,6 +22,7 @@ from eagle_ray.chat.chat_format import TOOL_PARSERS, ChatFormat
 from eagle_ray.chat.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.chat.incremental_parser import num_begun
 from eagle_ray.chat.reasoning_parser import CLOSE
+from eagle_ray.chat.template_messages import unread_arguments
 from eagle_ray.chat_templates import NAMES, template_path
 from eagle_ray.errors import EngineError, RequestError, one_line
 from eagle_ray.model_files import check_files, eos_ids_of, is_lfs_pointer
@@ -229,6 +230,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: over one row's messages it may raise anything
             reason = f"{type(error).__name__}: {error}"
+            if (place := unread_arguments(messages)) is not None:
+                reason = f"{reason}. {place} is not a JSON object: write one, such as {{}}"
             raise RequestError("bad_messages", f"the chat template refuses these messages: {reason}") from error
 
     def _check_tools(self, options: ChatOptions) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eagle_ray.chat.template_messages import template_message
 from eagle_ray.chat_templates import NAMES
 from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, ChatTemplateError, TextOptions, Tokenizer
@@ -127,6 +128,22 @@ def test_whatever_a_template_raises_is_the_rows_error(tmp_path, directory, templ
     with pytest.raises(RequestError, match=r"refuses these messages: (TypeError|RecursionError)") as error:
         Tokenizer.load(directory, str(tmp_path / "mine.jinja")).encode_chat(HI)
     assert error.value.code == "bad_messages"
+
+
+def test_arguments_that_the_template_refuses_are_named(tmp_path, directory):
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}{% for call in m.tool_calls %}{% for k, v in call.function.arguments.items() %}"
+        "{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    text = Tokenizer.load(directory, str(tmp_path / "mine.jinja"))
+
+    def calls(arguments: str) -> list[dict]:
+        return [template_message({"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]})]
+
+    assert text.render_chat(calls('{"a": 1}')) == "a=1;" and text.render_chat(calls("null")) == ""
+    for arguments in ("[1]", "{broken"):
+        with pytest.raises(RequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is not"):
+            text.encode_chat([*HI, *calls(arguments)])
 
 
 def test_a_template_may_come_from_a_file(tmp_path, directory):
