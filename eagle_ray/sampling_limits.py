@@ -1,6 +1,9 @@
-"""Bounds of sampling parameters that the configuration, the HTTP endpoint and the engine share."""
+"""Bounds of sampling parameters and of JSON schemas that the configuration, the HTTP endpoint and the engine share."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 # A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
 # that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
@@ -25,3 +28,47 @@ MAX_GRAMMAR_CHARS = {
     "tools": 1 << 17,  # the grammar of their calls, with the tools' schemas
 }
 MAX_GBNF_RULES = 1000  # their conversion to Lark's syntax takes time with the square of their number
+
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+_SCHEMAS = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_SCHEMA_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
+_SCHEMA_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError for a minProperties that a grammar cannot hold.
+
+    A grammar counts the keys that are written, and a key that the schema does not name can be written twice. Required
+    keys are written once, and one more key differs from all of them.
+    """
+    if not isinstance(schema, dict):
+        return
+    minimum, required = schema.get("minProperties"), schema.get("required")
+    num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
+    types = schema.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    is_fixed = schema.get("additionalProperties", True) is False and not schema.get("patternProperties")
+    if is_object and not is_fixed and isinstance(minimum, int) and minimum > num_required + 1:
+        raise ValueError(
+            f"minProperties: {minimum} is not supported where keys are free: one key could be written twice. Name keys "
+            "in required, or set additionalProperties to false without patternProperties"
+        )
+    for inner in _inner_schemas(schema):
+        check_schema(inner)
+
+
+def _inner_schemas(schema: dict[str, Any]) -> Iterator[Any]:
+    yield from (schema[name] for name in _SCHEMAS if name in schema)
+    for name in _SCHEMA_LISTS:
+        yield from schema[name] if isinstance(schema.get(name), list) else ()
+    for name in _SCHEMA_OBJECTS:
+        yield from schema[name].values() if isinstance(schema.get(name), dict) else ()

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from eagle_ray.chat.chat_options import ChatOptions
 from eagle_ray.chat.reasoning_parser import CLOSE, OPEN, ReasoningStart
 from eagle_ray.chat.tool_forms import ARGS, PYTHON_TAG, TOOL_CALLS, TOOL_CLOSE, TOOL_OPEN
+from eagle_ray.errors import RequestError
+from eagle_ray.sampling_limits import check_schema
 
 Tool = dict[str, Any]
 JSON_OPTIONS = {"whitespace_pattern": " ?"}  # a model may write white space without an end
@@ -159,7 +161,12 @@ def _object(tool: Tool, key: str) -> str:
 
 def _arguments(tool: Tool) -> str:
     """Return the rule of a tool's arguments: an object that fits its schema, if it has one."""
-    schema = {"type": "object"} | (tool["function"].get("parameters") or {}) | {"x-guidance": JSON_OPTIONS}
+    parameters = tool["function"].get("parameters") or {}
+    try:
+        check_schema(parameters)
+    except ValueError as error:
+        raise RequestError("bad_grammar", f"tools: the parameters of {_name(tool)!r}: {error}") from None
+    schema = {"type": "object"} | parameters | {"x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"
 
 

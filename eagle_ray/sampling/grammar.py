@@ -25,7 +25,7 @@ from typing import Any
 
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
-from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
+from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0  # of one grammar, from the request on
@@ -208,6 +208,7 @@ def _source(spec: GrammarSpec) -> str:
     try:
         if spec.kind in ("json_schema", "json_object"):
             schema = _schema(spec.source) if spec.kind == "json_schema" else ANY_OBJECT
+            check_schema(json.loads(schema))
             return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.source)

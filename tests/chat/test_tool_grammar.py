@@ -58,6 +58,13 @@ def allows(written, source, text):
     return state.is_complete
 
 
+def test_a_schema_that_a_grammar_cannot_hold_names_the_tool():
+    free = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "minProperties": 2}}}
+    options = ChatOptions.of({"tools": [free], "tool_choice": "required"})
+    with pytest.raises(RequestError, match="tools: the parameters of 'f': minProperties: 2 is not supported"):
+        tool_grammar(options, "hermes", {})
+
+
 @pytest.mark.parametrize("form", TOOL_PARSERS)
 def test_a_required_call_is_a_call_that_fits_its_schema(written, form):
     source = tool_grammar(ChatOptions.of(REQUIRED), form, written[2])

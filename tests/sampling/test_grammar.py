@@ -195,6 +195,33 @@ def test_what_is_no_grammar_is_named(compiler, kind, source):
     assert caught.value.code == "bad_grammar" and "\n" not in str(caught.value)
 
 
+FREE = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        (FREE | {"minProperties": 2}, True),
+        (FREE | {"minProperties": 1}, False),
+        (FREE | {"minProperties": 3, "required": ["a", "b"]}, False),
+        ({"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": False}, True),
+        ({"minProperties": 1, "properties": {"a": {}}, "required": ["a"], "additionalProperties": False}, False),
+        ({"properties": {"minProperties": {"type": ["object", "null"], "minProperties": 2}}}, True),
+        ({"properties": {"minProperties": {"const": 5}}, "required": ["minProperties"]}, False),
+    ],
+)
+def test_keys_that_could_be_written_twice_to_be_enough_are_refused(compiler, schema, is_refused):
+    spec = GrammarSpec("json_schema", json.dumps(schema))
+    if is_refused:
+        with pytest.raises(RequestError, match=r"json_schema: minProperties: \d is not supported") as error:
+            compiler.start(spec)
+        assert error.value.code == "bad_grammar"
+        return
+    text = written(state := compiler.start(spec), 1, 2000)
+    if state.is_complete:
+        jsonschema.validate(json.loads(text), schema)
+
+
 def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
