@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens
 from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
-COMPILE_TIMEOUT_S = 10.0  # of one grammar, from the request on
+COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
 ANY_OBJECT = '{"type": "object"}'
@@ -146,7 +145,6 @@ class GrammarCompiler:
 
     def _compiled(self, spec: GrammarSpec) -> Matcher:
         """Compile in a thread of its own: a compilation cannot be interrupted, but it need not be waited for."""
-        deadline = time.monotonic() + COMPILE_TIMEOUT_S
         _check_size(spec)
         tokenizer = self._tokenizer()
         if not self._free.acquire(timeout=COMPILE_TIMEOUT_S):
@@ -164,7 +162,7 @@ class GrammarCompiler:
 
         _start_thread(compile_source)
         try:
-            return made.result(deadline - time.monotonic())
+            return made.result(COMPILE_TIMEOUT_S)
         except TimeoutError:
             message = f"{spec.name}: not compiled within {COMPILE_TIMEOUT_S:g} s: simplify it"
             raise RequestError("bad_grammar", message) from None
