@@ -18,13 +18,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
 from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.fingerprints import Fingerprint, check_unchanged, what_changed
 from eagle_ray.batch.input.plan import InputPlan, plan_input, sample_ids
-from eagle_ray.batch.job_errors import Incomplete, JobError, OutputLocked, OutputMismatch
+from eagle_ray.batch.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.layout import data_of, read_derived_record
 from eagle_ray.batch.output.lock import CheckLock, lock_output
 from eagle_ray.batch.output.manifest import (
     PROGRESS,
@@ -39,17 +40,19 @@ from eagle_ray.batch.output.manifest import (
     version_of,
 )
 from eagle_ray.batch.output.output_index import OutputIndex
-from eagle_ray.batch.output.part_files import part_files
+from eagle_ray.batch.output.part_files import part_files, read_tables
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import SHARD_PLAN, read_shard_plan, shard_outputs
 from eagle_ray.batch.row_index import num_ranges
-from eagle_ray.batch.run import check_error_rate, store_report, summarize_run
+from eagle_ray.batch.run import NO_PROGRESS, check_error_rate, store_report, summarize_run
 from eagle_ray.batch.status import status_of
 from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig, upgrade_config
+from eagle_ray.config.records import ProgressRecord, SummaryRecord
+from eagle_ray.errors import one_line
 from eagle_ray.report.cost import cost
 from eagle_ray.report.text import number, render, run_table
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
+from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -159,7 +162,13 @@ def _config_of(
     limit: int | None,
 ) -> JobConfig:
     """Return the configuration of the whole output: the shards', without a shard. Raises ConfigError."""
-    config = JobConfig.model_validate(upgrade_config(recorded))
+    try:
+        config = JobConfig.model_validate(upgrade_config(recorded))
+    except ValueError as error:
+        raise OutputDamaged(
+            f"{root / SHARD_PLAN} is damaged (its configuration is not valid: {one_line(error)}): delete it, and run "
+            "one of the shards again, which writes it again"
+        ) from None
     given = {"path": input_path, "limit": limit}
     chosen: dict[str, Any] = {}
     for key in INPUT_KEYS:
@@ -247,16 +256,21 @@ def _verify(shard: JobShard, output: StoragePath, manifest: dict[str, Any], plan
             f"shard {shard}: {sum(map(len, extra.values()))} ids are there twice, such as in {next(iter(extra))}. Run "
             f"--shard {shard} again, which removes the second rows."
         )
-    summary = read_json_object(output / SUMMARY) or {"total": {"errors": 0}}
+    summary = read_derived_record(output / SUMMARY, SummaryRecord, "its error rows are counted again")
     return FinishedShard(
         shard=str(shard),
         ids=num_ids,
         rows=index.num_rows,
-        errors=summary["total"]["errors"],
+        errors=_num_errors(output) if summary is None else summary["total"]["errors"],
         others=found.num_others,
         attempts=len(manifest["attempts"]),
         finished_at=manifest["attempts"][-1].get("finished_at"),
     )
+
+
+def _num_errors(output: StoragePath) -> int:
+    tables = read_tables(data_of(output), ["status"])
+    return sum(len(table.filter(pc.equal(table["status"], "error"))) for table in tables)
 
 
 def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
@@ -269,7 +283,8 @@ def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
 
 def _cost(config: JobConfig, outputs: Outputs, total: dict[str, Any]) -> dict[str, Any] | None:
     """Return the cost of all shards: the longest shard's time, and the workers of all, if they are alike."""
-    progress = [read_json_object(output / PROGRESS) or {} for output in outputs.values()]
+    files = (output / PROGRESS for output in outputs.values())
+    progress = [read_derived_record(file, ProgressRecord, NO_PROGRESS) or {} for file in files]
     usages = [usage for facts in progress if (usage := facts.get(USAGE))]
     if not usages or len({usage["gpus_per_worker"] for usage in usages}) > 1:
         return None

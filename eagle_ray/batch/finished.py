@@ -16,9 +16,9 @@ from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import read_manifest
 from eagle_ray.batch.output.recorded_inputs import read_inputs
-from eagle_ray.batch.row_index import INDEX, read_index_file
+from eagle_ray.batch.row_index import INDEX, read_index_file, write_facts
 from eagle_ray.config import JobConfig
-from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.storage.path import StoragePath
 
 FILE = "finished.json"
 
@@ -45,7 +45,7 @@ def record_finished(output: StoragePath, key: str, counted: str) -> None:
 
     counted: the key of the files before they were counted, so that the record does not hold for a late file.
     """
-    write_json(output / INDEX / FILE, {"key": key, "files": counted})
+    write_facts(output / INDEX / FILE, {"key": key, "files": counted})
 
 
 def forget_finished(output: StoragePath) -> None:

@@ -24,13 +24,15 @@ from ray.actor import ActorHandle
 from eagle_ray.batch.cluster import GcsWatch, RayletWatch, WorkerPlan, check_alive, gcs_address, raylet_socket
 from eagle_ray.batch.display import Facts, display
 from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
+from eagle_ray.batch.output.layout import read_derived_record
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, RunHandle
 from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.progress import Progress
 from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
+from eagle_ray.config.records import ProgressRecord
 from eagle_ray.engine.counters import choice_text
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
+from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -241,7 +243,7 @@ class ProgressMonitor:
 def _progress_before(run: RunHandle) -> Facts | None:
     """Return what earlier attempts of this run last wrote to ``_progress.json``, or None."""
     with suppress(OSError):
-        facts = read_json_object(run.output / PROGRESS)
+        facts = read_derived_record(run.output / PROGRESS, ProgressRecord)
         return facts if facts and facts.get("run_id") == run.run_id else None
     return None
 

@@ -42,6 +42,7 @@ from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import part_files, read_tables
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded, claim_output
+from eagle_ray.batch.row_index import free_index_name
 from eagle_ray.config import ConfigError, JobConfig, config_hash
 from eagle_ray.storage.path import StoragePath, read_json_object
 
@@ -102,6 +103,7 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
     if not part_files(data_of(output)):
         raise ConfigError(f"{output}: there are no rows in {data_of(output)}: nothing to adopt. Run the job.")
     with lock_output(output):
+        free_index_name(output)
         damage = _damage_of(output)
         if damage is None:
             return f"{output / RUN} can be read: there is nothing to repair"

@@ -14,6 +14,7 @@ which bounds memory whatever the number of rows.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 import zlib
@@ -30,6 +31,7 @@ from eagle_ray.batch.id_digests import DIGEST, SIZE
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.storage.path import StoragePath, read_json_object
 
+log = logging.getLogger("eagle_ray")
 INDEX = "_index"  # a directory next to data/
 SEGMENT_ROWS = 1 << 21
 RANGE_ROWS = 1 << 20  # rows in memory at a time
@@ -116,11 +118,28 @@ def segments_in(facts: list[dict[str, Any]]) -> list[Segment]:
 
 
 def read_index_file(file: StoragePath) -> dict[str, Any] | None:
-    """Return the JSON object of an index file, or None if there is none that can be read."""
+    """Return the JSON object of an index file, or None if there is none that can be read, or not as it was written."""
     try:
-        return read_json_object(file)
-    except (OSError, UnicodeDecodeError):
+        facts = read_json_object(file)
+    except OSError:
         return None
+    if facts is None or facts.pop("checksum", None) not in (None, _checksum_of(facts)):
+        return None
+    return facts
+
+
+def _checksum_of(facts: dict[str, Any]) -> int:
+    """Return the CRC-32 of what an index file says without its checksum."""
+    others = {name: value for name, value in facts.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(others, separators=(",", ":")).encode())
+
+
+def free_index_name(output: StoragePath) -> None:
+    """Delete a file that has the name of the index's directory. The caller holds the lock."""
+    place = output / INDEX
+    if place.is_local and place.exists():
+        log.warning("%s is a file, not a directory: deleted, and the index is built again", place)
+        place.remove()
 
 
 def remove_index(output: StoragePath) -> None:
@@ -163,8 +182,8 @@ def has_many_segments(num_segments: int, num_rows: int) -> bool:
 
 
 def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
-    """Write a JSON file of the index without white space, since it may list many files and shards."""
-    file.write_atomic(json.dumps(facts, separators=(",", ":")).encode())
+    """Write a JSON file of the index with its checksum, without white space: it may list many files and shards."""
+    file.write_atomic(json.dumps(facts | {"checksum": _checksum_of(facts)}, separators=(",", ":")).encode())
 
 
 def num_ranges(num_rows: int) -> int:

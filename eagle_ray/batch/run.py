@@ -52,7 +52,7 @@ from eagle_ray.batch.job_errors import (
 )
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_writers
-from eagle_ray.batch.output.layout import data_of, root_of
+from eagle_ray.batch.output.layout import data_of, read_derived_record, root_of
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import (
     ESTIMATE,
@@ -75,11 +75,13 @@ from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
 from eagle_ray.batch.ray_jobs import check_output_outlives_job
-from eagle_ray.batch.row_index import INDEX, IndexDamaged, remove_index
+from eagle_ray.batch.row_index import INDEX, IndexDamaged, free_index_name, remove_index
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import plain_decoding_note
+from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
+from eagle_ray.errors import one_line
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
@@ -88,7 +90,7 @@ from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.start_log import configure_logging
-from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes, read_json_object
+from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
@@ -96,6 +98,9 @@ GROUP_BY = "category"  # the table has a line for each of its values, where the 
 TURN = "turn_index"
 ERRORS_SHOWN = 3
 RESUME = "Run the same command again to resume."
+COUNTED_AGAIN = "the rows are counted again"
+NO_PROGRESS = "its numbers are left out until rows are generated again"
+NO_ESTIMATE = "it is left out. eagle-ray validate --estimate writes it again"
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
@@ -139,10 +144,10 @@ def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int 
     with suppress(ConfigError, OSError):
         output = output_of(config)
         if ending.outcome in (DONE, TOO_MANY_ERRORS):
-            total = (read_json_object(output / SUMMARY) or {}).get("total", {})
+            total = (read_derived_record(output / SUMMARY, SummaryRecord) or {}).get("total", {})
             return total.get("rows"), total.get("errors")
         if output.is_local or not ending.outcome.is_transient:
-            progress = read_json_object(output / PROGRESS) or {}
+            progress = read_derived_record(output / PROGRESS, ProgressRecord, NO_PROGRESS) or {}
             if progress and datetime.fromisoformat(progress["written_at"]) >= began.replace(microsecond=0):
                 return progress["rows_in_files"], progress["errors"]
     return None, None
@@ -228,6 +233,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
         _check_models(config)  # before anything is deleted, and before a mistyped name is on record
     claim_output(config)
     with lock_output(output) as check_lock:
+        free_index_name(output)
         if not is_overwritten:
             check_changes(plan, output, retry_errors)
         accepted = (*plan.changes.grown, *plan.changes.rewritten)
@@ -249,9 +255,9 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         _drop_error_rows(config, run, plan.rows)
     if len(plan.changes.changed):
         _drop_late_answers(config, plan, run)
-    there = read_json_object(run.output / SUMMARY)
     counted = files_key(run.output)
-    if there and finished_key(run.output) == plan.key:
+    is_finished = finished_key(run.output) == plan.key
+    if is_finished and (there := stored_summary(run.output)):
         log.info("all ids that are asked for are answered, in %d rows", there["total"]["rows"])
         wait_for_stale_writers(run)
         summary = there | _facts_of_attempt(run, there["total"])
@@ -261,7 +267,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
             run.check_current()  # an output that was deleted has no manifest to read
             wait_for_stale_writers(run)
             counted = _deduplicate_and_check(config, plan, run)
-        there = read_json_object(run.output / SUMMARY) or {}  # removed before rows are generated, so still valid
+        there = {} if is_finished else stored_summary(run.output) or {}  # removed before rows are generated
         summary = there | summarize_run(run)
     summary |= _checks(config, plan, run, there)
     run.publish(SUMMARY, json_bytes(summary))
@@ -269,6 +275,21 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         check_error_rate(summary["total"], config.execution.max_error_rate)
     run.publish(SUCCESS, b"")
     record_finished(run.output, plan.key, counted)
+    return summary
+
+
+def stored_summary(output: StoragePath) -> dict[str, Any] | None:
+    """Return ``_summary.json`` if it has everything that a report shows, else None: it can be made again."""
+    file, manifest = output / SUMMARY, read_manifest(output)
+    summary = read_derived_record(file, SummaryRecord, COUNTED_AGAIN)
+    if summary is None or manifest is None:
+        return None
+    try:
+        run_table(summary)
+        page(summary, manifest)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        log.warning("%s is damaged (%s: %s): %s", file, type(error).__name__, one_line(error), COUNTED_AGAIN)
+        return None
     return summary
 
 
@@ -421,7 +442,7 @@ def summarize_run(run: RunHandle) -> dict[str, Any]:
 def _facts_of_attempt(run: RunHandle, total: dict[str, Any]) -> dict[str, Any]:
     """Return what the summary says of the attempt, which may differ although the files are the same."""
     facts = {"run_id": run.run_id, "attempt": run.attempt, "config_hash": run.config_hash}
-    last_work = read_json_object(run.output / PROGRESS)
+    last_work = read_derived_record(run.output / PROGRESS, ProgressRecord, NO_PROGRESS)
     return facts | {"last_work": last_work} | _cost(run, total, last_work)
 
 
@@ -430,7 +451,7 @@ def _cost(run: RunHandle, total: dict[str, Any], work: dict[str, Any] | None) ->
     config = (read_manifest(run.output) or {}).get("config", {})
     price = config.get("execution", {}).get("price_per_hour")
     usage = work.get(USAGE) if work and work.get("run_id") == run.run_id else None
-    estimate = read_json_object(run.output / ESTIMATE)
+    estimate = read_derived_record(run.output / ESTIMATE, EstimateRecord, NO_ESTIMATE)
     is_same = estimate is not None and estimate["config_hash"] == run.config_hash and estimate["rows"] == total["rows"]
     return {"cost": cost(total, usage, price), "estimate": estimate if is_same else None}
 

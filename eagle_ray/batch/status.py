@@ -11,20 +11,23 @@ life for long is called silent.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.batch.display import Facts, format_progress
+from eagle_ray.batch.output.layout import read_derived_record
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
 from eagle_ray.batch.output.sharding import read_shard_plan, shard_outputs
 from eagle_ray.batch.process_id import Process
 from eagle_ray.config import ConfigError
+from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.report.text import number, render
-from eagle_ray.storage.path import StoragePath, read_json_object
+from eagle_ray.storage.path import StoragePath
 
 INTERRUPTED_OUTCOME = "KeyboardInterrupt"
 SILENCE_INTERVALS = 6  # times logging.progress_every_s
+NO_TOTAL = "its counts are left out. The run's command makes it again"
 MIN_SILENCE_S = 60.0  # loading a model takes as long
 
 
@@ -63,26 +66,28 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
     last = manifest["attempts"][-1]
-    progress = read_json_object(output / PROGRESS)
+    progress = read_derived_record(output / PROGRESS, ProgressRecord, "it is left out")
     if progress and (progress.get("run_id"), progress.get("attempt")) != (manifest["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     last_sign_at = (progress or {}).get("written_at") or last["started_at"]
     quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(last_sign_at)).total_seconds()
-    process = Process(**last["process"]) if isinstance(last.get("process"), dict) else None  # a number in older records
+    process = last.get("process")
+    is_known = isinstance(process, dict)  # a number in older records
+    driver = Process(**{each.name: process[each.name] for each in fields(Process)}) if is_known else None
     is_done = (output / SUCCESS).exists()
     max_quiet_s = max(MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"])
     return RunStatus(
         output=str(output),
         run_id=manifest["run_id"],
-        state="done" if is_done else "stopped" if "outcome" in last else _liveness(process, quiet_s, max_quiet_s),
+        state="done" if is_done else "stopped" if "outcome" in last else _liveness(driver, quiet_s, max_quiet_s),
         attempt=last["attempt"],
         started_at=last["started_at"],
         finished_at=last.get("finished_at"),
         outcome=last.get("outcome"),
         quiet_s=max(0.0, quiet_s),
-        process=process,
+        process=driver,
         progress=progress,
-        total=(read_json_object(output / SUMMARY) or {}).get("total") if is_done else None,
+        total=(read_derived_record(output / SUMMARY, SummaryRecord, NO_TOTAL) or {}).get("total") if is_done else None,
     )
 
 

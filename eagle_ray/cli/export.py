@@ -22,16 +22,17 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.layout import data_of
+from eagle_ray.batch.output.layout import data_of, read_derived_record
 from eagle_ray.batch.output.manifest import SUCCESS, SUMMARY
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config import ConfigError
+from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.errors import EngineError
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
-from eagle_ray.storage.path import StoragePath, read_json_object
+from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256
 Row = dict[str, Any]
@@ -48,13 +49,18 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
         _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():
         raise ConfigError(f"{run} is not finished: run the job to its end, or export what is there with --partial")
-    _check_whole(run, 0 if partial else (read_json_object(run / SUMMARY) or {}).get("total", {}).get("rows", 0))
+    _check_whole(run, 0 if partial else _num_recorded_rows(run))
     lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
     if target is None:
         sys.stdout.buffer.writelines(line.encode() for line in lines)
         return ""
     _write(target, lines)
     return f"rows of {run} in {target}"
+
+
+def _num_recorded_rows(run: StoragePath) -> int:
+    summary = read_derived_record(run / SUMMARY, CountedRowsRecord, "the number of rows is not checked")
+    return summary["total"]["rows"] if summary else 0
 
 
 def _check_whole(run: StoragePath, num_rows: int) -> None:

@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.batch.output.layout import data_of
-from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, SUMMARY, RunHandle, read_manifest
+from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, RunHandle, read_manifest
 from eagle_ray.batch.output.part_files import has_column, read_tables
 from eagle_ray.batch.output.sharding import SHARD_PLAN
-from eagle_ray.batch.run import GROUP_BY, summarize_run, write_report
+from eagle_ray.batch.run import GROUP_BY, stored_summary, summarize_run, write_report
 from eagle_ray.config import ConfigError
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
-from eagle_ray.storage.path import StoragePath, read_json_object
+from eagle_ray.storage.path import StoragePath
 
 
 def parse_run_path(text: str) -> StoragePath:
@@ -78,7 +78,7 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
 def load_summary(output: StoragePath) -> dict[str, Any]:
     """Return ``_summary.json`` of a finished run, or compute it now for another. Raises ConfigError."""
     record = record_of(output)
-    if (output / SUCCESS).exists() and (summary := read_json_object(output / SUMMARY)):
+    if (output / SUCCESS).exists() and (summary := stored_summary(output)):
         return summary
     return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from eagle_ray.batch.input.passthrough import PassthroughColumn
 from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, row_settings_line
-from eagle_ray.batch.job_errors import JobError
+from eagle_ray.batch.job_errors import JobError, OutputDamaged
 from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.batch.output.output_index import OutputIndex, own_files
@@ -64,7 +64,7 @@ class CheckedRow:
 
 
 def validate(config: JobConfig) -> str:
-    """Return a report. Raises ConfigError if the job could not run, or if every row is bad."""
+    """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
     check_disjoint(config.input.path, root_of(output_of(config)))
     plan = plan_input(config)
     check_not_empty(plan, config)
@@ -165,7 +165,9 @@ def _output(config: JobConfig) -> str:
         if config.execution.shard is None:
             check_not_sharded(output)
         return f"output   {output} can be written; {_found_there(output, config)}"
-    except JobError as error:  # damaged, or of another program
+    except OutputDamaged:  # the outcome is that of every other command
+        raise
+    except JobError as error:  # of another program
         raise ConfigError(f"output.path: {error}") from None
 
 

@@ -17,13 +17,13 @@ from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.schema import output_schema
-from eagle_ray.batch.output.sharding import claim_output
+from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
 from eagle_ray.batch.run import summarize_run
 from eagle_ray.batch.status import sharded_status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.storage.path import StoragePath, parquet_bytes, write_json
+from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
 from tests.conftest import token_rows
 
 SCHEMA = output_schema([])
@@ -187,6 +187,32 @@ def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, cap
     assert cli.main(["report", output]) == 0
     with pytest.raises(ConfigError, match="is written in 3 shards"):
         validate(make_job())
+
+
+WRONG_PLANS = [{"count": "3"}, {"count": 0}, {"count": None}, {"config": None}, {"config": []}, {"config": {"a": 1}}]
+
+
+@pytest.mark.parametrize("wrong", WRONG_PLANS)
+def test_a_damaged_plan_of_shards_is_named(shards, capsys, wrong):
+    file = root(shards[0]) / SHARD_PLAN
+    write_json(file, read_json(file) | wrong)
+    assert cli.main(["finish", shards[0].output.path]) == 6
+    error = capsys.readouterr().err
+    assert f"{file} is damaged (" in error and "delete it" in error and error.count("\n") == 1
+    file.remove()
+    claim_output(shards[0])
+    assert finish_shards(root(shards[0]))["total"]["rows"] == 30
+
+
+def test_the_error_rows_of_a_shard_with_a_damaged_summary_are_counted(make_job):
+    make_job(token_rows(6))
+    for i in (1, 2):
+        config = make_job(**{"execution.shard": f"{i}/2"})
+        write_part(config, ids_in_shard(config), status="error" if i == 1 else "ok")
+        complete(config)
+        write_json(output_of(config) / "_summary.json", {"total": {}})
+    counted = [(shard["rows"], shard["errors"]) for shard in finish_shards(root(config))["shards"]]
+    assert [errors for _, errors in counted] == [counted[0][0], 0]
 
 
 def test_an_output_without_shards_is_refused(make_job, tmp_path):

@@ -17,6 +17,8 @@ from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
 from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
 from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.batch.status import status_of
+from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.storage.path import StoragePath, read_json, write_json
@@ -106,7 +108,7 @@ def test_the_record_of_an_earlier_release_is_read_and_becomes_one_of_this(make_j
     assert recorded(run).keys() == {"/gone.jsonl", make_job().input.path}
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"a": 1}'])
 def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_job, content):
     run = start(make_job(token_rows(2)))
     file = here(run.output) / read_json(run.output / RUN)["inputs"]["list"]
@@ -114,13 +116,13 @@ def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_
     named = rf"{file.name} is damaged .* record them as they are now with eagle-ray repair"
     with pytest.raises(OutputDamaged, match=named):
         start(make_job())
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(OutputDamaged, match=named):
         validate(make_job())
     assert start(make_job(**{"output.if_exists": "overwrite"})).attempt == 2
     assert recorded(run).keys() == {make_job().input.path}
 
 
-@pytest.mark.parametrize("inputs", [{"files": 1}, ["x"], {"/in.jsonl": {"size": 1, "mtime_ns": 1}}])
+@pytest.mark.parametrize("inputs", [{"files": 1}, ["x"], {}, None, {"/in.jsonl": {"size": 1, "mtime_ns": 1}}])
 def test_a_record_without_a_list_of_inputs_is_damaged(make_job, inputs):
     run = start(make_job(token_rows(2)))
     (here(run.output) / RUN).write_text(json.dumps(read_json(run.output / RUN) | {"inputs": inputs}))
@@ -227,7 +229,63 @@ def test_how_an_attempt_ended_is_noted(make_job):
     assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", ""])
+@pytest.mark.parametrize("inputs", [{"list": "../in.json"}, {"files": "1"}, {"list": 3}, {"checksum": 4}, {"bytes": 0}])
+def test_a_list_that_is_not_the_one_of_the_record_is_damaged(make_job, inputs):
+    run = start(make_job(token_rows(2)))
+    record = read_json(run.output / RUN)
+    write_json(run.output / RUN, record | {"inputs": record["inputs"] | inputs})
+    with pytest.raises(OutputDamaged, match="record them as they are now with eagle-ray repair"):
+        start(make_job())
+
+
+WRONG_VALUES = {
+    "attempts": [{}, [], [None], [1], None],
+    "attempt": ["x", "1", 0, True, None],
+    "config": [None, [], {}, "x"],
+    "run_id": [None, 7],
+    "name": [None],
+    "versions": [[]],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_VALUES.items() for value in values])
+def test_a_value_of_another_type_damages_a_record_for_every_command(make_job, key, value, capsys):
+    """And nothing is deleted."""
+    run = start(make_job(token_rows(2)))
+    pq.write_table(output_schema([]).empty_table(), here(run.data) / "part-001-000000.parquet")
+    write_json(run.output / RUN, read_json(run.output / RUN) | {key: value})
+    job = ["-i", make_job().input.path, "-o", str(run.output)]
+    commands = [["status", "RUN"], ["report", "RUN"], ["compare", "RUN", "RUN"], ["export", "RUN", "--to", "csv"]]
+    for command in [*commands, ["validate", *job]]:
+        assert cli.main([word.replace("RUN", str(run.output)) for word in command]) == 6
+        error = capsys.readouterr().err
+        assert "_run.json is damaged" in error and "eagle-ray repair" in error and error.count("\n") == 1
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged"):
+        start(make_job())
+    assert len(run.data.list_names()) == 1
+
+
+@pytest.mark.parametrize(
+    "attempts", [[(2, "2026-11-01T02:00:00+00:00")], [(1, "yesterday")], [(1, "2026-11-01T02:00:00")]]
+)
+def test_attempts_that_cannot_be_are_damage(make_job, attempts):
+    run = start(make_job(token_rows(2)))
+    noted = [{"attempt": number, "started_at": time} for number, time in attempts]
+    write_json(run.output / RUN, read_json(run.output / RUN) | {"attempts": noted})
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged \(attempts"):
+        start(make_job())
+
+
+def test_keys_of_a_newer_release_are_no_damage(make_job):
+    run = start(make_job(token_rows(2)))
+    record = read_json(run.output / RUN)
+    record["attempts"][0] |= {"newer": 1}
+    record["attempts"][0]["process"] |= {"newer": 1}
+    write_json(run.output / RUN, record | {"newer": {}})
+    assert status_of(run.output).state == "running" and start(make_job()).attempt == 2
+
+
+@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", "", "null"])
 def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     first = start(make_job(token_rows(2)))
     (here(first.output) / RUN).write_text(text)

@@ -112,6 +112,28 @@ def test_a_record_whose_list_of_inputs_is_lost_stays(job, content):
     assert "there is nothing to repair" in repair_output(job)
 
 
+def test_a_record_with_values_of_another_type_is_repaired(job):
+    before = read_manifest(output_of(job))
+    for wrong in ({"config": None}, {"attempts": []}):
+        record(job).write_text(json.dumps(before | wrong))
+        assert f"adopted run {before['run_id']}: 3 rows" in repair_output(job)
+        assert "there is nothing to repair" in repair_output(job)
+
+
+def test_rows_of_this_run_are_never_deleted_as_those_of_an_overwritten_one(job):
+    """Whatever the record says of its attempts."""
+    before, files = read_manifest(output_of(job)), sorted(Path(job.output.path, "data").iterdir())
+    record(job).write_text(json.dumps(before | {"attempts": before["attempts"][-1:]}))
+    run = open_run(job, plan_input(job).fingerprints)
+    with pytest.raises(OutputDamaged, match=r"_run\.json is damaged \(it lacks attempt 2, which made part-002"):
+        remove_stale_files(run)
+    assert sorted(Path(job.output.path, "data").iterdir()) == files
+    stale = write_rows(job, ["q4"], attempt=1, run_id="overwritten")
+    record(job).write_text(json.dumps(before | {"attempts": before["attempts"][1:]}))
+    remove_stale_files(open_run(job, plan_input(job).fingerprints))
+    assert not stale.exists() and sorted(Path(job.output.path, "data").iterdir()) == files
+
+
 def test_a_configuration_that_did_not_make_the_rows_is_refused_with_what_they_say(job, make_job):
     record(job).unlink()
     other = make_job(**{"sampling.max_tokens": 7})

@@ -172,6 +172,16 @@ def with_unknown_types(index: Path) -> None:
         file.write_text(json.dumps(facts | {"types": []}))
 
 
+def a_file(index: Path) -> None:
+    shutil.rmtree(index)
+    index.write_text("{}")
+
+
+def with_another_number(index: Path) -> None:
+    for file in index.glob("*.json"):
+        file.write_text(file.read_text().replace("1", "2", 1))
+
+
 def half_written(index: Path) -> None:
     """A writer that was killed between its segments and its list of them."""
     (index / "finished.json").unlink()
@@ -180,7 +190,18 @@ def half_written(index: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [lost, cut_off, without_segments, flipped, of_another_form, with_unknown_types, half_written]
+    "damage",
+    [
+        lost,
+        cut_off,
+        without_segments,
+        flipped,
+        of_another_form,
+        with_unknown_types,
+        half_written,
+        a_file,
+        with_another_number,
+    ],
 )
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, damage: Callable, is_finished: bool):
@@ -200,6 +221,27 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
     assert answered(tmp_path).keys() == set("abcdefgh")
     assert len(list((tmp_path / "out" / INDEX).glob("*.arrow"))) >= 2
     assert not (tmp_path / "out" / INDEX / "input-0123456789ab.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("_estimate.json", {"a": 1}),
+        ("_estimate.json", []),
+        ("_progress.json", {"run_id": 3}),
+        ("_summary.json", {"total": {}}),
+        ("_summary.json", {"total": {"rows": 3, "errors": 0, "output_tokens": 3}}),
+    ],
+)
+def test_a_record_that_can_be_made_again_stops_nothing(make_job, engine, messages, tmp_path, name, content):
+    config = make_job(rows(*"abc"))
+    first = run_to_completion(config)
+    (tmp_path / "out" / name).write_text(json.dumps(content))
+    assert run_to_completion(config)["total"] == first["total"]
+    assert f"{name} is damaged (" in (said := "\n".join(messages)) and said.count("is damaged") == 1
+    assert (tmp_path / "out" / "_SUCCESS").exists() and "groups" in json.loads(
+        (tmp_path / "out" / "_summary.json").read_text()
+    )
 
 
 def test_a_run_without_an_index_is_resumed(make_job: MakeJob, engine, tmp_path):

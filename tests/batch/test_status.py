@@ -141,6 +141,17 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
     assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
 
 
+@pytest.mark.parametrize("total", [{}, [], {"rows": "x", "errors": 2, "output_tokens": 5}])
+def test_damaged_counts_and_progress_are_left_out_with_a_line(started, messages, total):
+    run, output = started
+    write_json(output / "_summary.json", {"total": total})
+    (output / "_SUCCESS").write_atomic(b"")
+    say(run, rows_done="forty")
+    status = status_of(output)
+    assert status.state == "done" and status.total is None and status.progress is None
+    assert "_progress.json is damaged (rows_done: " in messages[0] and "_summary.json is damaged (total" in messages[1]
+
+
 def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
     with pytest.raises(ConfigError):
         status_of(StoragePath.of(tmp_path))

@@ -124,13 +124,13 @@ def test_validate_refuses_a_head_that_is_no_pair(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [("_run.json", "_run.json is damaged"), ("data/part-001-000000.parquet", "is there but no")],
+    ("name", "says", "code"),
+    [("_run.json", "_run.json is damaged", 6), ("data/part-001-000000.parquet", "is there but no", 2)],
 )
-def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_path, capsys, name, says):
+def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_path, capsys, name, says, code):
     (tmp_path / "out" / "data").mkdir(parents=True)
     (tmp_path / "out" / name).write_text("{")
-    assert cli.main(["validate", *job]) == 2
+    assert cli.main(["validate", *job]) == code
     error = capsys.readouterr().err
     assert says in error and str(tmp_path / "out" / name) in error
 

@@ -83,7 +83,7 @@ def test_a_finished_runs_numbers_are_its_summarys(run, capsys):
 
 
 @pytest.mark.parametrize("command", [["report", "RUN"], ["compare", "RUN", "RUN"]])
-@pytest.mark.parametrize(("damage", "code"), [(None, 2), ("{", 6)])
+@pytest.mark.parametrize(("damage", "code"), [(None, 2), ("{", 6), ("null", 6), ('{"attempts": []}', 6)])
 def test_what_is_no_run_is_one_line(tmp_path, capsys, command, damage, code):
     if damage is not None:
         (tmp_path / "_run.json").write_text(damage)
@@ -166,6 +166,18 @@ def test_a_damaged_summary_is_added_up_anew(run, capsys, damage):
     assert cli.main(["report", str(run), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["total"]["rows"] == 3 and numbers["last_work"] is None
+
+
+@pytest.mark.parametrize("key", ["total", "groups", "timeline", "budget", "by"])
+def test_a_summary_with_a_value_of_another_type_is_added_up_anew(run, capsys, messages, key):
+    cli.main(["report", str(run), "--json"])
+    numbers = json.loads(capsys.readouterr().out)
+    (run / "_summary.json").write_text(json.dumps(numbers | {key: {"a": 1}}))
+    (run / "_SUCCESS").touch()
+    assert cli.main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == numbers
+    assert "_summary.json is damaged (" in messages[-1] and "the rows are counted again" in messages[-1]
+    assert cli.main(["report", str(run)]) == 0
 
 
 def with_damaged_pages(part: Path) -> bytes:

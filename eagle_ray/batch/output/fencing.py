@@ -25,22 +25,42 @@ import time
 from datetime import datetime, timezone
 from itertools import pairwise
 
-from eagle_ray.batch.output.layout import SUCCESS
+import pyarrow.compute as pc
+
+from eagle_ray.batch.job_errors import OutputDamaged
+from eagle_ray.batch.output.layout import RUN, SUCCESS
 from eagle_ray.batch.output.manifest import RunHandle, read_manifest
-from eagle_ray.batch.output.part_files import attempt_of, part_files
+from eagle_ray.batch.output.part_files import attempt_of, part_files, read_part
+from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
 
 
 def remove_stale_files(run: RunHandle) -> None:
-    """Delete the files that writers of an overwritten run published after it was deleted."""
+    """Delete the files that writers of an overwritten run published after it was deleted.
+
+    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
+    """
     first = read_manifest(run.output)["attempts"][0]["attempt"]
     for file in part_files(run.data):
         attempt = attempt_of(file)
         if attempt is not None and attempt < first:
+            if _has_rows_of(run, file):
+                raise OutputDamaged(
+                    f"{run.output / RUN} is damaged (it lacks attempt {attempt}, which made {file.name}): put it back "
+                    "from a copy, or delete it and adopt the rows with eagle-ray repair"
+                )
             log.warning("%s is a late file of a run that was overwritten: deleted", file)
             file.remove()
+
+
+def _has_rows_of(run: RunHandle, file: StoragePath) -> bool:
+    """Return whether a row names this run. A file that cannot be read has none that could be kept."""
+    try:
+        return run.run_id in pc.unique(read_part(file, ["run_id"])["run_id"]).to_pylist()
+    except OutputDamaged:
+        return False
 
 
 def wait_for_stale_writers(run: RunHandle) -> None:

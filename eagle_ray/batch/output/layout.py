@@ -1,4 +1,4 @@
-"""The layout of an output directory: its data, and the directories of a job that runs in shards.
+"""The layout of an output directory: its data, its records, and the directories of a job that runs in shards.
 
 A shard's record (``_lock``, ``_run.json``, ``_SUCCESS`` ...) is in a directory of its own, so that shards share nothing
 while they run. Its rows are in the output's ``data/``, so that readers find the rows of all shards in one place:
@@ -9,15 +9,25 @@ while they run. Its rows are in the output's ``data/``, so that readers find the
     OUT/_run.json, OUT/_SUCCESS ...             the whole output's, by ``eagle-ray finish``
 
 A run's code names the record's directory ``output``; `data_of` gives the directory of its rows.
+
+Every JSON record is checked when it is read (``config/records.py``). A record that nothing else says is `OutputDamaged`
+if it is damaged; one that can be made again is left out, with a warning.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+from typing import Any
 
+from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.job_shard import JobShard
+from eagle_ray.config.records import RecordKind, check_record
+from eagle_ray.errors import one_line
 from eagle_ray.storage.path import StoragePath
 
+log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
@@ -41,3 +51,29 @@ def data_of(output: StoragePath) -> StoragePath:
 
 def _is_shard(output: StoragePath) -> bool:
     return output.parent.name == SHARDS and _SHARD_NAME.fullmatch(output.name) is not None
+
+
+def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, Any] | None:
+    """Return a record, or None if there is no such file. Raises OutputDamaged with the remedy if it is damaged."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        value = json.loads(data)
+        check_record(kind, value)
+    except ValueError as error:
+        raise OutputDamaged(f"{file} is damaged ({one_line(error)}): {remedy}") from None
+    return dict(value)
+
+
+def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it is made again") -> dict[str, Any] | None:
+    """Return a record that can be made again, or None, with a warning, if it is damaged.
+
+    remedy: what makes it again.
+    """
+    try:
+        return read_record(file, kind, remedy)
+    except OutputDamaged as error:
+        log.warning("%s", error)
+        return None

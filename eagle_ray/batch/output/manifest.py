@@ -34,25 +34,19 @@ from eagle_ray.batch.job_errors import (
     outcome_of,
 )
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.layout import DATA, RUN, SUCCESS, data_of, root_of, shard_output
+from eagle_ray.batch.output.layout import DATA, RUN, SUCCESS, data_of, read_record, root_of, shard_output
 from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.recorded_inputs import FORMAT_WITH_INPUTS, input_lists, read_inputs, write_inputs
 from eagle_ray.batch.process_id import Process
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json
+from eagle_ray.config.records import RecordKind, RunIdentity, RunRecord
+from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.storage_errors import remedy_of
 
 PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
 ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 FORMAT_VERSION = 2  # of _run.json
-REQUIRED_KEYS = {
-    "run_id",
-    "attempt",
-    "config",
-    "inputs",
-    "attempts",
-}  # of _run.json, without which it cannot be gone on from
 REMEDY = "choose another output.path, or --overwrite"
 EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
@@ -88,7 +82,7 @@ class RunHandle:
         """
         if self.check_lock is not None:
             self.check_lock()
-        manifest = read_manifest(self.output)
+        manifest = read_manifest(self.output, RunIdentity)
         if manifest is None:
             raise OutputDamaged(
                 f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
@@ -128,19 +122,16 @@ def output_of(config: JobConfig) -> StoragePath:
     return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
 
 
-def read_manifest(output: StoragePath) -> dict[str, Any] | None:
-    """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it cannot be read."""
+def read_manifest(output: StoragePath, kind: RecordKind = RunRecord) -> dict[str, Any] | None:
+    """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it is damaged.
+
+    kind: the part of it that the caller needs.
+    """
     remedy = (
         "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again "
         f"with --overwrite (deletes {DATA}/)"
     )
-    try:
-        manifest = read_json(output / RUN)
-    except ValueError as error:
-        raise OutputDamaged(f"{output / RUN} is damaged ({error}): {remedy}") from None
-    if manifest is not None and not (isinstance(manifest, dict) and manifest.keys() >= REQUIRED_KEYS):
-        raise OutputDamaged(f"{output / RUN} is damaged (not a run's record): {remedy}")
-    return manifest
+    return read_record(output / RUN, kind, remedy)
 
 
 @contextmanager
@@ -194,7 +185,7 @@ def _open_run(
     else:
         _check_same_job(output, old, config)
         manifest = old
-    noted = read_inputs(output, manifest)
+    noted = read_inputs(output, manifest) if old else {}
     check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
     return begin_attempt(manifest, old_version, config, noted | files)
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.layout import DATA, SHARDS, root_of, shard_output
+from eagle_ray.batch.output.layout import DATA, SHARDS, read_record, root_of, shard_output
 from eagle_ray.batch.output.manifest import RUN, output_of, wrap_os_errors
 from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json
+from eagle_ray.config.records import ShardPlanRecord
+from eagle_ray.storage.path import StoragePath, json_bytes
 
 SHARD_PLAN = "_shards.json"
 REMEDY = "Choose another output.path, or delete this one to start again"
@@ -70,14 +71,7 @@ def read_shard_plan(root: StoragePath) -> dict[str, Any] | None:
 
     Raises OutputDamaged if the file cannot be read.
     """
-    file = root / SHARD_PLAN
-    try:
-        plan = read_json(file)
-    except ValueError as error:
-        raise OutputDamaged(f"{file} is damaged ({error}): delete it, and the next shard writes it again") from None
-    if plan is not None and not (isinstance(plan, dict) and plan.keys() >= {"count", "config"}):
-        raise OutputDamaged(f"{file} is not a plan of shards: delete it, and the next shard writes it again")
-    return plan
+    return read_record(root / SHARD_PLAN, ShardPlanRecord, "delete it, and the next shard writes it again")
 
 
 def _check_unsharded_rows(root: StoragePath, shard: JobShard) -> None:

@@ -1,0 +1,237 @@
+"""What the JSON records of an output directory must hold before anything acts on them.
+
+Each model names the values that this package reads, with strict types. Other keys are allowed, because a newer minor
+version may write more.
+
+    >>> check_record(ShardPlanRecord, {"count": "3", "config": {}})
+    Traceback (most recent call last):
+        ...
+    ValueError: count: Input should be a valid integer
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    RootModel,
+    ValidationError,
+    model_validator,
+)
+
+
+def _check_time(text: str) -> str:
+    """Raise ValueError unless the text is an ISO time with a time zone."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without a time zone")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_check_time)]
+
+
+class Record(BaseModel):
+    """A JSON object of an output directory, or a part of one. Other keys than the fields are allowed."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class RunIdentity(Record):
+    """The part of ``_run.json`` that a writer reads before each publish."""
+
+    run_id: str
+    attempt: PositiveInt
+
+
+class ProcessRecord(Record):
+    """A driver's process, as `batch/process_id.py` identifies it."""
+
+    host: str
+    pids: str
+    pid: int
+    started: str | None
+
+
+class AttemptRecord(Record):
+    """One start of a run."""
+
+    attempt: PositiveInt
+    started_at: Time
+    finished_at: Time | None = None
+    outcome: str | None = None
+    process: ProcessRecord | int | None = None  # a number in older records
+
+
+class _Models(Record):
+    target: str
+    draft: str | list[str] | None
+
+
+class _Speculative(Record):
+    method: str
+
+
+class _Execution(Record):
+    slots: int | str
+    price_per_hour: float | None = None
+
+
+class _Input(Record):
+    path: str | list[str]
+    limit: int | None = None
+    columns: dict[str, Any] = {}
+
+
+class _Logging(Record):
+    progress_every_s: float
+
+
+class RunConfigRecord(Record):
+    """The settings that readers of a run take from its record; the run itself compares all of them."""
+
+    model: _Models
+    speculative: _Speculative
+    execution: _Execution
+    logging: _Logging
+    input: _Input
+
+
+class RunRecord(RunIdentity):
+    """``_run.json``.
+
+    Attributes:
+        inputs: see InputListRecord; the fingerprints themselves in format 1.
+        attempts: in order. No number is above `attempt`, since files of attempts below the first are deleted.
+    """
+
+    format_version: int | None = None
+    name: str
+    config: RunConfigRecord
+    config_hash: str
+    inputs: Any
+    versions: dict[str, str]
+    attempts: list[AttemptRecord] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_attempts(self) -> RunRecord:
+        numbers = [attempt.attempt for attempt in self.attempts]
+        if any(later <= earlier for earlier, later in pairwise(numbers)) or numbers[-1] > self.attempt:
+            raise ValueError(f"attempts {numbers} are not those before attempt {self.attempt}")
+        return self
+
+
+class InputListRecord(Record):
+    """What ``_run.json`` has of the list of input files. checksum: CRC-32 of the list, None in older records."""
+
+    files: NonNegativeInt
+    bytes: NonNegativeInt
+    list: Annotated[str, Field(pattern=r"^_inputs-[0-9a-z]+\.json$")]
+    checksum: int | None = None
+
+
+class FingerprintRecord(Record):
+    """An input file as a run has read it."""
+
+    size: NonNegativeInt
+    mtime_ns: int | None = None
+    etag: str | None = None
+    state: str | None = None
+    digest: str | None = None
+
+    @model_validator(mode="after")
+    def _check_version(self) -> FingerprintRecord:
+        if self.mtime_ns is None and self.etag is None:
+            raise ValueError("neither mtime_ns nor etag")
+        return self
+
+
+class FingerprintsRecord(RootModel[dict[str, FingerprintRecord]]):
+    """``_inputs-<random>.json``: fingerprints by path."""
+
+
+class ShardPlanRecord(Record):
+    """``_shards.json``."""
+
+    count: PositiveInt
+    config: dict[str, Any]
+
+
+class EstimateRecord(Record):
+    """``_estimate.json``. seconds, dollars: expected, low, high."""
+
+    config_hash: str
+    rows: NonNegativeInt
+    seconds: list[float] = Field(min_length=3, max_length=3)
+    dollars: Annotated[list[float], Field(min_length=3, max_length=3)] | None
+
+
+class UsageRecord(Record):
+    """Seconds of the run and of its workers."""
+
+    elapsed_s: float
+    worker_s: float
+    gpus_per_worker: float
+
+
+class ProgressRecord(RunIdentity):
+    """``_progress.json``."""
+
+    attempt: int
+    written_at: Time
+    elapsed_s: float
+    workers_ready: int
+    starting: str | None = None
+    rows_to_do: int
+    rows_done: int
+    rows_in_files: int
+    errors: int
+    tokens_per_s: float | None
+    mean_acceptance_length: float | None
+    busy_slots: float | None
+    seconds_left: float | None
+    engine: dict[str, int] | None = None
+    methods: dict[str, dict[str, Any]] = {}
+    usage: UsageRecord | None = None
+
+
+class _CountedRows(Record):
+    rows: NonNegativeInt
+
+
+class CountedRowsRecord(Record):
+    """The part of ``_summary.json`` that tells whether part files are missing."""
+
+    total: _CountedRows
+
+
+class _Total(_CountedRows):
+    errors: NonNegativeInt
+    output_tokens: NonNegativeInt
+
+
+class SummaryRecord(Record):
+    """The part of ``_summary.json`` that `status` and `finish` show."""
+
+    total: _Total
+
+
+RecordKind = type[BaseModel]
+
+
+def check_record(kind: RecordKind, value: Any) -> None:
+    """Raise ValueError with one line about the first wrong value unless the value is such a record."""
+    try:
+        kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        reason = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
+        raise ValueError(": ".join(filter(None, [place, reason]))) from None
