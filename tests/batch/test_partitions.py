@@ -1,6 +1,7 @@
 """Hive partitions: directories named after values, files that others read back as Hive, and what cannot partition."""
 
 import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import duckdb
@@ -13,6 +14,7 @@ import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
 from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.output_index import OutputIndex, excess_in, without_ids
 from eagle_ray.batch.output.part_files import has_column, part_files, read_tables
 from eagle_ray.batch.output.partitions import HIVE_NULL, Partitions
@@ -22,6 +24,8 @@ from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import small_job
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
+CARRIED |= {"uuid": pa.binary(16), "bytes": pa.large_binary(), "noon": pa.time32("s"), "tick": pa.time64("ns")}
+CARRIED |= {"wait": pa.duration("ms"), "key": pa.dictionary(pa.int32(), pa.binary())}
 SCHEMA = output_schema([pa.field("lang", pa.string()), pa.field("shard", pa.int64()), pa.field("day", pa.date32())])
 COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok"}
 DAY = datetime.date(2026, 11, 21)
@@ -110,6 +114,12 @@ def test_files_are_in_the_order_of_their_attempts(tmp_path):
     [
         (["langs"], r"the output has no column 'langs'; did you mean lang\?"),
         (["score"], "'score' is of type double"),
+        (["uuid"], r"'uuid' is of type fixed_size_binary\[16\]"),
+        (["bytes"], "'bytes' is of type large_binary"),
+        (["noon"], r"'noon' is of type time32\[s\]"),
+        (["tick"], r"'tick' is of type time64\[ns\]"),
+        (["wait"], r"'wait' is of type duration\[ms\]"),
+        (["key"], "'key' is of type dictionary"),
         (["tags"], "'tags' holds lists, objects or mixed values"),
         (["sample_index"], "'sample_index' differs between samples"),
         (["text"], "'text' differs between samples"),
@@ -120,6 +130,51 @@ def test_files_are_in_the_order_of_their_attempts(tmp_path):
 def test_columns_that_cannot_partition_are_refused_by_name(columns, says):
     with pytest.raises(ConfigError, match=rf"output\.partition_by: {says}"):
         Partitions.of(columns, CARRIED)
+
+
+TIMES = [-(10**9), -1, 0, 1, 1_790_000_000]
+DECIMALS = [Decimal("-1.20"), Decimal("0.00"), Decimal("12345678.99")]
+VALUES = {
+    pa.bool_(): [True, False],
+    pa.int8(): [-128, 127],
+    pa.uint64(): [0, 2**64 - 1],
+    pa.int64(): [-(2**63), 2**63 - 1],
+    pa.decimal128(10, 2): DECIMALS,
+    pa.decimal256(50, 3): DECIMALS,
+    pa.decimal128(10, -2): [Decimal("1200")],
+    pa.large_string(): ["a/b", ""],
+    pa.date32(): [datetime.date(1, 1, 1), DAY, datetime.date(9999, 12, 31)],
+    pa.date64(): [datetime.date(1, 1, 1), DAY],
+    **{pa.timestamp(unit, zone): TIMES for unit in ("s", "ms", "us", "ns") for zone in (None, "UTC", "+05:30")},
+    pa.timestamp("us", "Europe/Berlin"): [-3 * 10**15, *TIMES],  # before 1893 its offset had seconds
+    pa.timestamp("s", "Nowhere/Else"): TIMES,
+}
+
+
+@pytest.mark.parametrize("type_", VALUES, ids=str)
+def test_values_of_every_type_that_can_partition_come_back(tmp_path, type_):
+    Partitions.of(["x"], {"x": type_})
+    column = pa.array([*VALUES[type_], None], type_)
+    table = pa.table({"id": range(len(column)), "x": column})
+    for directory, rows in Partitions(("x",)).split(table):
+        (StoragePath.of(tmp_path) / directory / "part-001-000000.parquet").write_atomic(parquet_bytes(rows, "zstd"))
+    found = pa.concat_tables(read_tables(StoragePath.of(tmp_path), ["id", "x"])).sort_by("id")
+    assert found["x"].equals(pa.chunked_array([column]))
+
+
+def test_a_file_that_left_its_directory_is_named(data):
+    [file] = (file for file in part_files(data) if "lang=de" in str(file))
+    (data / "moved.parquet").write_atomic(file.read_bytes())
+    with pytest.raises(OutputMismatch, match=r"moved\.parquet: its directories give its column 'lang' no value"):
+        list(read_tables(data, ["request_id", "lang"]))
+
+
+def test_a_date_that_has_no_way_back_is_found_before_the_start_with_its_row():
+    row = {"request_id": "a", "source_file": "/d/a.parquet", "source_line": None, "row_index": 1}
+    partitions = Partitions.of(["day", "lang"], CARRIED)
+    partitions.check_values([row | {"day": DAY, "lang": "10183-08-31"}, row | {"day": "2026-11-21", "lang": None}])
+    with pytest.raises(ConfigError, match=r"a\.parquet.*the value 10183-08-31 of column 'day' cannot be read back"):
+        partitions.check_values([row | {"day": "10183-08-31", "lang": "x"}])
 
 
 def test_columns_that_can():

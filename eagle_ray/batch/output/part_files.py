@@ -54,7 +54,7 @@ def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
         stored = [name for name in columns if name not in partition_schema.names]
         kept = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
         wanted = pa.schema([partition_schema.field(name) for name in columns if name in partition_schema.names])
-        whole = with_partition_columns(kept, wanted, file.text)
+    whole = with_partition_columns(kept, wanted, file.text)
     for name, type_ in added.items():
         if name not in whole.schema.names:
             whole = whole.append_column(name, pa.nulls(len(whole), type_))

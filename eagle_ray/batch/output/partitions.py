@@ -13,6 +13,7 @@ that are equal for all samples of a row can partition.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.input.passthrough import JSON
 from eagle_ray.batch.input.row_location import location_text
+from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.schema import OUTPUT_FIELDS
 from eagle_ray.config import ConfigError
 
@@ -42,15 +44,31 @@ PARTITION_COLUMNS = (
     "method",
     "config_hash",
 )
+NAMING_TYPES = (  # carried columns of other types make no names, or names without a way back
+    pa.types.is_null,
+    pa.types.is_boolean,
+    pa.types.is_integer,
+    pa.types.is_decimal,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_date,
+    pa.types.is_timestamp,
+)
 DROP_COLUMN_REMEDY = "leave the column out, with another output.path"
 CHOOSE_COLUMN_REMEDY = f"choose a carried column or one of {', '.join(PARTITION_COLUMNS)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """columns: from the outermost directory to the innermost; none for no directories."""
+    """Columns that name directories.
+
+    Attributes:
+        columns: from the outermost directory to the innermost; none for no directories.
+        types: of carried columns.
+    """
 
     columns: tuple[str, ...] = ()
+    types: Mapping[str, pa.DataType] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, columns: Iterable[str], passthrough_types: Mapping[str, pa.DataType]) -> Partitions:
@@ -60,17 +78,23 @@ class Partitions:
                 _check_passthrough(name, passthrough_types)
         if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
             raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
-        return cls(tuple(columns))
+        return cls(tuple(columns), dict(passthrough_types))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError naming the first row with a value that makes too long a name.
+        """Raise ConfigError naming the first row with a value that makes too long a name, or one that cannot be read.
 
         Checked before the start, since an error row would be in that very directory.
         """
         names = [name for name in self.columns if name not in PARTITION_COLUMNS or name == "source_file"]
         for request in requests if names else ():
             for name in names:
-                if isinstance(value := request[name], str) and _is_too_long(name, value):
+                value = request[name]
+                if isinstance(value, str) and not _is_readable(value, self.types.get(name)):
+                    raise ConfigError(
+                        f"{location_text(request)}: output.partition_by: the value {value} of column {name!r} cannot "
+                        f"be read back from a directory's name: change it, or {DROP_COLUMN_REMEDY}"
+                    )
+                if isinstance(value, str) and _is_too_long(name, value):
                     raise ConfigError(
                         f"{location_text(request)}: {_too_long_message(name, value)}: "
                         f"shorten it, or {DROP_COLUMN_REMEDY}"
@@ -87,7 +111,7 @@ class Partitions:
             yield directory, kept.filter(pc.equal(directories, directory))
 
     def _directories(self, table: pa.Table) -> pa.Array:
-        columns = [(quote(name, safe=""), table[name].cast(pa.string()).to_pylist()) for name in self.columns]
+        columns = [(quote(name, safe=""), _texts(table[name])) for name in self.columns]
         parts = [[_directory_name(name, value) for value in values] for name, values in columns]
         return pa.array(["/".join(row) for row in zip(*parts, strict=True)], pa.string())
 
@@ -105,10 +129,19 @@ def partition_types(schema: pa.Schema) -> pa.Schema:
 
 
 def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
-    """Return the file's rows with its partition columns in these types."""
+    """Return the file's rows with its partition columns in these types. Raises OutputMismatch if its directories do not
+    give their values.
+    """
     values = partition_values(path)
     for field in types:
-        column = pa.repeat(pa.scalar(values[field.name], pa.string()), len(table)).cast(field.type)
+        try:
+            column = pa.repeat(pa.scalar(values[field.name], pa.string()), len(table)).cast(field.type)
+        except (KeyError, pa.ArrowException):
+            raise OutputMismatch(
+                f"{path}: its directories give its column {field.name!r} no value of type {field.type}. Put it back "
+                "where the run wrote it; if it is there, an older release wrote it, and its run must be made again "
+                "without that column in output.partition_by."
+            ) from None
         table = table.append_column(field, column)
     return table
 
@@ -116,6 +149,24 @@ def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.T
 def _with_partition_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
     types = pa.schema([schema.field(name) for name in columns]).serialize().to_pybytes()
     return kept.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
+
+
+def _texts(column: pa.ChunkedArray) -> list[str | None]:
+    """Return the values as text. Times with a zone are UTC, since a zone's early offsets have seconds."""
+    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+        column = column.cast(pa.timestamp(column.type.unit, "UTC"))
+    return column.cast(pa.string()).to_pylist()
+
+
+def _is_readable(text: str, type_: pa.DataType | None) -> bool:
+    """Return whether Arrow reads the text of a date or time, as it does for the years 0 to 9999."""
+    if type_ is None or not pa.types.is_temporal(type_):
+        return True
+    try:
+        pa.scalar(text).cast(type_)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _directory_name(name: str, value: str | None) -> str:
@@ -154,7 +205,14 @@ def _check_passthrough(name: str, types: Mapping[str, pa.DataType]) -> None:
     type_ = types[name]
     if type_ == JSON or pa.types.is_nested(type_):
         raise ConfigError(f"output.partition_by: {name!r} holds lists, objects or mixed values: {CHOOSE_COLUMN_REMEDY}")
-    if pa.types.is_floating(type_) or pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
+    if not _comes_back(type_):
         raise ConfigError(
             f"output.partition_by: {name!r} is of type {type_}, whose values make no names: {CHOOSE_COLUMN_REMEDY}"
         )
+
+
+def _comes_back(type_: pa.DataType) -> bool:
+    """Return whether Arrow reads values of this type from their text, which is not so for times of day and bytes."""
+    if pa.types.is_dictionary(type_):
+        return _comes_back(type_.value_type)
+    return any(is_type(type_) for is_type in NAMING_TYPES)
