@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from eagle_ray.storage import local, remote
 from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout
+from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout, check_bucket
 
 __all__ = [
     "FOOTER_END_BYTES",
@@ -236,10 +236,14 @@ def json_bytes(value: Any) -> bytes:
 
 
 def read_json(file: StoragePath) -> Any | None:
-    """Return the file's JSON value, or None if there is no such file. Raises ValueError if it is damaged."""
+    """Return the file's JSON value, or None if there is no such file. Raises ValueError if it is damaged.
+
+    A missing bucket is an error.
+    """
     try:
         return json.loads(file.read_bytes())
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        check_bucket(error)
         return None
 
 

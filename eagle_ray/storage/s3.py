@@ -61,10 +61,15 @@ RETRYABLE_ERRORS = (
     ConnectionError,
     ResponseParserError,
 )
+EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "RequestExpired"}
+CREDENTIAL_ERRORS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)
 REQUEST_ERRORS = (*RETRYABLE_ERRORS, boto.ClientError, boto.BotoCoreError)
+NO_BUCKET = "NoSuchBucket"
 PAGE_SIZE = 1000  # names in one answer to a listing
 SMALL_OBJECT_BYTES = 1 << 20  # an object of this size is read at once
 MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
+
+_answered: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method of requests that were answered
 
 Precondition = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
 
@@ -269,17 +274,27 @@ def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
 def _request(
     url: str, method: str, size: int = 0, precondition: Precondition = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Return the response to one request, with its body read. size: bytes to move, which extend the time limit."""
+    """Return the response to one request, with its body read. size: bytes to move, which extend the time limit.
+
+    While a job works, a refusal is retried, too: new credentials are not known everywhere at once.
+    """
+    kind = _endpoint(), split_url(url)[0], method
     for wait in (*WAITS_S, *extended_waits(), None):
         if precondition is not None:
             precondition()
         try:
             session = _session(os.getpid(), _endpoint())
             limit = CONNECT_S + READ_S + size / MIN_BYTES_PER_S
-            return sync(session.loop, _send, session, method, arguments, timeout=limit)
+            response = sync(session.loop, _send, session, method, arguments, timeout=limit)
+            _answered.add(kind)
+            return response
         except REQUEST_ERRORS as error:
-            if wait is None or not _is_retryable(error):
-                raise _as_storage_error(error, f"{url} at {_endpoint() or 'the default endpoint'}") from error
+            is_refused = bool(extended_waits()) and _is_refusal(error)
+            if wait is None or not (is_refused or _is_retryable(error)):
+                where = f"{url} at {_endpoint() or 'the default endpoint'}"
+                raise _as_storage_error(error, where, is_refused and kind in _answered) from error
+            if is_refused:
+                _session.cache_clear()  # a client keeps the credentials that it began with, or none
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
@@ -321,6 +336,13 @@ def _session(process: int, endpoint: str | None) -> S3FileSystem:
     return session
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Return whether the credentials are missing, refused or too old, or the bucket is not there."""
+    if isinstance(error, boto.ClientError):
+        return _status(error) in (401, 403) or _code(error) in EXPIRED_CODES or _code(error) == NO_BUCKET
+    return isinstance(error, CREDENTIAL_ERRORS)
+
+
 def _is_retryable(error: Exception) -> bool:
     """Return whether a retry may succeed: no connection, no response, a partial response, or a server error."""
     if isinstance(error, boto.ClientError):
@@ -328,11 +350,21 @@ def _is_retryable(error: Exception) -> bool:
     return isinstance(error, RETRYABLE_ERRORS)
 
 
-def _as_storage_error(error: Exception, where: str) -> StorageError:
-    """Return the failure as an OSError that names the object and the endpoint."""
+def _as_storage_error(error: Exception, where: str, was_answered: bool) -> StorageError:
+    """Return the failure as an OSError that names the object and the endpoint.
+
+    was_answered: such requests were answered before and are refused now, which may pass.
+    """
+    failure = _failure(error, where)
+    if was_answered and isinstance(failure, (NotAllowed, NotFound)):
+        return StorageError(f"{failure}. Such requests were answered before")
+    return failure
+
+
+def _failure(error: Exception, where: str) -> StorageError:
     if isinstance(error, boto.ClientError):
         return _response_error(error, where)
-    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+    if isinstance(error, CREDENTIAL_ERRORS):
         return NotAllowed(f"{where}: no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if isinstance(error, TIMEOUT_ERRORS):
         return StorageTimeout(f"{where}: no answer in time, {len(WAITS_S) + len(extended_waits()) + 1} times")
@@ -341,10 +373,14 @@ def _as_storage_error(error: Exception, where: str) -> StorageError:
 
 def _response_error(error: boto.ClientError, where: str) -> StorageError:
     message = f"{where}: {_code(error)} {error.response.get('Error', {}).get('Message', '')}".strip()
-    if _code(error) == "NoSuchBucket":
-        return NotFound(f"{where}: there is no such bucket")
+    if _code(error) == NO_BUCKET:
+        missing = NotFound(f"{where}: there is no such bucket")
+        missing.of_bucket = True
+        return missing
     if _status(error) == 404:
         return NotFound(f"{where}: there is no such object")
+    if _code(error) in EXPIRED_CODES:
+        return NotAllowed(f"{message}: renew the credentials (AWS_SESSION_TOKEN and its keys)")
     if _status(error) in (401, 403):
         return NotAllowed(
             f"{message}: check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and their rights"

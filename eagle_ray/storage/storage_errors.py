@@ -22,7 +22,9 @@ class StorageError(OSError):
 
 
 class NotFound(StorageError, FileNotFoundError):
-    """The object or bucket does not exist."""
+    """The object does not exist. of_bucket: neither does its bucket, so nothing is known of the object."""
+
+    of_bucket = False
 
 
 class NotAllowed(StorageError, PermissionError):
@@ -43,6 +45,12 @@ class NotSupported(StorageError):
 
 class ObjectChanged(StorageError):
     """The object was replaced while it was read."""
+
+
+def check_bucket(error: FileNotFoundError) -> None:
+    """Raise the error again if a whole bucket is missing: then the absence of one file says nothing."""
+    if isinstance(error, NotFound) and error.of_bucket:
+        raise error
 
 
 class FileDamaged(Exception):

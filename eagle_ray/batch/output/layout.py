@@ -26,6 +26,7 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config.records import RecordKind, check_record
 from eagle_ray.errors import one_line
 from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.storage_errors import check_bucket
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
@@ -54,10 +55,14 @@ def _is_shard(output: StoragePath) -> bool:
 
 
 def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, Any] | None:
-    """Return a record, or None if there is no such file. Raises OutputDamaged with the remedy if it is damaged."""
+    """Return a record, or None if there is no such file. Raises OutputDamaged with the remedy if it is damaged.
+
+    A missing bucket is an error.
+    """
     try:
         data = file.read_bytes()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        check_bucket(error)
         return None
     try:
         value = json.loads(data)

@@ -26,6 +26,7 @@ from eagle_ray.batch.output.layout import RUN
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
 from eagle_ray.errors import one_line
 from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.storage_errors import check_bucket
 
 INPUTS = "_inputs-{}.json"
 FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself
@@ -42,7 +43,8 @@ def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, F
     _checked(output, output / RUN, InputListRecord, noted)
     try:
         data = (output / name).read_bytes()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        check_bucket(error)
         raise _damaged(output, output / name, "it is gone") from None
     try:
         value = json.loads(data)

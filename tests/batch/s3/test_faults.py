@@ -1,14 +1,18 @@
 """Storage that fails: what passes is tried again, what does not ends in one line and in time."""
 
+import os
 import time
+from contextlib import nullcontext
 
 import pytest
 
+from eagle_ray.batch.job_errors import outcome_of
 from eagle_ray.cli.main import main
 from eagle_ray.storage import retry_budget, s3
-from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout
+from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout, read_json
 from eagle_ray.storage.retry_budget import EXTENDED_WAITS_S, extended_retries
 from eagle_ray.storage.s3 import WAITS_S
+from eagle_ray.storage.storage_errors import NotAllowed
 from tests.batch.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
 TRIES = len(s3.WAITS_S) + 1
@@ -52,6 +56,65 @@ def test_what_will_not_pass_is_not_tried_again(bucket, proxy):
     with pytest.raises(PermissionError, match="AccessDenied injected: check the credentials"):
         (bucket / "a").write_atomic(DATA)
     assert len(proxy.seen) == 1
+
+
+REFUSALS = [
+    Refuse(403, "AccessDenied"),
+    Refuse(403, "InvalidAccessKeyId"),
+    Refuse(400, "ExpiredToken"),
+    Refuse(404, "NoSuchBucket"),
+]
+
+
+@pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
+def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, proxy, monkeypatch, fault):
+    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
+    with extended_retries():
+        (bucket / "a").write_atomic(b"first")
+        proxy.fail("PUT", fault, TRIES + 1)
+        proxy.fail("GET", fault, TRIES + 1)
+        (bucket / "a").write_atomic(b"second")
+        assert read_json(bucket / "b") is None and (bucket / "a").read_bytes() == b"second"
+        proxy.fail("PUT", fault, 100)
+        with pytest.raises(StorageError, match="Such requests were answered before") as error:
+            (bucket / "a").write_atomic(b"third")
+    assert outcome_of(error.value).code == 5
+
+
+@pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
+def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, fault):
+    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(s3, "_answered", set())
+    proxy.fail("PUT", fault, 100)
+    for tries in (1, TRIES + 2):
+        with extended_retries() if tries > 1 else nullcontext(), pytest.raises(StorageError) as error:
+            (bucket / "a").write_atomic(b"x")
+        assert outcome_of(error.value).code == 2
+    assert len(proxy.seen) == 1 + TRIES + 2
+
+
+def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):
+    """As those of an instance whose metadata service is too busy at first."""
+    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01,))
+    (bucket / "a").write_atomic(b"mine")
+    key = os.environ["AWS_ACCESS_KEY_ID"]
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    s3._session.cache_clear()
+    with pytest.raises(NotAllowed, match="no credentials: set AWS_ACCESS_KEY_ID"):
+        (bucket / "a").read_bytes()
+    monkeypatch.setattr(s3.time, "sleep", lambda seconds: monkeypatch.setenv("AWS_ACCESS_KEY_ID", key))
+    with extended_retries():
+        assert (bucket / "a").read_bytes() == b"mine"
+
+
+def test_a_bucket_that_is_gone_is_no_empty_output(bucket, capsys):
+    assert main(["status", "s3://vanished-bucket/out"]) == 2
+    assert "s3://vanished-bucket/out/_shards.json" in (said := capsys.readouterr().err) and "no such bucket" in said
+    assert main(["status", f"{bucket}/out"]) == 2
+    assert "holds no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
