@@ -24,7 +24,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.attention.backend import backend_name
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
@@ -93,7 +93,7 @@ GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
-DEFAULT_MODEL_LEN = 4096  # where kv_tokens sets no bound every slot may be full: longer would promise too much memory
+DEFAULT_MODEL_LEN = 4096  # for which there is room where max_model_len is not set: for longer ones, as memory allows
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 NO_GPU = "and torch sees no GPU on this machine"
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
@@ -120,10 +120,20 @@ class ModelUnavailable(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of a prompt. max_model_len: tokens of prompt and output together."""
+    """Limits of a sequence.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        guaranteed: tokens that an engine takes whatever its KV cache holds; at most max_model_len.
+    """
 
     max_model_len: int
     vocab_size: int
+    guaranteed: int
+
+    def longest(self, kv_tokens: int | Auto | None) -> int:
+        """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
+        return self.guaranteed if kv_tokens is None else self.max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,9 @@ def build_engine_from_config(
     if reads_draft(speculative.method, model.drafts):
         with start.part("draft", f"reading the draft's weights from {model.draft_name}"):
             weights = load_draft(model, speculative, causal_lm)
-    engine = build_engine(causal_lm, weights, speculative, slots, model_limits(model).max_model_len, kv_tokens, start)
+    limits = model_limits(model)
+    length = limits.longest(kv_tokens)
+    engine = build_engine(causal_lm, weights, speculative, slots, length, kv_tokens, start, limits.guaranteed)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
 
@@ -223,7 +235,7 @@ def load_causal_lm(
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
-        tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).max_model_len)
+        tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).longest(kv_tokens))
         _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
@@ -261,11 +273,18 @@ def build_engine(
     max_model_len: int,
     kv_tokens: int | Auto | None = None,
     start: StartLog | None = None,
+    guaranteed: int | None = None,
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
-    weights: what the method reads from model.draft, or None. kv_tokens: None lets every slot be full. start: times
-    the parts. Raises ConfigError if kv_tokens are too few for one sequence's tree, or a GPU's memory for one sequence.
+    Args:
+        weights: what the method reads from model.draft, or None.
+        kv_tokens: None lets every slot be full.
+        start: times the parts.
+        guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
+
+    Raises:
+        ConfigError: kv_tokens are too few for one sequence's tree, or a GPU's memory for one sequence.
     """
     start = start or StartLog()
     config = causal_lm.config.get_text_config(decoder=True)
@@ -274,10 +293,11 @@ def build_engine(
     if kv_tokens != "auto":
         _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
-    lengths = SequenceLengths(max_model_len, columns)
+    lengths = SequenceLengths(max_model_len, columns, guaranteed)
     logits = _bytes_of_logits(causal_lm, speculative)
     capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers, logits)
     slots, prefill_tokens = capacity.slots, PREFILL_TOKENS[causal_lm.device.type]
+    max_model_len = lengths.that_fit(capacity.kv_tokens)
     target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
@@ -483,13 +503,29 @@ def model_limits(model: ModelConfig) -> ModelLimits:
     config = _target_config(model)
     own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
     if model.max_model_len is None:
-        return ModelLimits(min(own or DEFAULT_MODEL_LEN, DEFAULT_MODEL_LEN), config.vocab_size)
+        length = own or DEFAULT_MODEL_LEN
+        return ModelLimits(length, config.vocab_size, min(length, DEFAULT_MODEL_LEN))
     if own is not None and model.max_model_len > own:
         raise ConfigError(
             f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
             f"for{_context_before_scaling(config)}; set it to {own} or less"
         )
-    return ModelLimits(model.max_model_len, config.vocab_size)
+    return ModelLimits(model.max_model_len, config.vocab_size, model.max_model_len)
+
+
+def runs_on_gpu(config: JobConfig) -> bool:
+    """Return whether the job's workers have GPUs, as far as its configuration and this machine tell."""
+    if config.model.device != "auto" or config.execution.gpus_per_actor == "auto":
+        return config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    return config.execution.gpus_per_actor > 0
+
+
+def cpu_model_len(config: JobConfig) -> int:
+    """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
+    limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
+    columns = 1 if speculative.method == "none" else _tree_columns(speculative, limits.vocab_size)
+    lengths = SequenceLengths(limits.longest(execution.kv_tokens), columns, limits.guaranteed)
+    return lengths.that_fit(plan_capacity(execution.slots, execution.kv_tokens, lengths, None).kv_tokens)
 
 
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:

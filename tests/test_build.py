@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from eagle_ray import build as pair_module
 from eagle_ray.build import (
+    build_engine,
     build_engine_from_config,
     build_in_thread,
     check_models,
@@ -19,12 +20,14 @@ from eagle_ray.build import (
     model_limits,
 )
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.cost_cache import cache_home
 from eagle_ray.registry import make_drafter
+from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.start_log import StartLog
 from tests.conftest import PAIR
 from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer
@@ -241,6 +244,29 @@ def test_rotations_that_move_bound_the_length(tmp_path):
     assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
         model_limits(model.model_copy(update={"max_model_len": 101}))
+
+
+@pytest.mark.parametrize(("own", "limit", "guaranteed"), [(131_072, 131_072, 4096), (2048, 2048, 2048)])
+def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, guaranteed):
+    model = target_that_says(tmp_path, model_type="llama", max_position_embeddings=own)
+    assert (model_limits(model).max_model_len, model_limits(model).guaranteed) == (limit, guaranteed)
+    assert model_limits(model).longest(None) == guaranteed
+    chosen = model_limits(model.model_copy(update={"max_model_len": 1000}))
+    assert chosen.max_model_len == chosen.guaranteed == chosen.longest(None) == 1000
+
+
+def test_an_engine_takes_prompts_of_more_than_4096_tokens():
+    """As many as its cache holds; the limit is cut where it does not hold the target's."""
+    toy = llama(max_position_embeddings=8192)
+    plain = SpeculativeConfig(method="none")
+    engine = build_engine(toy, None, plain, 2, 8192, "auto", guaranteed=4096)
+    sequence = Sequence("long", [1 + i % 50 for i in range(5000)], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.output_ids) == 3
+    assert engine.max_model_len == 8192
+    assert build_engine(toy, None, plain, 2, 8192, 6016, guaranteed=4096).max_model_len == 6015
 
 
 class Parts(StartLog):

@@ -26,7 +26,16 @@ from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import LOCAL, ray_address
 from eagle_ray.batch.sequences import message_of, sequences_of
-from eagle_ray.build import ModelLimits, check_device, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.build import (
+    ModelLimits,
+    check_device,
+    check_models,
+    cpu_model_len,
+    load_tokenizer,
+    model_limits,
+    runs_on_gpu,
+    unavailable_models,
+)
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
@@ -47,20 +56,25 @@ UNSEEN = {
 
 @dataclass(frozen=True, slots=True)
 class CheckedTarget:
-    """What was found of the target. text: None where it has no tokenizer; grammars: None without one."""
+    """What was found of the target. text: None where it has no tokenizer; grammars: None without one.
+
+    max_model_len: as far as the KV cache of a CPU worker holds it; how much a GPU holds is known only there.
+    """
 
     text: Tokenizer | None
     limits: ModelLimits
+    max_model_len: int
     grammars: GrammarCompiler | None
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """A row and the ids its prompt became, or why it will be an error row."""
+    """A row and the ids its prompt became, or why it will be an error row, with the error's code."""
 
     request_id: str
     prompt_ids: list[int]
     error: str | None
+    code: str | None = None
 
 
 def validate(config: JobConfig) -> str:
@@ -89,7 +103,8 @@ def validate(config: JobConfig) -> str:
 def _seen(config: JobConfig) -> CheckedTarget:
     text, limits = load_tokenizer(config.model), model_limits(config.model)
     grammars = None if text is None else GrammarCompiler(text.to_json, limits.vocab_size, text.eos_ids)
-    return CheckedTarget(text, limits, grammars)
+    max_model_len = limits.max_model_len if runs_on_gpu(config) else cpu_model_len(config)
+    return CheckedTarget(text, limits, max_model_len, grammars)
 
 
 def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) -> list[str]:
@@ -106,12 +121,12 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
             sequences_of(request | WITHOUT_TEXT, config, None, n=1)
             return CheckedRow(request["request_id"], [], None)
         [sequence] = sequences_of(request, config, seen.text, n=1)
-        check_length(sequence, seen.limits.max_model_len, seen.limits.vocab_size)
+        check_length(sequence, seen.max_model_len, seen.limits.vocab_size)
         check_token_ids(sequence, seen.limits.vocab_size)
         if sequence.sampling.grammar is not None and seen.grammars is not None:
             seen.grammars.start(sequence.sampling.grammar)
     except RequestError as error:
-        return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]")
+        return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]", error.code)
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)
 
 
@@ -136,7 +151,9 @@ def _files(plan: InputPlan) -> str:
 def _rows(rows: list[CheckedRow], num_good: int) -> str:
     bad = [f"         {row.error}" for row in rows if row.error is not None]
     verdict = f"the first {len(rows)} looked at: {num_good} good, {len(bad)} would become error rows"
-    return "\n".join([f"rows     {verdict}", *bad])
+    num_long = sum(row.code == "prompt_too_long" for row in rows)
+    too_long = f"; {num_long} do not fit into model.max_model_len" if num_long else ""
+    return "\n".join([f"rows     {verdict}{too_long}", *bad])
 
 
 def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str:

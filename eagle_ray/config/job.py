@@ -172,7 +172,8 @@ class ModelConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     max_model_len: Annotated[int, Field(ge=2)] | None = Field(
         default=None,
-        description="a number of tokens, 2 or more, or null for what the target was made for, at most 4096",
+        description="a number of tokens, 2 or more, or null for what the target was made for, as far as the KV cache "
+        "has room (with kv_tokens null: at most 4096)",
     )
     chat_template: Name = Field(
         default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
@@ -419,7 +420,8 @@ class EnginesConfig(StrictModel):
     slots: maximum number of running sequences per engine. auto is 16 on a CPU; on a GPU as many, up to 256, as
         sequences of 1,024 tokens fit into its memory.
     kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length. auto
-        is null on a CPU; on a GPU the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
+        on a CPU has room for max_model_len in every slot, or without it for 4,096 tokens in every slot or 32,768 in
+        one; on a GPU it is the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")

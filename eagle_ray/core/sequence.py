@@ -205,7 +205,7 @@ def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> Non
         raise RequestError(
             "prompt_too_long",
             f"the prompt has {num_prompt} tokens: shorten it to at most {max_model_len - 1} "
-            f"(model.max_model_len is {max_model_len})",
+            f"(model.max_model_len is {max_model_len}), or raise model.max_model_len and execution.kv_tokens",
         )
     low, high = min(prompt_ids), max(prompt_ids)
     if low < 0 or high >= vocab_size:

@@ -123,7 +123,7 @@ class Footprint:
 
     Attributes:
         target, draft: weights.
-        per_slot: keys and values of one sequence at full length, in both caches.
+        per_slot: keys and values of one sequence of the guaranteed length, in both caches.
         pool: all keys and values.
         logits: of the largest pass over all slots.
         process: before anything is loaded.
@@ -157,12 +157,14 @@ class Footprint:
         dtype: torch.dtype,
         max_model_len: int,
         card: int | None = None,
+        guaranteed: int | None = None,
     ) -> Footprint | None:
         """Return the footprint, or None if weights are missing.
 
         Args:
             shape: the target's config.
             dtype: of weights and cache.
+            max_model_len, guaranteed: as of SequenceLengths.
             card: free bytes of the worker's GPU, by which slots and KV tokens are chosen if they are auto; None counts
                 as for a CPU.
         """
@@ -173,7 +175,7 @@ class Footprint:
         head = sum(size or 0 for size in heads)
         method, execution = config.speculative, config.execution
         column = dtype.itemsize * (_cells(shape) + _draft_cells(drafts, method.method, shape))
-        lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size))
+        lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size), guaranteed)
         queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize * len(drafts)
         memory = None
         if card is not None:
@@ -191,7 +193,7 @@ class Footprint:
         return cls(
             target=weights + (_packed_copy(target, shape, dtype) if device == "cpu" else 0),
             draft=head,
-            per_slot=full * column,
+            per_slot=lengths.of_guaranteed * column,
             pool=tokens * column,
             logits=rows * shape.vocab_size * (dtype.itemsize + LOGITS_BYTES),
             process=_resident() if device == "cpu" else 0,

@@ -83,10 +83,12 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
     """Compare the memory that one worker takes with the memory that is available."""
-    length, room = model_limits(here.config.model).max_model_len, room_of(workers, device)
+    limits, room = model_limits(here.config.model), room_of(workers, device)
+    longest, length = limits.longest(here.config.execution.kv_tokens), limits.guaranteed
     card = room.devices[0] if room is not None and room.on_gpu else None
     try:
-        footprint = Footprint.of(here.config, here.target, here.drafts, here.shape, device, dtype, length, card)
+        models = (here.config, here.target, here.drafts, here.shape)
+        footprint = Footprint.of(*models, device, dtype, longest, card, length)
     except ValueError as error:
         return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
     if footprint is None:

@@ -5,7 +5,8 @@
 
 On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's tensors, which
 `profile_pass` measures as vLLM does, and the CUDA graphs. There are as many slots, up to MAX_SLOTS, as sequences of
-USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, each of which can hold a sequence of full length.
+USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the
+guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
+CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
 GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs; 0 to 8 MiB each for an 8B on an H200
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
@@ -30,20 +32,47 @@ PROFILE_PROMPTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
-    """max_model_len: tokens of one sequence. tree_columns: positions that a step needs besides."""
+    """Tokens of sequences, prompt and output.
+
+    Attributes:
+        max_model_len: of the longest sequence.
+        tree_columns: positions that a step needs besides.
+        guaranteed: of a sequence that every engine takes, whatever its cache holds; None is max_model_len.
+    """
 
     max_model_len: int
     tree_columns: int
+    guaranteed: int | None = None
 
     @property
     def full(self) -> int:
         """Return the positions of a slot that can hold any sequence, in whole blocks."""
-        return -(-(self.max_model_len + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+        return self._positions(self.max_model_len)
 
     @property
     def usual(self) -> int:
         """Return the positions that a slot needs for a sequence of USUAL_TOKENS, in whole blocks."""
-        return -(-(min(self.max_model_len, USUAL_TOKENS) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+        return self._positions(USUAL_TOKENS)
+
+    @property
+    def of_guaranteed(self) -> int:
+        """Return the positions that a slot needs for a sequence of the guaranteed length, in whole blocks."""
+        return self._positions(self.guaranteed or self.max_model_len)
+
+    def cpu_tokens(self, slots: int) -> int | None:
+        """Return the KV tokens of this many slots on a CPU; None if each slot can be full."""
+        tokens = max(slots * self.of_guaranteed, self._positions(CPU_SEQUENCE_TOKENS))
+        return None if tokens >= slots * self.full else tokens
+
+    def that_fit(self, kv_tokens: int | None) -> int:
+        """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
+        if kv_tokens is None:
+            return self.max_model_len
+        held = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
+        return min(self.max_model_len, max(held, self.guaranteed or self.max_model_len))
+
+    def _positions(self, tokens: int) -> int:
+        return -(-(min(self.max_model_len, tokens) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +123,8 @@ def plan_capacity(
         EngineError: not even one sequence fits.
     """
     if memory is None:
-        return Capacity(CPU_SLOTS if slots == "auto" else slots, None if kv_tokens == "auto" else kv_tokens)
+        slots = CPU_SLOTS if slots == "auto" else slots
+        return Capacity(slots, lengths.cpu_tokens(slots) if kv_tokens == "auto" else kv_tokens)
     if slots == "auto":
         slots = _num_slots(kv_tokens, lengths, memory)
     if kv_tokens != "auto":

@@ -55,6 +55,7 @@ class BlockManager:
         self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
         self._table = copy_to_device(self._host_table, device)
         self._is_stale = False
+        self._num_copied = 0  # leading columns of the device's table that may hold blocks
         self.null_position = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self._references = [0] * self.num_blocks
@@ -70,7 +71,11 @@ class BlockManager:
     def sync_table(self) -> None:
         """Copy the host's changes to the device. Call it before a captured pass, which cannot do so itself."""
         if self._is_stale and self._table is not self._host_table:
-            self._table.copy_(self._host_table.pin_memory(), non_blocking=True)
+            num_held = max(map(len, self._held), default=0)
+            width = max(num_held, self._num_copied)  # a table for long sequences is wide, and mostly empty
+            kept = self._host_table[:, :width].contiguous()
+            self._table[:, :width].copy_(kept.pin_memory(), non_blocking=True)
+            self._num_copied = num_held
         self._is_stale = False
 
     @property

@@ -9,6 +9,7 @@ math    12
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.report.cost import cost_lines
@@ -17,6 +18,8 @@ ABSENT = "-"
 TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
 MOST_DIFFERENCES = 10
+# Error codes of rows that are too long, each with the key that decides how long a row may be.
+TOO_LONG = {"prompt_too_long": "model.max_model_len", "kv_space": "execution.kv_tokens"}
 
 
 def render(header: list[str], rows: list[list[str]]) -> str:
@@ -63,7 +66,8 @@ def run_table(summary: dict[str, Any]) -> str:
         *checks,
         _tally("finished by", "finish_reasons", summary),
     ]
-    return "\n".join([table, "", *filter(None, [*notes, _tally("errors", "error_codes", summary)])])
+    errors = [_tally("errors", "error_codes", summary), _too_long(summary["total"]["error_codes"])]
+    return "\n".join([table, "", *filter(None, [*notes, *errors])])
 
 
 def difference_line(row: dict[str, Any]) -> str:
@@ -231,6 +235,15 @@ def _calibration(counts: dict[str, Any]) -> str:
 def _tally(title: str, name: str, summary: dict[str, Any]) -> str:
     counts = summary["total"][name]
     return f"{title}: {', '.join(f'{key} {count:,}' for key, count in counts.items())}" if counts else ""
+
+
+def _too_long(error_codes: Mapping[str, int]) -> str:
+    """Return how many rows did not fit, and the keys that change it; empty if all did."""
+    counts = {code: error_codes.get(code, 0) for code in TOO_LONG}
+    if not any(counts.values()):
+        return ""
+    keys = " or ".join(key for code, key in TOO_LONG.items() if counts[code])
+    return f"too long: {sum(counts.values()):,} rows do not fit. Raise {keys}, and run with --retry-errors."
 
 
 def _line(cells: list[str], widths: list[int]) -> str:

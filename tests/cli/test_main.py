@@ -51,6 +51,7 @@ def test_validate_counts_the_prompts_tokens_and_refuses_long_ones_row_by_row(job
     shown = capsys.readouterr().err
     assert "no row can be answered" in shown
     assert "line 1: the prompt has 6 tokens" in shown
+    assert "2 do not fit into model.max_model_len" in shown
 
 
 def test_validate_refuses_messages_without_a_template(job, capsys):

@@ -56,6 +56,29 @@ def test_what_is_set_is_kept():
     assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
 
 
+def test_a_long_limit_changes_neither_slots_nor_the_memory_for_short_sequences():
+    """A target made for 131,072 tokens, of which 4,096 are guaranteed."""
+    long = SequenceLengths(131_072, 61, guaranteed=4096)
+    assert plan_capacity("auto", "auto", long, card(80)) == plan_capacity("auto", "auto", LENGTHS, card(80))
+    assert plan_capacity("auto", "auto", long, None) == Capacity(16, 16 * 4160)
+    assert plan_capacity(1, "auto", long, None) == Capacity(1, 32_832)
+    assert plan_capacity(2, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(2, 2 * 4160)
+    assert plan_capacity(1, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(1, None)
+    assert plan_capacity(2, "auto", SequenceLengths(131_072, 61), None) == Capacity(2, None)
+
+
+def test_sequences_are_as_long_as_the_cache_holds_them_and_the_target_takes_them():
+    long = SequenceLengths(131_072, 61, guaranteed=4096)
+    assert [long.that_fit(tokens) for tokens in (None, 1_000, 10_016, 10_020, 200_000)] == [
+        131_072,
+        4096,
+        10_016 - 61,
+        10_016 - 61,
+        131_072,
+    ]
+    assert SequenceLengths(131_072, 61).that_fit(10_016) == 131_072
+
+
 def test_on_a_cpu_auto_is_what_it_was():
     assert plan_capacity("auto", "auto", LENGTHS, None) == Capacity(16, None)
     assert plan_capacity(3, 4_096, LENGTHS, None) == Capacity(3, 4_096)

@@ -123,6 +123,7 @@ def test_the_table_shows_the_summary(run):
         "steps that accepted depth 1, 2, ...: 29%",
         "finished by: length 3",
         "errors: prompt_too_long 1",
+        "too long: 1 rows do not fit. Raise model.max_model_len, and run with --retry-errors.",
     ]
 
 
