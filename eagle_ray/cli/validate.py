@@ -47,6 +47,7 @@ from eagle_ray.storage.path import StoragePath
 from eagle_ray.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
+MAX_ID_CHARS = 100  # of an id that is shown
 WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
 UNSEEN = {
     "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
@@ -161,10 +162,15 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
     if row is None:
         return "prompt   there is no row"
     if seen is None:
-        return f"prompt   the first, {row.request_id!r}, not looked at: it takes the target's tokenizer"
+        return f"prompt   the first, {_short(row.request_id)}, not looked at: it takes the target's tokenizer"
     shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.decode_with_special(row.prompt_ids)
     lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
-    return f"prompt   the first, {row.request_id!r}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
+    number = len(row.prompt_ids)
+    return f"prompt   the first, {_short(row.request_id)}, {number} tokens, as the model will see it:\n{lines}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= MAX_ID_CHARS else f"{text[:MAX_ID_CHARS]}...")
 
 
 def _model(config: JobConfig) -> str:
