@@ -1,4 +1,4 @@
-"""Input items of a response as messages of a chat.
+"""The request of a response (/v1/responses) as that of a chat: its input items as messages, and its other keys.
 
 >>> messages_of([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
 [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
@@ -10,7 +10,7 @@ function calls belong to the assistant's message that is next to them.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.chat.template_messages import template_arguments
@@ -18,6 +18,15 @@ from eagle_ray.errors import RequestError
 from eagle_ray.strict_json import HalfSurrogate
 
 Json = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"
+INSTEAD = {
+    "max_tokens": "give max_output_tokens",
+    "n": "a response has one answer; send several requests",
+    "response_format": "give text.format",
+    "return_token_ids": "use /v1/chat/completions",
+}  # parameters of the other endpoints
+DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
+CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
 PART_KEYS = ("type", "text", "annotations", "logprobs")
@@ -137,3 +146,77 @@ def unsupported(param: str, fix: str) -> RequestError:
 
 def _wrong(param: str, rule: str, value: Any) -> RequestError:
     return RequestError("bad_value", f"{param}: {rule}, got {reprlib.repr(value)}")
+
+
+def chat_body(body: Mapping[str, Any]) -> Json:
+    """Return the body of a chat completion that answers a response's body; null values are not given.
+
+    Raises RequestError that begins with the name of a parameter that is wrong or not supported. Other parameters are
+    left to the reader of the chat's body, which refuses those that it does not know.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    _check(given)
+    messages = messages_of(given.pop("input", None), given.pop("instructions", None))
+    chat: Json = {"messages": messages}
+    if "max_output_tokens" in given:
+        chat["max_tokens"] = given.pop("max_output_tokens")
+    if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
+        chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
+    if "tool_choice" in given:
+        chat["tool_choice"] = chat_choice(given["tool_choice"])
+    if (form := response_format_of(given.pop("text", None))) is not None:
+        chat["response_format"] = form
+    if LOGPROBS in given.pop("include", ()):
+        chat["logprobs"] = True
+    given.pop("reasoning", None)
+    return given | chat
+
+
+def _check(given: Json) -> None:
+    """Raise RequestError for parameters of other endpoints, and for values that no response has."""
+    for name, fix in INSTEAD.items():
+        if name in given and given[name] != DEFAULTS.get(name):
+            raise unsupported(name, fix)
+    items, instructions = given.get("input"), given.get("instructions")
+    if not isinstance(items, str) and not (isinstance(items, list) and all(isinstance(item, dict) for item in items)):
+        raise _wrong("input", "must be a text or a list of items", items)
+    if not isinstance(instructions, str | None):
+        raise _wrong("instructions", "must be a text", instructions)
+    for name in ("text", "reasoning"):
+        if not isinstance(given.get(name, {}), dict):
+            raise _wrong(name, "must be an object", given[name])
+    for name, value in given.get("reasoning", {}).items():
+        if value is not None:
+            raise unsupported(f"reasoning.{name}", "give chat_template_kwargs, which the target's template reads")
+    include = given.get("include", [])
+    if not isinstance(include, list) or any(name != LOGPROBS for name in include):
+        raise unsupported("include", f"only {LOGPROBS!r} is made here; leave others out")
+    if given.get("top_logprobs") and not include:
+        raise _wrong("top_logprobs", f"only with include: [{LOGPROBS!r}]", given["top_logprobs"])
+
+
+def chat_tool(tool: Json, index: int) -> Json:
+    kind = tool.get("type")
+    if kind != "function":
+        raise unsupported(f"tools[{index}].type", f"this server runs no tools of its own; got {reprlib.repr(kind)}")
+    names = ("name", "description", "parameters", "strict")
+    refuse_other_keys(tool, ("type", *names), f"tools[{index}]")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def chat_choice(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise _wrong("tool_choice", f"must be {CHOICE_FORM}", choice)
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def response_format_of(text: Json | None) -> Any:
+    """Return the response_format of a chat that text.format is, or None."""
+    for name, value in (text or {}).items():
+        if name != "format" and not (name == "verbosity" and value in (None, "medium")):
+            raise unsupported(f"text.{name}", "leave it out")
+    form = (text or {}).get("format")
+    kind = form.get("type") if isinstance(form, dict) else None
+    return {"type": kind, "json_schema": form} if kind == "json_schema" else form

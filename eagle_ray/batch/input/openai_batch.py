@@ -1,8 +1,8 @@
 """Parse a line of an OpenAI batch file into a row: ``{"custom_id", "method", "url", "body"}``.
 
-custom_id becomes id, the body's messages or prompt the prompt, its parameters the sampling columns. url and model
-are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is a
-no-op; it is never ignored.
+custom_id becomes id, the body's messages, prompt or input the prompt, its parameters the sampling columns. url and
+model are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is
+a no-op; it is never ignored.
 
     >>> parse_batch_line({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
     {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
@@ -29,6 +29,7 @@ from eagle_ray.batch.input.request import InputRow, unreadable
 from eagle_ray.batch.input.request_columns import PROMPTS
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.chat.chat_options import CHAT_NAMES
+from eagle_ray.chat.response_items import chat_body
 from eagle_ray.config.structured import with_own_keys
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
@@ -37,8 +38,9 @@ from eagle_ray.strict_json import parse_json
 
 log = logging.getLogger("eagle_ray")
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
+URLS = (*PROMPT_FIELD_BY_URL, RESPONSES)
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 SAMPLING = (
     "temperature",
@@ -132,6 +134,8 @@ def parse_batch_line(line: InputRow) -> InputRow:
         if (error := unreadable(line)) is not None:
             raise error
         row["url"] = url = _url_of(line)
+        if url == RESPONSES:
+            line, url = line | {"body": _chat_body_of(line)}, CHAT
         body = _body_of(line, url)
         row["model"] = _model_of(body)
         return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url) | _chat_of(body, url)
@@ -151,9 +155,17 @@ def _url_of(line: Mapping[str, Any]) -> str:
         raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
-    if (url := line.get("url")) not in list(PROMPT_FIELD_BY_URL):
-        raise RequestError("bad_type", f"url must be {CHAT} or {COMPLETIONS}, got {describe_value(url)}")
+    if (url := line.get("url")) not in list(URLS):
+        raise RequestError("bad_type", f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}")
     return url
+
+
+def _chat_body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a chat completion that answers the line's response."""
+    try:
+        return chat_body(line["body"]) if isinstance(line.get("body"), Mapping) else line.get("body")
+    except RequestError as error:
+        raise RequestError(error.code, f"body.{error}") from None
 
 
 def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from eagle_ray.serve.batches.batch_input import ENDPOINTS
+from eagle_ray.batch.input.openai_batch import URLS
 from eagle_ray.serve.batches.batch_store import BatchRequest
 from eagle_ray.serve.batches.file_store import BATCH, FILE, is_id
 from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S
@@ -35,9 +35,7 @@ class BatchBody(Body):
     """POST /v1/batches: answer every line of an uploaded file"""
 
     input_file_id: Text = Field(description="the id of an uploaded file of purpose batch")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = Field(
-        description=" or ".join(ENDPOINTS)
-    )
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = Field(description=" or ".join(URLS))
     completion_window: Annotated[str, Field(pattern=WINDOW)] = Field(
         description='"24h" or another duration of at most 30 days, as in "30m"'
     )

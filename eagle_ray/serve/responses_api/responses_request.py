@@ -14,7 +14,16 @@ from pydantic import Field, ValidationError, WithJsonSchema
 
 from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES
 from eagle_ray.chat.chat_options import KWARGS_FORM
-from eagle_ray.chat.response_items import messages_of, refuse_other_keys
+from eagle_ray.chat.response_items import (
+    CHOICE_FORM,
+    DEFAULTS,
+    INSTEAD,
+    LOGPROBS,
+    chat_choice,
+    chat_tool,
+    messages_of,
+    response_format_of,
+)
 from eagle_ray.config.structured import response_format_text
 from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.serve.http_errors import ApiError, unsupported
@@ -23,17 +32,8 @@ from eagle_ray.serve.protocol import ChatRequest, Request, Text
 from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
 
 Json = dict[str, Any]
-LOGPROBS = "message.output_text.logprobs"
 NO_VALUES: Json = {"type": "object", "additionalProperties": {"type": "null"}}
-INSTEAD = {
-    "max_tokens": "give max_output_tokens",
-    "n": "a response has one answer; send several requests",
-    "response_format": "give text.format",
-    "return_token_ids": "use /v1/chat/completions",
-}  # parameters of the other endpoints
-DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
 TOOL_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
-CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 
 
 class ResponseChat(ChatRequest):
@@ -97,8 +97,8 @@ class ResponsesRequest(Request):
             "messages": messages_of(self.input, self.instructions),
             "n": 1,
             "max_tokens": self.max_output_tokens,
-            "tools": None if self.tools is None else [_chat_tool(tool, i) for i, tool in enumerate(self.tools)],
-            "tool_choice": _chat_choice(self.tool_choice),
+            "tools": None if self.tools is None else [chat_tool(tool, i) for i, tool in enumerate(self.tools)],
+            "tool_choice": chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
             "response_format": _response_format(self.text),
@@ -113,36 +113,15 @@ class ResponsesRequest(Request):
         return request
 
 
-def _chat_tool(tool: Json, index: int) -> Json:
-    kind = tool.get("type")
-    if kind != "function":
-        raise unsupported(f"tools[{index}].type", f"this server runs no tools of its own; got {reprlib.repr(kind)}")
-    names = ("name", "description", "parameters", "strict")
-    refuse_other_keys(tool, ("type", *names), f"tools[{index}]")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-
-
-def _chat_choice(choice: str | Json | None) -> str | Json | None:
-    if not isinstance(choice, Mapping):
-        return choice
-    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise ApiError(
-            400, f"tool_choice: must be {CHOICE_FORM}, got {reprlib.repr(choice)}", "tool_choice", "bad_value"
-        )
-    return {"type": "function", "function": {"name": choice["name"]}}
-
-
 def _response_format(text: Json | None) -> str | None:
     """Return the response_format that text.format is, or None."""
-    for name, value in (text or {}).items():
-        if name != "format" and not (name == "verbosity" and value in (None, "medium")):
-            raise unsupported(f"text.{name}", "leave it out")
-    form = (text or {}).get("format")
+    form = response_format_of(text)
     if form is None:
         return None
     try:
         found: str = response_format_text(form)
     except ValueError:
         rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
-        raise ApiError(400, f"text.format: {rule}, got {reprlib.repr(form)}", "text.format", "bad_value") from None
+        got = reprlib.repr((text or {}).get("format"))
+        raise ApiError(400, f"text.format: {rule}, got {got}", "text.format", "bad_value") from None
     return found

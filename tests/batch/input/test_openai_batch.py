@@ -99,7 +99,7 @@ def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
         (line(ignore_eos="yes"), "bad_sampling", "ignore_eos"),
         (line() | {"priority": 1}, "unsupported_parameter", "priority"),
         (line(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "unsupported_parameter", "content[0]"),
-        (line(url="/v1/embeddings"), "bad_type", "url must be /v1/chat/completions or"),
+        (line(url="/v1/embeddings"), "bad_type", "url must be /v1/chat/completions, /v1/completions or /v1/resp"),
         (line(url=["/v1/completions"]), "bad_type", "url must be"),
         (line(method="GET"), "bad_type", "method must be POST"),
         (line() | {"body": [1]}, "bad_type", "body must be an object"),
@@ -149,6 +149,68 @@ def test_completions_have_the_number_of_alternatives_in_logprobs(requests):
 def test_min_p_and_ignore_eos_of_the_body_are_read(requests):
     [row] = requests(line(min_p=0.2, ignore_eos=True, top_k=3))
     assert [row[name] for name in ("min_p", "ignore_eos", "top_k")] == [0.2, True, 3]
+
+
+def response(**body):
+    return {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": {"model": "m", "input": "Hi"} | body}
+
+
+def test_a_response_is_the_chat_that_answers_it(requests):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "noon"},
+    ]
+    tool = {"name": "now", "parameters": {"type": "object"}}
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+    plain, full = requests(
+        response(max_output_tokens=5, temperature=0.5, store=False, reasoning={"effort": None}, metadata={"a": "b"}),
+        response(
+            input=items,
+            instructions="Be short.",
+            tools=[{"type": "function", **tool}],
+            tool_choice={"type": "function", "name": "now"},
+            text={"format": schema},
+            include=["message.output_text.logprobs"],
+            top_logprobs=2,
+        )
+        | {"custom_id": "b"},
+    )
+    assert plain["error_message"] is None and template_messages(plain["messages"]) == [USER]
+    assert (plain["max_tokens"], plain["temperature"], plain["url"]) == (5, 0.5, "/v1/responses")
+    assert full["error_message"] is None and (full["logprobs"], full["top_logprobs"]) == (True, 2)
+    assert [message["role"] for message in template_messages(full["messages"])] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert json.loads(full["tools"]) == [{"type": "function", "function": tool}]
+    assert json.loads(full["tool_choice"]) == {"type": "function", "function": {"name": "now"}}
+    assert json.loads(full["json_schema"] or full["response_format"])["type"] in ("object", "json_schema")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ({"previous_response_id": "r"}, "unsupported_parameter", "body.previous_response_id is not supported"),
+        ({"store": True}, "unsupported_parameter", "body.store is not supported"),
+        ({"background": 0}, "unsupported_parameter", "body.background"),
+        ({"max_tokens": 5}, "unsupported_parameter", "give max_output_tokens"),
+        ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "body.reasoning.effort"),
+        ({"input": None}, "bad_value", "body.input: must be a text or a list of items"),
+        ({"input": [{"type": "item_reference"}]}, "unsupported_parameter", "body.input[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "body.tools[0].type"),
+        ({"text": {"verbosity": "low"}}, "unsupported_parameter", "body.text.verbosity"),
+        ({"top_logprobs": 3}, "bad_value", "body.top_logprobs: only with include"),
+        ({"beam": 2}, "unsupported_parameter", "body.beam"),
+        ({"temperature": "hot"}, "bad_sampling", "temperature"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)
+def test_a_response_that_asks_for_more_is_refused_by_name(requests, body, code, says):
+    [row] = requests(response(**body))
+    assert (row["request_id"], row["error_code"]) == ("a", code) and says in row["error_message"]
 
 
 @pytest.mark.parametrize("custom_id", ["", "  "])
