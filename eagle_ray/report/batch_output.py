@@ -43,7 +43,7 @@ COLUMNS = (
     "url",
 )  # url exists only if the input is a batch file; without it, rows are chat completions
 NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 HALF_A_CHARACTER = "\ufffd"
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the endpoint writes this value, too
 
@@ -68,6 +68,8 @@ def _refusal(row: Row) -> dict[str, Any]:
 
 
 def _body(rows: list[Row], key: str, spell: Spell) -> dict[str, Any]:
+    if rows[0].get("url") == RESPONSES:
+        return _response(rows[0], key, spell)
     first, is_text = rows[0], rows[0].get("url") == COMPLETIONS
     prompt, completion = first["prompt_tokens"], sum(row["completion_tokens"] for row in rows)
     choice = _text_choice if is_text else _chat_choice
@@ -159,3 +161,53 @@ def _tokens(row: Row) -> list[tuple[int, float, list[Token]]]:
         (token, max(logprob, MIN_LOGPROB), [(other["token_id"], max(other["logprob"], MIN_LOGPROB)) for other in top])
         for token, logprob, top in zip(ids, logprobs, tops, strict=True)
     ]
+
+
+def _response(row: Row, key: str, spell: Spell) -> dict[str, Any]:
+    """Return the body of a response. What its request asked for and a run does not store is empty or null."""
+    is_cut, created = row["finish_reason"] == "length", int(row["finished_at"].timestamp())
+    prompt, completion = row["prompt_tokens"], row["completion_tokens"]
+    return {
+        "id": f"resp_{key}",
+        "object": "response",
+        "created_at": created,
+        "completed_at": None if is_cut else created,
+        "status": "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": None,
+        "metadata": {},
+        "model": row["target_model"],
+        "output": _output_items(row, key, spell),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + completion,
+        },
+    }
+
+
+def _output_items(row: Row, key: str, spell: Spell) -> list[dict[str, Any]]:
+    """Return the items of a response: its reasoning, its message and its function calls, in this order."""
+    message, status = _message(row), "incomplete" if row["finish_reason"] == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        items.append({"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": "completed"})
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        places = _chat_logprobs(row, spell) if _has_logprobs(row) else []
+        logprobs = [place | {"bytes": place["bytes"] or []} for place in places]
+        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": logprobs}
+        items.append({"type": "message", "id": f"msg_{key}", "role": "assistant", "content": [part], "status": status})
+    for i, call in enumerate(calls):
+        names = {"call_id": call["id"], **call["function"]}
+        items.append({"type": "function_call", "id": f"fc_{key}_{i}", "status": status, **names})
+    return items

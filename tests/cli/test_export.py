@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -105,6 +106,39 @@ def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response(
     row = {"request_id": "a", "run_id": "r", "status": "error", "error_code": "timeout", "error_message": "late"}
     line = line_of([row], str)
     assert (line["custom_id"], line["response"], line["error"]) == ("a", None, {"code": "timeout", "message": "late"})
+
+
+def test_an_answer_to_a_response_is_a_response():
+    from openai.types.responses import Response
+
+    from eagle_ray.report.batch_output import line_of
+
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    row = {
+        "request_id": "a",
+        "run_id": "r",
+        "status": "ok",
+        "error_code": None,
+        "url": "/v1/responses",
+        "finish_reason": "stop",
+        "text": "thinks Hi",
+        "content": "Hi",
+        "reasoning_content": "thinks",
+        "tool_calls": json.dumps([call]),
+        "output_token_ids": [5],
+        "token_logprobs": [-0.5],
+        "prompt_tokens": 3,
+        "completion_tokens": 1,
+        "finished_at": datetime(2026, 1, 31, tzinfo=timezone.utc),
+        "target_model": "m",
+        "config_hash": "h",
+    }
+    body = Response.model_validate(line_of([row], str)["response"]["body"])
+    assert (body.output_text, body.status, body.usage.total_tokens) == ("Hi", "completed", 4)
+    assert [item.type for item in body.output] == ["reasoning", "message", "function_call"]
+    assert body.output[1].content[0].logprobs[0].logprob == -0.5
+    cut = line_of([row | {"finish_reason": "length", "tool_calls": None}], str)["response"]["body"]
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"} and Response.model_validate(cut)
 
 
 def test_csv_has_every_row_and_column_and_can_be_input_again(exported, stored, run):
