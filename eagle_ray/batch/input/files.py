@@ -129,7 +129,10 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
                 "it, or a glob with a wildcard there.",
                 root.name,
             )
-    return tuple(found.values())
+    files = tuple(found.values())
+    if partitions := dict.fromkeys(name for file in files for name in file.partitions):
+        log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
+    return files
 
 
 def _run_format(patterns: list[str], format_: str) -> str:
@@ -245,4 +248,4 @@ def _hint(pattern: str) -> str:
     if path.name in (names := root.list_names()):
         return f" in {root}: it is a pipe or the like, or a link to nowhere"
     near = difflib.get_close_matches(path.name, names, 1)
-    return f" in {root}" + (f"; did you mean {near[0]}?" if near else "")
+    return f" in {root}" + (f"; did you mean {_printable(near[0])}?" if near else "")

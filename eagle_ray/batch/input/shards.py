@@ -184,6 +184,7 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
     types = RecordTypes(file.format)
     can_split, stop = file.can_split, part.stop
     partitions = partition_scalars(file)
+    values = _values_of(partitions)
     inherited: set[str] = set()  # partition columns that some row does not have of its own
     for offset, position, row in _records(file, part.start, part.first):
         if stop is not None and offset >= stop:
@@ -195,7 +196,7 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
         if isinstance(row, dict):
             types.add(row)
             inherited |= partitions.keys() - row.keys()
-        on_row(position, _with_partitions(row, partitions))
+        on_row(position, _with_values(row, values))
     joined = types.joined()
     join_into(joined, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
     shards = (Shard(file, *start, count) for start, count in zip(starts, counts, strict=True))
@@ -217,14 +218,15 @@ def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[s
     return scalars
 
 
-def _with_partitions(row: InputRow, partitions: Mapping[str, pa.Scalar]) -> InputRow:
-    if not partitions or not isinstance(row, dict):
-        return row
-    return {name: scalar.as_py() for name, scalar in partitions.items()} | row
+def _values_of(partitions: Mapping[str, pa.Scalar], names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return the values of these partition columns; None: of all."""
+    wanted = partitions if names is None else names
+    return {name: partitions[name].as_py() for name in wanted if name in partitions}
 
 
-def _only(partitions: Mapping[str, pa.Scalar], names: Iterable[str]) -> dict[str, pa.Scalar]:
-    return {name: partitions[name] for name in names if name in partitions}
+def _with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
+    """Return the row with the values of partition columns that it does not have itself."""
+    return {**values, **row} if values and isinstance(row, dict) else row
 
 
 class RecordTypes:
@@ -253,9 +255,9 @@ class RecordTypes:
 
 
 def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    partitions = partition_scalars(shard.file)
+    values = _values_of(partition_scalars(shard.file))
     for _, position, row in _records(shard.file, shard.start, shard.first):
-        yield position, _with_partitions(row, partitions)
+        yield position, _with_values(row, values)
 
 
 def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
@@ -334,13 +336,13 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
         check_unique(parquet, file)
         partitions = _partitions_in(parquet, file)
         types |= {name: scalar.type for name, scalar in partitions.items()}
-        read = _only(partitions, needed)
+        values = _values_of(partitions, needed)
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
         batches = _parquet_batches(parquet, file, needed, list(groups), ())
         for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
-            on_row(RowPosition(index, None), _with_partitions(row, read))
+            on_row(RowPosition(index, None), _with_values(row, values))
     shards = (Shard(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
     return FileScan(types, tuple(shards))
 
@@ -374,8 +376,7 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
     try:
         with open_columnar(shard.file) as parquet:
             partitions = _partitions_in(parquet, shard.file)
-            read = _only(partitions, needed)
-            values = {name: partitions[name].as_py() if name in partitions else None for name in carried}
+            read, kept = _values_of(partitions, needed), _values_of(partitions, carried)
             for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
@@ -383,8 +384,8 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
                 for name in batch.schema.names:
                     columns[name], wrong = _parquet_column(batch, name, carried[name])
                     errors |= wrong
-                absent = {name: column_of([values[name]] * len(rows), type_) for name, type_ in carried.items()}
-                placed = [(place, _with_partitions(row, read)) for place, row in zip(positions, rows, strict=True)]
+                absent = {name: column_of([kept.get(name)] * len(rows), type_) for name, type_ in carried.items()}
+                placed = [(place, _with_values(row, read)) for place, row in zip(positions, rows, strict=True)]
                 yield Chunk(_with_errors(placed, errors), absent | columns)
     except StorageError:
         raise

@@ -66,15 +66,17 @@ def write_any(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
-def test_directories_of_hive_partitions_are_columns(tmp_path, suffix):
+def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
     """Texts, percent-encoded, or null; a directory that only some files have is null for the others."""
     root = tmp_path / "in"
     for i, directory in enumerate(
         ["lang=de/y=2024", "lang=a%2Fb%20%C3%BC/y=007", "lang=__HIVE_DEFAULT_PARTITION__", "."]
     ):
         write_any(root / directory / f"part.{suffix}", [{"id": i, "prompt": f"p{i}"}])
+    caplog.set_level("INFO", "eagle_ray")
     for path in (root, root / f"**/*.{suffix}"):
         found = plan(path)
+        assert "input.path: directories are read as columns: lang, y" in caplog.messages
         assert {column.name: column.field.type for column in found.passthrough_columns if column.name in "lang y"} == {
             "lang": pa.string(),
             "y": pa.string(),
