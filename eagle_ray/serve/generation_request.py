@@ -52,12 +52,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """One answer of a request. num_wanted: output ids that it is to show; None shows all."""
+    """One answer of a request.
+
+    Attributes:
+        num_wanted: output ids that it is to show; None shows all.
+        first: the sequence of the prompt's first choice, which alone computes the prompt's log-probabilities.
+    """
 
     index: int
     prompt: Prompt
     sequence: Sequence
     num_wanted: int | None
+    first: Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,21 +116,19 @@ def prepare_generation(
     controls, options = controls_of(values, text), text_options(values)
     grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
-    choices = [
-        Choice(
-            index=i * n + j,
-            prompt=prompt,
-            sequence=Sequence(
-                f"{id}/{i * n + j}",
-                prompt.ids,
-                _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])),
-                text.stop_check(stops, options),
-            ),
-            num_wanted=0 if request.wanted_tokens == 0 else None,
-        )
-        for i, prompt in enumerate(prompts)
-        for j in range(n)
-    ]
+    num_wanted = 0 if request.wanted_tokens == 0 else None
+    choices: list[Choice] = []
+    for prompt in prompts:
+        samplings = [
+            _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])) for j in range(n)
+        ]
+        sequences = [
+            Sequence(f"{id}/{len(choices) + j}", prompt.ids, sampling, text.stop_check(stops, options))
+            for j, sampling in enumerate(samplings)
+        ]
+        choices += [
+            Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
+        ]
     return GenerationRequest(
         id,
         int(time.time()),
@@ -227,10 +231,14 @@ def _sampling(
     grammar: GrammarSpec | None,
     stop_token_ids: tuple[int, ...],
 ) -> SamplingParams:
-    """Return the server's settings overridden by the request's, with a random seed if it has none."""
+    """Return the server's settings overridden by the request's, with a random seed if it has none.
+
+    index: of the choice of its prompt.
+    """
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
     values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
+    has_echo = isinstance(request, CompletionRequest) and request.echo
     top_k = defaults.top_k if request.top_k is None else max(0, request.top_k)
     try:
         return SamplingParams(
@@ -240,7 +248,7 @@ def _sampling(
             seed=secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
             logprobs=request.tops is not None,
             top_logprobs=request.tops or 0,
-            prompt_logprobs=request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
+            prompt_logprobs=index == 0 and request.tops is not None and has_echo,
             stop_token_ids=stop_token_ids,
             controls=controls,
             grammar=grammar,

@@ -163,7 +163,7 @@ def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | N
     if asked.request.tops is None:
         return None
     places = output_places(choice.sequence, 0, num_output(choice))
-    places = prompt_places(choice.sequence) + places if asked.echo else places
+    places = prompt_places(choice.first) + places if asked.echo else places
     return text_logprobs(places, text, asked.request.tops > 0)
 
 
@@ -171,4 +171,4 @@ def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | Null
     """Return what an echo shows before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None
-    return choice.prompt.text, text_logprobs(prompt_places(choice.sequence), text, asked.request.tops > 0)
+    return choice.prompt.text, text_logprobs(prompt_places(choice.first), text, asked.request.tops > 0)

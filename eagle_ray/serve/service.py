@@ -276,7 +276,14 @@ class Service:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(asked):
             said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
-            tasks = [asyncio.ensure_future(self._follow(asked, choice, said)) for choice in asked.choices]
+            echoes = {choice.first: asyncio.Event() for choice in asked.choices}
+            if not asked.echo or asked.request.tops is None:  # there is nothing to wait for
+                for echo in echoes.values():
+                    echo.set()
+            tasks = [
+                asyncio.ensure_future(self._follow(asked, choice, said, echoes[choice.first]))
+                for choice in asked.choices
+            ]
             num_left = len(tasks)
             try:
                 while num_left:
@@ -291,18 +298,37 @@ class Service:
                 for task in tasks:
                     task.cancel()
 
-    async def _follow(self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue[Said]) -> None:
-        """Put one choice's chunks into the queue, followed by None or its error."""
+    async def _follow(
+        self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue[Said], echo: asyncio.Event
+    ) -> None:
+        """Put one choice's chunks into the queue, followed by None or its error.
+
+        echo: set once the prompt's first choice has a token, and so the prompt's log-probabilities. Other choices of
+        the prompt put their chunks into the queue from then on, without holding up the engine until then.
+        """
         chunks = ChoiceChunks(asked, choice, self.text)
+        count = num_told = 0
         try:
             await self._compile(asked, choice.sequence)
             async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
                 async for count in counts:
-                    for chunk in await self._chunks(asked, chunks, count):
-                        said.put_nowait(chunk)
+                    if choice.sequence is choice.first:
+                        echo.set()
+                    if echo.is_set():
+                        num_told = count
+                        await self._put_chunks(asked, chunks, count, said)
+            await echo.wait()
+            if num_told < count:
+                await self._put_chunks(asked, chunks, count, said)
             said.put_nowait(None)
         except Exception as error:  # the reader raises it, or tells the client
             said.put_nowait(error)
+
+    async def _put_chunks(
+        self, asked: GenerationRequest, chunks: ChoiceChunks, count: int, said: asyncio.Queue[Said]
+    ) -> None:
+        for chunk in await self._chunks(asked, chunks, count):
+            said.put_nowait(chunk)
 
     async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
         """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""

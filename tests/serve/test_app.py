@@ -15,7 +15,9 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.serve import openapi
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
+from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.serve.protocol import CompletionRequest
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job
@@ -175,6 +177,22 @@ def test_echo_shows_prompt_and_log_probabilities_as_evaluations_read_them(app, s
     assert len(nothing["choices"][0]["logprobs"]["tokens"]) == len(ids)
     pieces = ask(app, TEXT, body | {"max_tokens": 9, "stream": True}).events
     assert texts(pieces) == [c["text"] for c in ask(app, TEXT, body | {"max_tokens": 9}).json["choices"]]
+
+
+def test_choices_of_a_prompt_share_its_log_probabilities(app, service):
+    """The first choice computes them; an answer and a stream show them in each."""
+    body = {"prompt": ["Once upon a time", "Hi there"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 4}
+    body |= {"temperature": 0.9, "seed": 1, "ignore_eos": True}
+    asked = prepare_generation(CompletionRequest.model_validate(body), service.config, service.text)
+    assert [c.sequence.sampling.prompt_logprobs for c in asked.choices] == [True, False, False] * 2
+
+    whole = [choice["logprobs"]["token_logprobs"] for choice in ask(app, TEXT, body).json["choices"]]
+    assert whole[0][1:5] == whole[1][1:5] == whole[2][1:5]
+    streamed = [[] for _ in whole]
+    for event in ask(app, TEXT, body | {"stream": True}).events[:-1]:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+    assert [part[1:] for part in streamed] == [pytest.approx(part[1:], abs=1e-4) for part in whole]
 
 
 def test_chat_logprobs_are_of_every_token(app):
