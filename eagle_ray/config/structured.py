@@ -19,8 +19,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_ray.strict_json import parse_json
+from eagle_ray.strict_json import JsonError, parse_json
 
+MAX_TEXT_CHARS = 1 << 20  # of a JSON text; what can be compiled has less, white space aside (MAX_GRAMMAR_CHARS)
 KEY_BY_VLLM_NAME = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -105,4 +106,6 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _parsed(value: Any) -> Any:
     """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+        raise JsonError(f"it has more than {MAX_TEXT_CHARS} characters")
     return parse_json(value) if isinstance(value, str) else value

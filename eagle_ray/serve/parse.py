@@ -24,6 +24,19 @@ from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
 from eagle_ray.strict_json import HalfSurrogate, JsonError, parse_json
 
+MAX_CONTAINERS = 1 << 17  # objects and lists of a body; a conversation of more fits no model
+
+
+def check_containers(body: bytes) -> None:
+    """Raise ApiError for a body of millions of objects, which would take seconds and gigabytes to make."""
+    if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS:
+        return
+    texts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    outside = b"".join(texts[::2])  # of strings
+    if outside.count(b"{") + outside.count(b"[") > MAX_CONTAINERS:
+        message = f"the body has more than {MAX_CONTAINERS} objects and lists. Send several smaller requests."
+        raise ApiError(400, message, code="too_many_values")
+
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Return the request in a body. Raises ApiError naming the parameter."""

@@ -42,7 +42,7 @@ from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.openai_client_compat import without_nulls
-from eagle_ray.serve.parse import body_too_large, parse
+from eagle_ray.serve.parse import body_too_large, check_containers, parse
 from eagle_ray.serve.protocol import (
     AnyRequest,
     ChatRequest,
@@ -144,7 +144,7 @@ class Service:
         """Return the request in a body. client: the number of its API key. Raises ApiError."""
         if len(body) <= LONG:
             return parse(kind, body)
-        return await self._readers.run(len(body), client, parse, kind, body)
+        return await self._readers.run(len(body), client, _parse_long, kind, body)
 
     async def read(
         self,
@@ -373,6 +373,11 @@ class Service:
         for sequence in finished:
             self.meter.answered(sequence, arrived_at)
         self.meter.aborted(len(sequences) - len(finished))
+
+
+def _parse_long(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    check_containers(body)
+    return parse(kind, body)
 
 
 def body_of(request: ChatRequest | CompletionRequest | ResponsesRequest) -> BodyOf:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
@@ -35,55 +35,66 @@ def shared() -> Iterator[Service]:
     service.close()
 
 
-def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
-    """Return path and body of requests of about `size` bytes, by what makes them large."""
-    text, words, lists = "the quick fox " * (size // 14), "x" * (size // 1024), [[]] * (size // 4)
-    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(size // 60)]
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    called = [{"role": "assistant", "content": None, "tool_calls": [call]}] * (size // 150)
-    hi = {"role": "user", "content": "Hi"}
-    prompts: dict[str, Any] = {
+def words(size: int) -> list[str]:
+    return [f"{i} {'x' * (size // 1024)}" for i in range(1000)]
+
+
+def text(size: int) -> str:
+    return "the quick fox " * (size // 14)
+
+
+def lists(size: int) -> list[Any]:
+    return [[]] * (size // 4)
+
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+VALUES: dict[str, dict[str, Callable[[int], Any]]] = {
+    TEXT: {
         "prompt": text,
-        "prompts": ["Hi"] * (size // 6),
-        "ids": [5] * (size // 3),
+        "prompt of texts": lambda size: ["Hi"] * (size // 6),
+        "prompt of ids": lambda size: [5] * (size // 3),
         "prompt of lists": lists,
-    }
-    keys: dict[str, Any] = {
-        "stop": ["y" + words] * 60,
-        "bad_words": [f"{i} {words}" for i in range(1000)],
-        "choice": [f"{i} {words}" for i in range(1000)],
-        "regex": "a" * size,
-        "grammar": "\n" * (size // 2),
-        "json_schema": {"enum": [f"v{i}" for i in range(size // 12)]},
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": lists}}},
-        "logit_bias": {str(i): 1 for i in range(size // 12)},
-        "allowed_token_ids": list(range(size // 8)),
-        "stop_token_ids": [5] * (size // 3),
-        "metadata": {"a": text},
+        "stop": lambda size: ["x" * (size // 64)] * 64,
+        "bad_words": words,
+        "choice": words,
+        "regex": lambda size: "a" * size,
+        "grammar": lambda size: "\n" * (size // 2),
+        "json_schema": lambda size: {"enum": [f"v{i}" for i in range(size // 12)]},
+        "response_format": lambda size: {"type": "json_schema", "json_schema": {"schema": {"enum": lists(size)}}},
+        "structured_outputs": lambda size: {"json": json.dumps({"enum": lists(size)})},
+        "logit_bias": lambda size: {str(i): 1 for i in range(size // 12)},
+        "allowed_token_ids": lambda size: list(range(size // 8)),
+        "stop_token_ids": lambda size: [5] * (size // 3),
+        "metadata": lambda size: {"a": text(size)},
         "user": text,
-        "structured_outputs": {"json": json.dumps({"enum": lists})},
         "unknown": lists,
-    }
-    chat: dict[str, Any] = {
-        "tools": tools,
+    },
+    CHAT: {
+        "messages": lambda size: [USER] * (size // 32),
+        "messages with calls": lambda size: [CALLED] * (size // 150),
+        "messages with a text": lambda size: [USER | {"content": text(size)}],
+        "messages with parts": lambda size: [USER | {"content": [{"type": "text", "text": "a"}] * (size // 32)}],
+        "tools": lambda size: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(size // 60)],
         "tool_choice": text,
-        "chat_template_kwargs": {f"a{i}": 1 for i in range(size // 14)},
-    }
-    bodies: dict[str, tuple[str, Any]] = {name: (TEXT, HI | {"prompt": value}) for name, value in prompts.items()}
-    bodies |= {name: (TEXT, HI | {name: value}) for name, value in keys.items()}
-    bodies |= {name: (CHAT, {"messages": [hi], name: value}) for name, value in chat.items()}
-    bodies |= {
-        "messages": (CHAT, {"messages": [hi] * (size // 32)}),
-        "calls": (CHAT, {"messages": called}),
-        "content": (CHAT, {"messages": [hi | {"content": text}]}),
-        "parts": (CHAT, {"messages": [hi | {"content": [{"type": "text", "text": "a"}] * (size // 32)}]}),
-        "input": (RESPONSES, {"input": [hi] * (size // 32)}),
-        "instructions": (RESPONSES, {"input": "Hi", "instructions": text}),
-        "response tools": (RESPONSES, {"input": "Hi", "tools": [{"type": "function", "name": "f"}] * (size // 40)}),
-        "tokenized": ("/tokenize", {"prompt": text}),
-        "detokenized": ("/detokenize", {"tokens": [5] * (size // 3)}),
-    }
-    return {name: (path, json.dumps(body).encode()) for name, (path, body) in bodies.items()}
+        "chat_template_kwargs": lambda size: {f"a{i}": 1 for i in range(size // 14)},
+    },
+    RESPONSES: {
+        "input": lambda size: [USER] * (size // 32),
+        "instructions": text,
+        "tools of responses": lambda size: [{"type": "function", "name": "f"}] * (size // 40),
+    },
+    "/tokenize": {"prompt to tokenize": text},
+    "/detokenize": {"tokens": lambda size: [5] * (size // 3)},
+}
+SMALL = {TEXT: HI, CHAT: {"messages": [USER]}, RESPONSES: {"input": "Hi"}}
+NAMES = [(path, name) for path, names in VALUES.items() for name in names]
+
+
+def large_body(path: str, name: str, size: int) -> bytes:
+    """Return a body of about `size` bytes, most of them in one parameter, which begins the name."""
+    return json.dumps(SMALL.get(path, {}) | {name.split()[0]: VALUES[path][name](size)}).encode()
 
 
 async def send(app: Any, path: str, body: bytes) -> Answer:
@@ -93,19 +104,19 @@ async def send(app: Any, path: str, body: bytes) -> Answer:
 def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
     """They wait for a thread of their own, which is busy; a small request is answered meanwhile."""
     app, released = build_app(shared), threading.Event()
-    bodies = {name: large for name, large in large_bodies(2 * LONG).items() if len(large[1]) > LONG}
-    assert len(bodies) > 25
+    bodies = [(path, large_body(path, name, 2 * LONG)) for path, name in NAMES]
+    assert min(len(body) for _, body in bodies) > LONG
 
-    async def main() -> tuple[list[Answer], list[str], list[int]]:
+    async def main() -> tuple[list[Answer], list[Any], list[int]]:
         busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
         try:
-            asked = {name: asyncio.ensure_future(send(app, *large)) for name, large in bodies.items()}
+            asked = [asyncio.ensure_future(send(app, path, body)) for path, body in bodies]
             small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
-            early = [name for name, task in asked.items() if task.done()]
+            early = [task for task in asked if task.done()]
         finally:
             released.set()
         await busy
-        return small, early, [(await task).status for task in asked.values()]
+        return small, early, [(await task).status for task in asked]
 
     small, early, statuses = asyncio.run(main())
     assert [answer.status for answer in small] == [200, 200, 200]
@@ -184,10 +195,10 @@ def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, mon
 
 
 @pytest.mark.slow  # 8 MB in each parameter; shorter: a large request delays no small one
-@pytest.mark.parametrize("name", large_bodies(LONG))
-def test_eight_megabytes_in_a_parameter_delay_nobody_by_a_second(shared, name):
+@pytest.mark.parametrize(("path", "name"), NAMES)
+def test_eight_megabytes_in_a_parameter_delay_no_other_client_by_a_second(shared, path, name):
     app = build_app(shared)
-    path, body = large_bodies(MAX_BODY_BYTES - 100_000)[name]
+    body = large_body(path, name, MAX_BODY_BYTES - 100_000)
 
     async def main() -> tuple[int, float]:
         asked, worst = asyncio.ensure_future(send(app, path, body)), 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from eagle_ray.serve import parse as bodies
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.parse import parse
+from eagle_ray.serve.parse import MAX_CONTAINERS, check_containers, parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.serve.sse import event
 from tests.serve.client import exchange, get, post, request
@@ -219,6 +219,15 @@ def test_a_page_of_strangers_cannot_ask_by_naming_no_kind(app):
 def test_what_is_refused_is_not_sent_back_by_the_kilobyte(app, body):
     answer = asyncio.run(post(app, TEXT, {"prompt": "a"} | body))
     assert answer.status in (400, 404) and len(json.dumps(answer.json)) < 2500
+
+
+def test_objects_and_lists_are_counted_before_they_are_made():
+    """Brackets in a text do not count."""
+    objects, text = b"{}," * (MAX_CONTAINERS + 1), rb"\"[[{\\" * MAX_CONTAINERS
+    with pytest.raises(ApiError, match="objects and lists") as found:
+        check_containers(b'{"prompt": [' + objects + b"{}]}")
+    assert found.value.code == "too_many_values"
+    check_containers(b'{"prompt": "' + text + b'"}')
 
 
 def test_a_body_that_says_it_is_too_large_is_not_read(app):
