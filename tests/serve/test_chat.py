@@ -21,6 +21,7 @@ ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}}},
 }
+BAD_SCHEMA = {"strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
 LLAMA3_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
@@ -249,6 +250,7 @@ def test_template_values_reach_the_template(qwen, answering):
     [
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": ADD["function"] | BAD_SCHEMA}]}, "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": {}}, "tools"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
