@@ -54,7 +54,6 @@ AT = datetime(2026, 1, 31, 8, 5)
 NESTED = pa.struct([("a", pa.float32()), ("b", pa.date32())])
 TYPED = [
     (pa.decimal128(10, 2), Decimal("9.90"), "9.90"),
-    (pa.decimal128(10, -2), Decimal("1200"), "1200"),
     (pa.date32(), date(2026, 1, 31), "2026-01-31"),
     (pa.time64("us"), time(8, 5), "08:05:00"),
     (pa.timestamp("us"), AT, "2026-01-31 08:05:00"),
