@@ -181,8 +181,8 @@ def _schemas() -> Json:
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
     _add_limits_of_responses(schemas["ResponsesRequest"])
-    for request in (ChatRequest, CompletionRequest, ResponsesRequest):
-        schemas[request.__name__]["properties"] |= no_op_schemas(request.model_fields, request.NO_OPS)
+    for asking in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest):
+        schemas[asking.__name__]["properties"] |= no_op_schemas(asking.model_fields, asking.NO_OPS)
     schemas["Message"]["anyOf"] = MESSAGE_FORMS
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)

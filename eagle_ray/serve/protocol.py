@@ -392,6 +392,8 @@ class CompletionRequest(Request):
 class TokenizeRequest(Body):
     """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
+    NO_OPS: ClassVar[NoOpValues] = {"tools": (), "chat_template_kwargs": ()}
+    model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
     messages: Messages | None = Field(default=None, description="a list of messages {role, content}")
@@ -410,6 +412,7 @@ class TokenizeRequest(Body):
                 "continue_final_message",
                 "bad_value",
             )
+        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
         _check_messages(self.messages or [])
 
 

@@ -17,6 +17,7 @@ from eagle_ray.errors import RequestError
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.parse import parse
+from eagle_ray.serve.protocol import TokenizeRequest
 from eagle_ray.serve.service import LINE_KINDS
 
 openai = pytest.importorskip("openai")
@@ -277,6 +278,19 @@ def test_a_client_that_sends_all_defaults_of_other_servers_is_answered(service, 
     assert outcome(service, path, BASE[path] | DEFAULTS[path]) == plain
     nulls = dict.fromkeys({*OPENAI[path], *DEFAULTS[path], *OTHER_NAMES} - BASE[path].keys())
     assert outcome(service, path, BASE[path] | nulls) == plain
+
+
+@pytest.mark.parametrize("name", ["tools", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "typo"])
+def test_a_parameter_of_vllms_tokenize_is_refused_or_asks_for_nothing(name):
+    def read(value):
+        return parse(TokenizeRequest, json.dumps({"messages": HI, name: value}).encode())
+
+    for value in (None,) if name == "typo" else (None, "", [], {}):
+        assert read(value).messages
+    for value in ("x", ["x"], {"x": 1}):
+        with pytest.raises(ApiError) as refused:
+            read(value)
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, name in CASES if path != RESPONSES])
