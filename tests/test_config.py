@@ -67,10 +67,13 @@ def test_values_are_yaml_and_what_is_no_yaml_is_itself():
 
 @pytest.mark.parametrize("source", ["file", "env", "set"])
 def test_a_key_that_takes_a_text_gets_it_whatever_yaml_reads(tmp_path, source):
-    """YAML reads off as false, 2024 and 2024-01-31 as no texts."""
+    """YAML reads off as false, 2024 as a number and 2024-01-31 as a date."""
     texts = {"name": "off", "input.path": "2024-01-31", "output.path": "2024", "model.chat_template": "none"}
     config = load_from(source, load_config, texts, tmp_path)
     assert (config.name, config.input.path, config.output.path) == ("off", "2024-01-31", "2024")
+    lists = {"input.path": "[2024, 2025.jsonl]", "output.path": "a", "sampling.choice": "[yes, no, 1.10]"}
+    config = load_from(source, load_config, lists, tmp_path)
+    assert (config.input.path, config.sampling.choice) == (["2024", "2025.jsonl"], ["yes", "no", "1.10"])
     train = {"data.path": "a.jsonl", "output.path": "head", "data.feature_cache": "off"}
     assert load_from(source, load_train_config, train, tmp_path).data.feature_cache == "off"
     sections = write(tmp_path / "head.yaml", "data:\n  path: a.jsonl\n  feature_cache: off\noutput: {path: 2024}")

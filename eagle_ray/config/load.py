@@ -54,13 +54,13 @@ NO_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 class ConfigSetting:
     """Value of one dotted key, and its origin for error messages.
 
-    text: the value as it was written, if it is a YAML scalar.
+    text: the value as it was written, if it is a YAML scalar or a list; a list has those of its scalars.
     """
 
     key: str
     value: Any
     origin: str
-    text: str | None = None
+    text: str | list[str | None] | None = None
 
 
 def load_config(
@@ -182,8 +182,15 @@ def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
 
 
 def _as_text(setting: ConfigSetting) -> ConfigSetting:
-    is_text = setting.text is None or setting.value is None or isinstance(setting.value, str)
-    return setting if is_text else replace(setting, value=setting.text)
+    if isinstance(setting.value, list) and isinstance(setting.text, list):
+        pairs = zip(setting.value, setting.text, strict=True)
+        return replace(setting, value=[_text_of(value, text) for value, text in pairs])
+    return replace(setting, value=_text_of(setting.value, setting.text))
+
+
+def _text_of(value: Any, text: Any) -> Any:
+    """Return the text of a YAML scalar that is neither null nor a text already; any other value unchanged."""
+    return value if value is None or isinstance(value, str) or not isinstance(text, str) else text
 
 
 class _Loader(yaml.SafeLoader):
@@ -265,7 +272,14 @@ def _flatten(key: str, value: Any, origin: str, node: yaml.Node | None = None) -
         for name, inner in value.items():
             yield from _flatten(f"{key}.{name}" if key else str(name), inner, origin, nodes.get(str(name)))
     else:
-        yield ConfigSetting(key, value, origin, node.value if isinstance(node, yaml.ScalarNode) else None)
+        yield ConfigSetting(key, value, origin, _texts_of(node))
+
+
+def _texts_of(node: yaml.Node | None) -> Any:
+    """Return the text of a scalar, the texts of a list's scalars (None for its other items), or None."""
+    if isinstance(node, yaml.SequenceNode):
+        return [item.value if isinstance(item, yaml.ScalarNode) else None for item in node.value]
+    return node.value if isinstance(node, yaml.ScalarNode) else None
 
 
 def _nest(root: type[BaseModel], settings: Iterable[ConfigSetting]) -> dict[str, Any]:
