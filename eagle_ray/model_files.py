@@ -1,8 +1,8 @@
 """The JSON files of a model's directory: what they hold, and which file keeps a model from being read.
 
     read_object(directory, "generation_config.json")     # {} if the file is missing
-    check_files(directory)                                # EngineError that names a damaged file and the remedy
-    eos_ids_of(directory, tokenizer_eos=2)                # the tokens that end an answer
+    check_files(directory)                               # EngineError that names a damaged file and the remedy
+    eos_ids_of(directory, tokenizer_eos=2)               # the tokens that end an answer
 
 A model that was cloned without Git LFS has small text files, pointers, in place of its large ones.
 """
@@ -31,10 +31,14 @@ WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # the first kind
 
 
 def check_files(directory: Path) -> None:
-    """Raise EngineError if a small file of a target holds no JSON object, or any file is a Git LFS pointer."""
+    """Raise EngineError for a small file of a target that holds no JSON object, and for Git LFS pointers."""
     check_no_pointers(directory / name for name in TEXT_FILES)
     for name in SMALL_FILES:
         read_object(directory, name)
+
+
+def check_weights(directory: Path) -> None:
+    """Raise EngineError if a file of a target's weights is a Git LFS pointer."""
     weights = (sorted(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     check_no_pointers(next((files for files in weights if files), []))
 

@@ -22,7 +22,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
 from eagle_ray.errors import EngineError, one_line
-from eagle_ray.model_files import check_files
+from eagle_ray.model_files import check_files, check_weights
 from eagle_ray.models.supported_models import check_config
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
@@ -31,6 +31,7 @@ UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safetens
 def load_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
+    check_weights(path)
     config = _read_config(path)
     check_config(config)
     _check_quantiser(config)

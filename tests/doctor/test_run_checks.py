@@ -1,6 +1,7 @@
 """The doctor over real pairs: what it says a worker takes is what one takes, and what is wrong has a remedy."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.conftest import PAIR
+from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer
 
 
 def job(**settings: object):
@@ -119,6 +121,14 @@ def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     finding = memory(here, Workers(1, 1, 1, 1, is_here=True, memory=None), "cuda", torch.bfloat16)
     assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
     assert finding.facts["capacity"]["kv_tokens"] % 32 == 0
+
+
+def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):
+    target = shutil.copytree(PAIR / "target", tmp_path / "target")
+    write_tokenizer(target)
+    (target / "tokenizer.json").write_text(LFS_POINTER)
+    finding, here = pair_here(job(**{"model.target": str(target), "model.draft": str(PAIR / "draft")}))
+    assert here is None and "tokenizer.json is a Git LFS pointer, not the file itself. Run `git" in finding.problem
 
 
 def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
