@@ -64,7 +64,7 @@ def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
 
 def _table_rows(table: ArrowTable) -> list[Mapping[str, Any]]:
     try:
-        return arrow_rows(pa.table(table))
+        return list(arrow_rows(pa.table(table)))
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(f"prompts: the table cannot be read as an Arrow table: {error}") from error
 
