@@ -160,7 +160,11 @@ class GrammarCompiler:
             finally:
                 self._free.release()
 
-        _start_thread(compile_source)
+        try:
+            _start_thread(compile_source)
+        except BaseException:
+            self._free.release()
+            raise
         try:
             return made.result(COMPILE_TIMEOUT_S)
         except TimeoutError:

@@ -291,6 +291,20 @@ def test_compilations_past_their_time_limit_count(monkeypatch):
     assert written(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
 
 
+def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
+    compiler = GrammarCompiler(FILE.read_text, VOCAB, [END])
+
+    def full(work):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_start_thread", full)
+        for i in range(module.MAX_COMPILING + 1):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                compiler.start(GrammarSpec("regex", f"b{i}"))
+    assert written(compiler.start(GrammarSpec("regex", "a")), 0) == "a"
+
+
 def test_a_compiled_grammar_is_kept(compiler, monkeypatch):
     spec = GrammarSpec("regex", "kept")
     compiler.start(spec).commit([])
