@@ -387,6 +387,21 @@ def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: Make
     assert reads[2:] == [file.name] and len(engine.made) == 6
 
 
+def test_a_column_that_the_counts_do_not_need_is_not_left_damaged(make_job, engine, messages, tmp_path):
+    config = make_job(rows(*"abc"))
+    run_to_completion(config)
+    [part] = (tmp_path / "out" / "data").iterdir()
+    data, group = bytearray(part.read_bytes()), pq.ParquetFile(part).metadata.row_group(0)
+    [chunk] = [column for i in range(group.num_columns) if (column := group.column(i)).path_in_schema == "prompt"]
+    data[(chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 1] ^= 1
+    part.write_bytes(bytes(data))
+    with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \("):
+        run_to_completion(config)
+    part.unlink()
+    run_to_completion(config)
+    assert answered(tmp_path).keys() == set("abc")
+
+
 def test_overwriting_scans_nothing_again(make_job: MakeJob, engine, scans, tmp_path):
     run_to_completion(make_job(rows(*"abc")))
     run_to_completion(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.id_digests import EMPTY, Digests, digests, duplicates, isin
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.batch.output.parquet_file import open_part, read_columns
+from eagle_ray.batch.output.parquet_file import check_part, open_part, read_columns
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.batch.row_index import (
@@ -65,6 +65,8 @@ class OutputIndex:
     def read(cls, data: StoragePath, directory: StoragePath | None = None) -> OutputIndex:
         """Read the files, or from an index directory what it has of them; files that it lacks are added to it.
 
+        Of a file only the ids are read, but all of one that changed since it was indexed: it may be damaged.
+
         The caller holds the lock if it names a directory. Raises OutputMismatch for a file of another major version or
         another program, or a damaged one.
         """
@@ -73,6 +75,8 @@ class OutputIndex:
         known = KnownFiles({}, [], [], 0) if directory is None else KnownFiles.load(directory, data)
         numbers = {file: number for file in files if (number := known.number_of(file, states[file])) is not None}
         new = [file for file in files if file not in numbers]
+        for file in sorted(known.files.keys() & set(new)):
+            check_part(file)
         numbers |= {file: known.next_number + i for i, file in enumerate(new)}
         next_number = known.next_number + len(new)
         added = (_rows_by_id(file, numbers[file]) for file in new)

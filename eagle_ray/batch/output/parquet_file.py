@@ -16,7 +16,7 @@ from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 
-__all__ = ["SingleThreadedParquetFile", "open_parquet", "open_part", "read_columns"]
+__all__ = ["SingleThreadedParquetFile", "check_part", "open_parquet", "open_part", "read_columns"]
 
 
 @contextmanager
@@ -29,6 +29,13 @@ def open_part(file: StoragePath) -> Iterator[pq.ParquetFile]:
         if not is_damage(error):
             raise
         raise OutputDamaged(damage_text(file, error)) from error
+
+
+def check_part(file: StoragePath) -> None:
+    """Read all of a part file, a row group at a time. Raises as open_part does."""
+    with open_part(file) as parquet:
+        for group in range(parquet.num_row_groups):
+            parquet.read_row_group(group, use_threads=file.is_local).validate(full=True)
 
 
 def read_columns(parquet: pq.ParquetFile, columns: list[str] | None = None) -> pa.Table:
