@@ -25,7 +25,7 @@ from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
 from tests.engine.test_drafters import weights_for
 from tests.engine.test_lossless import SAMPLING, some_prompts
-from tests.helpers.toy_models import llama, llama_engine, run
+from tests.helpers.toy_models import head3, llama, llama_engine, run
 from tests.helpers.toy_tokenizer import toy_tokenizer
 
 EOS, VOCAB = 2, 97
@@ -217,11 +217,15 @@ def outcome_of(sequence: Sequence) -> tuple:
     return sequence.output_ids, sequence.finish_reason, None, places, sequence.grammar.is_complete
 
 
-def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> list[tuple]:
+def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_layers: int) -> list[tuple]:
     name, _, budget = method.partition(" ")
-    weights = None if name in ("none", "suffix", "ngram") else weights_for(name)
+    weights = None
+    if name == "eagle3":
+        weights = head3()
+    elif name not in ("none", "suffix", "ngram"):
+        weights = weights_for(name)
     speculative = SpeculativeConfig(method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4)
-    engine = build_engine(llama(), weights, speculative, 4, 128)
+    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, 4, 128)
     engine.grammars = compiler()
     sequences, heard = [], {}
     for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):
@@ -240,8 +244,9 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> list
 
 
 def check_conflicting(method: str, cases: list[tuple[SamplingParams, list[str]]]) -> None:
-    plain = outcomes("none", cases)
-    drafted = outcomes(method, cases)
+    num_layers = 7 if method == "eagle3" else 2  # its head reads three of them
+    plain = outcomes("none", cases, num_layers)
+    drafted = outcomes(method, cases, num_layers)
     assert {i: (a, b) for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b} == {}
     assert {(reason, error) for _, reason, error, *_ in plain} == {
         ("stop", None),
@@ -256,7 +261,7 @@ def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*DRAFTED_BY, "hydra", "draft_model", "eagle1", "sequoia"])
+@pytest.mark.parametrize("method", [*DRAFTED_BY, "eagle3", "hydra", "draft_model", "eagle1", "sequoia"])
 def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
     check_conflicting(method, some_conflicting(1000, seed=1))
 
