@@ -184,9 +184,9 @@ def _methods(work: dict[str, Any] | None) -> str:
 
 
 def _planner_errors(work: dict[str, Any] | None) -> str:
-    """Return how many workers drafted nothing because their planner failed, with the first reason."""
-    errors = list((work or {}).get("planner_errors", {}).values())
-    return f"planner failed in {len(errors)} workers, which drafted nothing from then on: {errors[0]}" if errors else ""
+    """Return the workers that drafted nothing more because their planner failed, with the first reason."""
+    errors = (work or {}).get("planner_errors", {})
+    return f"no drafts after the planner failed in {', '.join(errors)}: {next(iter(errors.values()))}" if errors else ""
 
 
 def _off(share: float, num_probes: int) -> str:

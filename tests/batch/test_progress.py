@@ -32,6 +32,16 @@ def test_what_auto_chose_stands_by_worker_once_it_has():
     assert progress.method_choices == {"a": {"method": "suffix", "tokens_per_s": {"suffix": 21.0, "none": 9.0}}}
 
 
+def test_a_planners_failure_stands_by_worker_and_is_counted():
+    progress, counters = Progress(), EngineCounters(num_slots=4)
+    progress.add(WorkerReport.of("a", counters))
+    assert progress.planner_errors == {} and progress.work["num_planner_failures"] == 0
+    counters.planner_error = "ZeroDivisionError: no seconds"
+    progress.add(WorkerReport.of("b", counters))
+    assert progress.planner_errors == {"b": "ZeroDivisionError: no seconds"}
+    assert progress.work["num_planner_failures"] == 1
+
+
 def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
     progress = Progress()
     for _ in range(3):
