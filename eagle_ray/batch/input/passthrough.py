@@ -26,7 +26,8 @@ from eagle_ray.errors import RequestError
 
 JSON = pa.json_()  # values of this column are written as JSON text
 RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself
-CSV_TEXT = pa.large_string()  # texts of a CSV file: a text stays what it is, what other files hold becomes JSON text
+# Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
+CSV_TEXT = pa.large_string()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
     if type_ == JSON:
         return _as_json
     if type_ == CSV_TEXT:
-        return lambda value: value if isinstance(value, str) else _as_json(value)
+        return _as_text
     if pa.types.is_floating(type_):
         return float  # Arrow refuses integers from 2**53
     if pa.types.is_integer(type_):
@@ -229,6 +230,10 @@ def _as_json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, default=_json_form)
     except TypeError:  # a map's keys that are no texts
         return json.dumps(_with_text_keys(value), ensure_ascii=False, default=_json_form)
+
+
+def _as_text(value: Any) -> str:
+    return _as_json(value) if isinstance(value, bool | int | float | list | dict) else _json_form(value)
 
 
 def _json_form(value: Any) -> str:

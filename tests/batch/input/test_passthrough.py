@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.batch.input.passthrough import (
+    CSV_TEXT,
     JSON,
     carry,
     column_of,
@@ -139,3 +140,9 @@ def test_values_of_every_type_become_json_text():
     assert carry(far, JSON)[1].as_py() is None
     wide = carry(pa.array([Decimal("9.90")]), pa.decimal128(16, 8))
     assert wide.to_pylist() == [Decimal("9.90000000")]
+
+
+def test_values_among_texts_of_a_csv_file_are_texts_or_json():
+    values = ["a", Decimal("9.90"), date(2026, 1, 31), b"\xff", 5, 0.5, True, [1], {"a": None}, None]
+    texts = ["a", "9.90", "2026-01-31", "/w==", "5", "0.5", "true", "[1]", '{"a": null}', None]
+    assert column_of(values, CSV_TEXT).to_pylist() == texts
