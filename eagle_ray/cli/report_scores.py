@@ -121,13 +121,14 @@ def _scores_in(source: str, score: str | None) -> tuple[str, dict[Key, Any]]:
     try:
         with path.open() as file:
             table = READERS[suffix](file)
-    except (OSError, pa.ArrowException, UnicodeError) as error:
+        rows = table.to_pylist(maps_as_pydicts="lossy")
+    except (OSError, pa.ArrowException, OverflowError, UnicodeError) as error:
         raise ConfigError(f"--scores: cannot read {path}: {one_line(error)}") from None
     column = _score_column(table.column_names, score, path)
     id_column = next((name for name in (ID, "id") if name in table.column_names), None)
     if column is None or id_column is None:
         raise ConfigError(f"--scores: {path} needs a column {ID} or id, and {' or '.join(SCORE_COLUMNS)} or --score")
-    return column, _by_key(table.to_pylist(), id_column, SAMPLE, column, path)
+    return column, _by_key(rows, id_column, SAMPLE, column, path)
 
 
 def _scores_in_run(run: StoragePath, score: str | None) -> tuple[str, dict[Key, Any]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.output.part_files import part_name
@@ -81,6 +82,14 @@ def test_a_file_of_scores_is_joined_by_id_and_sample(answers, tmp_path):
     file.write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
     with pytest.raises(ConfigError, match="has two scores for id 'a' sample 0"):
         scores_of(answers, source=str(file))
+
+
+def test_a_file_of_scores_whose_texts_are_not_utf_8_is_named(tmp_path, answers):
+    offsets = pa.array([0, 1], pa.int32()).buffers()[1]
+    bad = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff")])
+    pq.write_table(pa.table({"id": bad, "score": [1.0]}), tmp_path / "scores.parquet")
+    with pytest.raises(ConfigError, match=r"--scores: cannot read .*scores\.parquet"):
+        scores_of(answers, source=str(tmp_path / "scores.parquet"))
 
 
 def test_a_run_with_a_column_of_a_usual_name_needs_no_flag(tmp_path, answers):
