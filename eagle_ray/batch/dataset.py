@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -105,15 +106,15 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     if execution.preserve_order:
         dataset.context.execution_options.preserve_order = True  # the context of every Dataset made from it, too
     log.setLevel(config.logging.level.upper())
-    columns = dataset.columns(fetch_if_missing=False) or []
-    if (line := settings_line(READ.intersection(columns) - {"prompt"})) is not None:
-        log.info("%s", line)
+    columns = dataset.columns(fetch_if_missing=False)  # None where a function makes them
+    if columns is not None:
+        name_settings(tuple(columns))
     workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
     batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
     run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
     actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
     requests = dataset.map_batches(
-        RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input),
+        RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),
         batch_size=batch_size,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -134,6 +135,13 @@ def _check_keys(config: JobConfig) -> None:
             f"{', '.join(wrong)}: of no meaning to eagle_ray.generate without output_path, which stores nothing. Leave "
             "them out, or give output_path."
         )
+
+
+@cache
+def name_settings(columns: tuple[str, ...]) -> None:
+    """Log once in this process which of these columns are taken for parameters of their rows."""
+    if (line := settings_line(READ.intersection(columns) - {"prompt"})) is not None:
+        log.warning("%s", line)
 
 
 def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Dataset:
@@ -217,14 +225,18 @@ class RequestMaker:
     """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id.
 
     settings: how rows are treated that cannot be answered, and columns that ask for what rows cannot set.
+    names_settings: whether to log the columns that are taken for parameters.
     """
 
     columns: RequestColumns
     settings: InputConfig
+    names_settings: bool = False
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         rows = []
         inputs, added = split_added(batch)
+        if self.names_settings:
+            name_settings(tuple(inputs.column_names))
         table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
         for i, row in enumerate(arrow_rows(inputs)):
             row |= {name: plain_value(value) for name, value in added[i].items()}

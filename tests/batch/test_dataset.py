@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.api.python_config import job_config
-from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, RowFunction, with_input_columns
+from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
 from eagle_ray.batch.dataset_job import input_table
 from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import plan_input, request_columns, requests_of
@@ -172,6 +172,7 @@ def test_a_dataset_is_answered_lazily_with_its_columns_and_types(ray_session, ma
 def test_the_keys_of_a_dataset_hold(ray_session, caplog):
     """In the Dataset's order, its first rows, with the columns that are asked for; one line names parameters."""
     asked = ray.data.from_items([row | {"n": 1, "a": 1, "b": 2} for row in token_rows(40)], override_num_blocks=10)
+    name_settings.cache_clear()
     settings = {
         "execution.preserve_order": True,
         "input.limit": 30,
@@ -195,6 +196,14 @@ def test_a_key_of_stored_outputs_is_refused_by_name(ray_session, key):
     asked = ray.data.from_items([{"prompt_token_ids": [1]}])
     with pytest.raises(ConfigError, match=rf"^{name}: of no meaning"):
         eagle_ray.generate(asked, CONFIG | {name: json.loads(value.replace("a", '"a"'))})
+
+
+def test_columns_that_are_not_known_before_are_named_in_their_task(caplog):
+    maker = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"), names_settings=True)
+    name_settings.cache_clear()
+    for _ in range(2):
+        maker(table([{"prompt": "x", "n": 1, "seed": 2}]))
+    assert caplog.messages == ["columns that set parameters of their rows: n, seed. Rename a column that is data."]
 
 
 def test_bad_and_unknown_columns_are_treated_as_the_keys_say():
