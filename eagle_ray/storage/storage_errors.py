@@ -47,9 +47,14 @@ class ObjectChanged(StorageError):
     """The object was replaced while it was read."""
 
 
+def is_bucket_missing(error: OSError) -> bool:
+    """Return whether a whole bucket is missing: then nothing is known of its files."""
+    return isinstance(error, NotFound) and error.of_bucket
+
+
 def check_bucket(error: FileNotFoundError) -> None:
-    """Raise the error again if a whole bucket is missing: then the absence of one file says nothing."""
-    if isinstance(error, NotFound) and error.of_bucket:
+    """Raise the error again if a whole bucket is missing."""
+    if is_bucket_missing(error):
         raise error
 
 

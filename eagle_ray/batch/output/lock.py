@@ -43,6 +43,7 @@ from eagle_ray.batch.output.manifest import wrap_os_errors
 from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
+from eagle_ray.storage.storage_errors import is_bucket_missing
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
@@ -165,10 +166,11 @@ class Lease:
                 found, stamp = self._read()
                 if found["token"] != self._token or not self._write(stamp):
                     self._lose(FencedError(f"{found['holder'] or 'another driver'} has taken {self._output} over"))
-            except FileNotFoundError:
-                self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
-            except OSError as error:  # the next try may fare better; the watch has the last word
-                log.debug("the lease cannot be renewed now: %s", error)
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) and not is_bucket_missing(error):
+                    self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
+                else:  # the next try may fare better; the watch has the last word
+                    log.debug("the lease cannot be renewed now: %s", error)
 
     def _watch(self) -> None:
         is_waiting = False

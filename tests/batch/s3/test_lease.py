@@ -137,6 +137,16 @@ def test_a_lease_that_was_deleted_ends_its_driver(bucket):
         time.sleep(60)
 
 
+def test_a_bucket_that_is_gone_for_a_moment_is_no_deleted_lease(bucket, proxy):
+    with lock_output(bucket) as check:
+        proxy.fail("GET", Refuse(404, "NoSuchBucket"), 2, path=LOCK)
+        before = len(proxy.seen)
+        while sum(request.method == "GET" for request in proxy.seen[before:]) < 4:
+            time.sleep(0.05)
+        check()
+    assert holder(bucket) is None
+
+
 def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
     (bucket / LOCK).write_atomic(DEAD)
     late = threading.Timer(1.0, (bucket / LOCK).write_atomic, [DEAD.replace(b"7", b"8")])
