@@ -11,7 +11,6 @@ Rows that cannot be used are counted by reason, not raised: of a public data set
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encodi
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.strict_json import parse_json
 from eagle_ray.tokenizer import Tokenizer
 from eagle_ray.training.chat_mask import encode_conversation
 from eagle_ray.training.packing import MIN_DOCUMENT_LENGTH, Document
@@ -215,7 +215,7 @@ def _parquet_rows(file: StoragePath) -> Iterator[Row]:
 
 def _json_row(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"data.path: {place} is not JSON: {error}. Give JSONL, or set data.format: text") from None
     if not isinstance(row, dict):
