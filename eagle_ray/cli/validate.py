@@ -24,7 +24,7 @@ from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.ray_environment import LOCAL, ray_address
+from eagle_ray.batch.ray_environment import LOCAL, resolve_address, temporary_directory
 from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import (
     ModelLimits,
@@ -83,10 +83,11 @@ def validate(config: JobConfig) -> str:
     check_disjoint(config.input.path, root_of(output_of(config)))
     plan = plan_input(config)
     check_not_empty(plan, config)
+    if resolve_address(config.execution.ray_address) == LOCAL:
+        temporary_directory()
+        check_device(config.model)
     Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
     check_not_run_output(plan.files, root_of(output_of(config)))
-    if ray_address(config.execution.ray_address) == LOCAL:
-        check_device(config.model)
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
         check_models(config.model, config.speculative)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
+from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment, resolve_address
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.doctor.check_result import Finding, counted
 from eagle_ray.doctor.system import num_cores
@@ -37,8 +37,9 @@ class Workers:
 
 def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers | None]:
     """Return the workers, or None if the job would not start. device: model.device."""
-    address = prepare_ray_environment(execution.ray_address)
+    address = resolve_address(execution.ray_address)
     try:
+        prepare_ray_environment(address)
         nodes = _here() if address == LOCAL else _there(address)
         found = _planned(execution, device, nodes, address == LOCAL)
     except (ClusterError, ConfigError) as error:

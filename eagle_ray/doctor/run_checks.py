@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 
-from eagle_ray.config import JobConfig
+from eagle_ray.batch.ray_environment import temporary_directory
+from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.system import disks, smollm2, software
 
@@ -51,4 +52,12 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
             yield model_checks.memory(here, planned, device, dtype)
     if planned is None or planned.is_here:
         yield devices.trial(device)
-    yield from disks(config.output.path, os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), cache_home())
+    yield from disks(config.output.path, _ray_directory(), cache_home())
+
+
+def _ray_directory() -> str:
+    """Return the directory of Ray's files, or the one that it cannot use, which the finding of workers names."""
+    try:
+        return temporary_directory()
+    except ConfigError:
+        return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()

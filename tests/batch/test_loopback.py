@@ -1,6 +1,7 @@
 """A job on this machine: nothing that it starts, Ray's processes included, is reachable from another machine."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,17 @@ from pathlib import Path
 import pytest
 import ray
 
+from eagle_ray.batch import ray_environment
 from eagle_ray.batch.cluster import _check_loopback
 from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
+from eagle_ray.batch.ray_environment import (
+    LOCAL,
+    LOOPBACK_VARIABLES,
+    MAX_TMPDIR_BYTES,
+    prepare_ray_environment,
+    temporary_directory,
+)
+from eagle_ray.config import ConfigError
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
 from tests.helpers.processes import Watched
@@ -52,6 +61,37 @@ def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypat
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
     prepare_ray_environment(LOCAL)
     assert os.environ.items() >= LOOPBACK_VARIABLES.items()
+
+
+@pytest.mark.parametrize(("host", "is_alone"), [("127.0.0.1", True), ("", False)])
+def test_a_head_on_loopback_alone_is_joined_there(monkeypatch, host, is_alone):
+    """Ray would take its address for the machine's own, where nothing answers."""
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    monkeypatch.setattr(ray_environment, "_own_host", lambda: "127.0.0.2")
+    with socket.create_server((host, 0)) as server:
+        prepare_ray_environment(f"127.0.0.1:{server.getsockname()[1]}")
+    assert (os.environ.items() >= LOOPBACK_VARIABLES.items()) == is_alone
+
+
+def test_a_temporary_directory_too_long_for_sockets_is_replaced_and_one_that_was_chosen_refused(tmp_path):
+    long = str(tmp_path / ("x" * MAX_TMPDIR_BYTES))
+    assert temporary_directory({}) == temporary_directory({"TMPDIR": long}) == "/tmp"
+    fits = "/tmp/" + "x" * (MAX_TMPDIR_BYTES - len("/tmp/"))
+    assert temporary_directory({"TMPDIR": fits}) == fits
+    with pytest.raises(ConfigError, match=rf"^RAY_TMPDIR: {long} has .* room for {MAX_TMPDIR_BYTES}. Set RAY_TMPDIR"):
+        temporary_directory({"RAY_TMPDIR": long, "TMPDIR": "/tmp"})
+    with pytest.raises(ConfigError, match=r"^RAY_TMPDIR: /dev/null/ray cannot be written. Set RAY_TMPDIR"):
+        temporary_directory({"RAY_TMPDIR": "/dev/null/ray"})
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "writable"])
+def test_a_home_directory_that_cannot_keep_a_token_is_not_needed(monkeypatch, tmp_path, home):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path) if home == "writable" else home)
+    prepare_ray_environment(LOCAL)
+    assert ("RAY_AUTH_TOKEN" in os.environ) == (home != "writable")
 
 
 def test_a_local_ray_on_another_address_is_ended_and_refused(monkeypatch):

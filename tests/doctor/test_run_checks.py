@@ -8,7 +8,8 @@ import torch
 
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
-from eagle_ray.config import load_config
+from eagle_ray.cli.validate import validate
+from eagle_ray.config import ConfigError, load_config
 from eagle_ray.doctor import memory_estimate, model_checks
 from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.cluster_checks import Workers, workers
@@ -137,6 +138,15 @@ def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
     config = job(**{"execution.ray_address": "127.0.0.1:1"})
     finding, planned = workers(config.execution, config.model.device)
     assert planned is None and "nothing answers at '127.0.0.1:1'" in finding.problem
+
+
+def test_a_directory_that_ray_cannot_use_is_found_before_it_starts(monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 100)
+    config = job(**{"execution.ray_address": "local"})
+    finding, planned = workers(config.execution, "cpu")
+    assert planned is None and finding.problem.startswith("RAY_TMPDIR: /tmp/xxx")
+    with pytest.raises(ConfigError, match=r"^RAY_TMPDIR: /tmp/xxx"):
+        validate(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
