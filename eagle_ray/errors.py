@@ -28,6 +28,11 @@ class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Return the text, or its beginning and its length if it has more characters than `most`."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
 def one_line(error: BaseException) -> str:
     """Return another library's error message in one line."""
     return " ".join(str(error).split())

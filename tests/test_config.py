@@ -250,6 +250,7 @@ def test_input_and_output_are_needed():
     [
         ("seed: 1\nseed: 2", "'seed' is given twice"),
         ("- a", "got list"),
+        ("a:\n\tb: 1", "not valid YAML"),
         ("a: [", "not valid YAML"),
         ("a: {{ b }}", "not valid YAML"),
         ("", "NoneType"),
@@ -259,7 +260,17 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, text, wanted):
     job = write(tmp_path / "job.yaml", text)
     message = refusal(path=job)
     assert wanted in message
-    assert str(job) in message
+    assert str(job) in message and "\n" not in message
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_path_that_the_locale_cannot_read_is_refused_with_the_reason(monkeypatch, encoding):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    with pytest.raises(ConfigError) as error:
+        load_config(None, env={}, overrides={"input.path": "sp\udcc3\udcbc.jsonl", "output.path": "out"})
+    message = str(error.value)
+    assert message.startswith(r"input.path: 'sp\udcc3\udcbc.jsonl' is not UTF-8 text")
+    assert ("Set LC_ALL=C.UTF-8" in message) == (encoding == "ascii")
 
 
 def test_a_missing_file_is_named():

@@ -81,7 +81,7 @@ from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
-from eagle_ray.errors import one_line
+from eagle_ray.errors import one_line, shortened
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
@@ -156,7 +156,7 @@ def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int 
 def _show_errors(output: StoragePath, num_errors: int) -> None:
     """Log the first few error rows and where all of them are."""
     for row in itertools.islice(_error_rows(data_of(output)), min(num_errors, ERRORS_SHOWN)):
-        log.warning("error row %s: %s", row["request_id"], row["error_message"])
+        log.warning("error row %s: %s", shortened(row["request_id"]), row["error_message"])
     log.warning("all of them: the rows of %s with status 'error'", data_of(output).display_path)
 
 

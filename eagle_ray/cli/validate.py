@@ -40,14 +40,13 @@ from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.sequence import check_length, check_token_ids
-from eagle_ray.errors import RequestError
+from eagle_ray.errors import RequestError, shortened
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.sampling_values import GRAMMAR_NAMES
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
-MAX_ID_CHARS = 100  # of an id that is shown
 WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
 UNSEEN = {
     "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
@@ -163,15 +162,11 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None) -> str
     if row is None:
         return "prompt   there is no row"
     if seen is None:
-        return f"prompt   the first, {_short(row.request_id)}, not looked at: it takes the target's tokenizer"
+        return f"prompt   the first, {shortened(repr(row.request_id))}, not looked at: it takes the target's tokenizer"
     shown = f"token ids {row.prompt_ids}" if seen.text is None else seen.text.decode_with_special(row.prompt_ids)
     lines = "\n".join(f"         | {line}" for line in shown.split("\n"))
-    number = len(row.prompt_ids)
-    return f"prompt   the first, {_short(row.request_id)}, {number} tokens, as the model will see it:\n{lines}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= MAX_ID_CHARS else f"{text[:MAX_ID_CHARS]}...")
+    name = shortened(repr(row.request_id))
+    return f"prompt   the first, {name}, {len(row.prompt_ids)} tokens, as the model will see it:\n{lines}"
 
 
 def _model(config: JobConfig) -> str:

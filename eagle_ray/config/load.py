@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,6 +171,8 @@ def _settings(
 
 def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
     """Return the configuration. A key that takes a text gets what YAML reads as a number, boolean or date as text."""
+    for setting in settings:
+        _check_text(setting)
     try:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
@@ -191,6 +194,27 @@ def _as_text(setting: ConfigSetting) -> ConfigSetting:
 def _text_of(value: Any, text: Any) -> Any:
     """Return the text of a YAML scalar that is neither null nor a text already; any other value unchanged."""
     return value if value is None or isinstance(value, str) or not isinstance(text, str) else text
+
+
+def _check_text(setting: ConfigSetting) -> None:
+    """Raise ConfigError for text that is not Unicode, as names on a command line are in a locale without UTF-8."""
+    values = setting.value if isinstance(setting.value, list) else [setting.value]
+    for value in values:
+        if isinstance(value, str) and not _is_unicode(value):
+            encoding = sys.getfilesystemencoding()
+            raise ConfigError(
+                f"{setting.key}: {value!a} is not UTF-8 text"
+                + ("" if encoding == "utf-8" else f", because the locale's encoding is {encoding}. Set LC_ALL=C.UTF-8")
+            )
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether the text can be encoded: it has no half of a surrogate pair, which stands for an unread byte."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Loader(yaml.SafeLoader):
@@ -216,7 +240,7 @@ def _from_file(path: Path) -> list[ConfigSetting]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     except NO_YAML as error:
         raise ConfigError(f"{path} is not valid YAML: {error} (quote what is meant as text)") from None
     if not isinstance(tree, dict):

@@ -16,6 +16,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -66,6 +67,8 @@ class StoragePath:
     def of(cls, text: str | os.PathLike[str]) -> StoragePath:
         """Return the path; local ones become absolute. Raises ValueError for a URL that cannot be read here."""
         text = os.fspath(text)
+        if "\0" in text:
+            raise ValueError(f"{text!r} has a null byte, which no path can have")
         scheme, separator, rest = text.partition("://")
         if separator and (scheme not in SCHEMES or not rest.partition("/")[0]):
             schemes = ", ".join(f"{name}://" for name in SCHEMES)
@@ -77,7 +80,12 @@ class StoragePath:
             )
         if separator:
             return cls(text.rstrip("/"))
-        return cls(os.path.abspath(os.path.expanduser(text)))
+        try:
+            return cls(os.path.abspath(os.path.expanduser(text)))
+        except FileNotFoundError:
+            raise ValueError(
+                f"{text!r} is relative, and the current directory has been deleted. Change to another directory."
+            ) from None
 
     def __str__(self) -> str:
         return self.text
@@ -120,7 +128,9 @@ class StoragePath:
     @property
     def display_path(self) -> str:
         """Return the path for messages: relative to the working directory if it is below it."""
-        return self.relative_to(StoragePath.of(os.curdir)) or self.text
+        with suppress(ValueError):  # a working directory that was deleted
+            return self.relative_to(StoragePath.of(os.curdir)) or self.text
+        return self.text
 
     def exists(self) -> bool:
         """Return whether it is a file."""

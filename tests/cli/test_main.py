@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,32 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command)
     line = f"{sys.executable} -m eagle_ray.cli {command} {flags}; echo $? >&2"
     done = subprocess.run(["bash", "-c", f"({line}) | true"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stderr == "141\n"
+
+
+def test_a_relative_path_in_a_directory_that_was_deleted_is_named(tmp_path):
+    (tmp_path / "gone").mkdir()
+    for path, says in (("out", "'out' is relative, and the current directory has been deleted"), (tmp_path, "no run")):
+        line = f"cd {tmp_path}/gone && rm -d {tmp_path}/gone; {sys.executable} -m eagle_ray.cli status {path}"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, check=False)
+        (tmp_path / "gone").mkdir(exist_ok=True)
+        assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_null_byte_in_a_path_is_refused(job, capsys):
+    assert cli.main(["status", "a\0b"]) == 2
+    assert cli.main(["run", *job, "-o", "a\0b"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" 'a")[0] for line in said if "null byte" in line] == [
+        "eagle-ray: RUN:",
+        "eagle-ray: output.path:",
+    ]
+
+
+def test_a_long_id_is_cut_in_what_validate_shows(job, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "x" * 10**6, "prompt_token_ids": [1]}))
+    assert cli.main(["validate", *job]) == 0
+    assert len(capsys.readouterr().out) < 10_000
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])

@@ -301,8 +301,8 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
-        changes = "".join(f"\n  {key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
-        raise OutputMismatch(f"{output} belongs to another configuration: {REMEDY}{changes}")
+        changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
+        raise OutputMismatch(f"{output} belongs to another configuration ({changes}): {REMEDY}")
 
 
 def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
