@@ -12,7 +12,9 @@ ready after 9.1 s: read 1.2, measured 5.1
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
 import threading
 import time
@@ -30,6 +32,61 @@ def configure_logging(level: str) -> None:
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stderr))
         log.propagate = False
+
+
+class StdoutError(OSError):
+    """Stdout cannot be written, as on a full disk."""
+
+
+class Stdout(io.TextIOWrapper):
+    """A stdout whose errors cannot be taken for those of another file.
+
+    before: it writes where this one does, and would close the file with its own end.
+    """
+
+    before: io.TextIOWrapper
+
+    @classmethod
+    def over(cls, stdout: io.TextIOWrapper) -> Stdout:
+        """Return one that writes where this one does."""
+        found = cls(stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering)
+        found.before = stdout
+        return found
+
+    def write(self, text: str, /) -> int:
+        with stdout_errors():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with stdout_errors():
+            super().flush()
+
+
+@contextmanager
+def stdout_errors() -> Iterator[None]:
+    """Raise StdoutError for an error in writing to stdout, except for a reader that has gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StdoutError(error.errno, error.strerror) from None
+
+
+def print_result(text: str) -> None:
+    """Print what is stored elsewhere, too. A stdout that cannot be written, as on a full disk, is one warning."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        log.warning("stdout cannot be written: %s", error.strerror)
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Send stdout, and what it has buffered, to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class StartLog:

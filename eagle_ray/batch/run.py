@@ -89,7 +89,7 @@ from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
-from eagle_ray.start_log import configure_logging
+from eagle_ray.start_log import configure_logging, print_result
 from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 
@@ -182,7 +182,7 @@ def ending_of(work: Callable[[], str], log_level: str) -> RunResult:
     except Exception as error:
         log.exception("eagle-ray: the job ended with an unknown error; please report it")
         return RunResult.of(error)
-    print(result)
+    print_result(result)
     return RunResult(DONE)
 
 

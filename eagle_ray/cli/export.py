@@ -32,6 +32,7 @@ from eagle_ray.config import ConfigError
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.errors import EngineError
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
+from eagle_ray.start_log import stdout_errors
 from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256
@@ -52,7 +53,9 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     _check_whole(run, 0 if partial else _num_recorded_rows(run))
     lines = _batch_lines(data, record["config"]["model"]) if to == "openai-batch" else _csv_lines(data)
     if target is None:
-        sys.stdout.buffer.writelines(line.encode() for line in lines)
+        for line in lines:
+            with stdout_errors():
+                sys.stdout.buffer.write(line.encode())
         return ""
     _write(target, lines)
     return f"rows of {run} in {target}"

@@ -24,11 +24,12 @@ import sys
 from collections.abc import Sequence
 
 from eagle_ray import __version__
-from eagle_ray.batch.job_errors import EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
+from eagle_ray.batch.job_errors import CONFIGURATION, EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
 from eagle_ray.batch.signals import ignore_until_exit, interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.sampling_limits import MAX_TEMPERATURE
+from eagle_ray.start_log import Stdout, StdoutError, discard_stdout
 
 COMMANDS = (
     "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _print_anything()
     args = _parse(argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = Stdout.over(sys.stdout)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
     try:
         return _exit_code_of(args)
@@ -63,6 +66,10 @@ def _exit_code_of(args: argparse.Namespace) -> int:
         return code
     except BrokenPipeError:
         return _end_quietly()
+    except StdoutError as error:
+        discard_stdout()
+        print(f"eagle-ray: stdout cannot be written: {error.strerror}. Make room, or redirect it.", file=sys.stderr)
+        return CONFIGURATION.code
     except EXPECTED_ERRORS as error:
         outcome = outcome_of(error)
         print(f"eagle-ray: {'interrupted' if outcome is INTERRUPTED else error}", file=sys.stderr)
@@ -87,7 +94,7 @@ def _print_anything() -> None:
 
 def _end_quietly() -> int:
     """End as SIGPIPE would, because stdout was closed, as after ``| head``. The last flush is discarded."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    discard_stdout()
     return 128 + signal.SIGPIPE
 
 

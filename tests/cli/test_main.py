@@ -217,6 +217,17 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command)
     assert done.stderr == "141\n"
 
 
+@pytest.mark.parametrize(("command", "code"), [("validate", 2), ("run", 0)])
+def test_a_stdout_on_a_full_disk_is_named_and_changes_no_finished_run(job, tmp_path, command, code):
+    if command == "run":
+        (tmp_path / "rows.jsonl").write_text("")  # nothing to do: no Ray
+    flags = " ".join([*job, "--allow-empty", "--set", "logging.level=warning"])
+    line = f"{sys.executable} -m eagle_ray.cli {command} {flags} > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == 1 and "stdout cannot be written: No space left on device" in done.stderr
+
+
 def test_a_relative_path_in_a_directory_that_was_deleted_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
     for path, says in (("out", "'out' is relative, and the current directory has been deleted"), (tmp_path, "no run")):
