@@ -37,6 +37,7 @@ from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.batch.worker_subprocess"
+CLOSE_WITHIN_S = 60.0  # a step of the engine may have to end
 STARTUP_REQUEST = 0  # the number of the first question, which is for the worker itself; the others are tables
 
 
@@ -119,10 +120,14 @@ class WorkerProcess:
         return self._counters
 
     def close(self) -> None:
-        """End the process and wait for it; what is in flight gets EngineError."""
+        """End the process and wait for it, CLOSE_WITHIN_S at most; what is in flight gets EngineError."""
         self._channel.end()
+        try:
+            self._process.wait(CLOSE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._listener.join()
-        self._process.wait()
         self._sender.shutdown()
         self._channel.close()
 

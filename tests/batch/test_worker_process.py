@@ -144,6 +144,13 @@ def test_a_process_that_dies_by_itself_is_said_too(fragile, make_job):
     assert classify_error(error).line == "the engine's process was ended by signal 9"
 
 
+def test_close_ends_a_process_that_hangs(make_job, monkeypatch):
+    monkeypatch.setattr(worker_process, "CLOSE_WITHIN_S", 0.2)
+    with process_of(make_job(token_rows(1))) as worker:
+        os.kill(pid_of(worker.worker_id), signal.SIGSTOP)
+    assert is_gone(pid_of(worker.worker_id))
+
+
 def test_close_ends_the_process_and_what_is_in_flight(make_job):
     config = make_job(token_rows(40), **LONG)
 
