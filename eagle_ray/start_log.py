@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 log = logging.getLogger("eagle_ray")
 LONG_S = 1.0  # a part that takes longer is told of; a small model's start stays silent
+WAITING_LINE_S = 10.0  # between two lines of a wait
 MIN_SHOWN_S = 0.05  # shorter parts are left out of the last line
 
 
@@ -87,6 +88,25 @@ def print_result(text: str) -> None:
 def discard_stdout() -> None:
     """Send stdout, and what it has buffered, to nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def log_while_waiting(words: str) -> Iterator[None]:
+    """Log how long something takes, every WAITING_LINE_S."""
+    is_over = threading.Event()
+    started = time.monotonic()
+
+    def tell() -> None:
+        while not is_over.wait(WAITING_LINE_S):
+            log.info("%s: %.0f s", words, time.monotonic() - started)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        telling.join()
 
 
 class StartLog:

@@ -10,28 +10,39 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
 from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB_VARIABLE
-from eagle_ray.batch.signals import check_not_interrupted
+from eagle_ray.batch.signals import check_not_interrupted, time_limit
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
+from eagle_ray.errors import one_line
+from eagle_ray.start_log import log_while_waiting
 
 log = logging.getLogger("eagle_ray")
 MOST_CPU_WORKERS = 8  # each loads a copy of the models
 ROUNDING = 1e-6  # three thirds of a GPU are one
 GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
+JOIN_WITHIN_S = 90.0
+MEMORY_MESSAGE = re.compile(r"memory pressure|\bOOM\b|out of memory", re.IGNORECASE)
+NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other programs there. Waiting for memory"
+TELL_MEMORY_EVERY_S = 60.0
+MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
@@ -64,21 +75,47 @@ def connect(address: str) -> None:
         return
     _check_answers(address)
     options = LOCAL_OPTIONS if address == LOCAL else {}
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    _send_ray_output_to_stderr()
+    limit_s = START_WITHIN_S if address == LOCAL else JOIN_WITHIN_S
+    waiting = "starting Ray" if address == LOCAL else f"joining the Ray cluster at {address}"
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    _take_ray_messages()
     try:
-        with _silence_stderr(), _preserve_sigterm():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        with _silence_stderr(), _preserve_sigterm(), log_while_waiting(waiting), time_limit(limit_s):
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
-        if address == LOCAL:
-            raise ClusterError(f"Ray did not start on this machine: {error}; see its logs in /tmp/ray") from error
-        raise ClusterError(
-            f"no Ray cluster at {address!r} (execution.ray_address): {error}; "
-            "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
-        ) from error
+        raise _start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
         _check_loopback(ray.util.get_node_ip_address())
     check_not_interrupted()
+
+
+def _start_error(error: Exception, limit_s: float) -> ClusterError:
+    """Return why Ray did not start on this machine, as ClusterUnfit if a retry would not help."""
+    logs = ray._common.utils.get_default_ray_temp_dir()
+    where = f" Its logs are in {logs}." if os.path.isdir(logs) else ""
+    if isinstance(error, TimeoutError) or "timed out" in str(error):
+        return ClusterError(
+            f"Ray did not start on this machine in time ({limit_s:.0f} s at most): the machine is overloaded or has no "
+            f"memory left.{where} Run the same command again once it has."
+        )
+    if isinstance(error, (PermissionError, NotADirectoryError)):
+        return ClusterUnfit(
+            f"Ray cannot start on this machine: {one_line(error)}. Set RAY_TMPDIR to a directory that can be written."
+        )
+    return ClusterError(f"Ray did not start on this machine: {one_line(error)}.{where}")
+
+
+def _join_error(error: Exception, address: str, limit_s: float) -> ClusterError:
+    """Return why the cluster at the address could not be joined."""
+    if isinstance(error, TimeoutError):
+        return ClusterError(
+            f"execution.ray_address: the Ray cluster at {address!r} could not be joined within {limit_s:.0f} s. Give "
+            "the address that its head was started with (ray start --node-ip-address), and check its Ray's version."
+        )
+    return ClusterError(
+        f"no Ray cluster at {address!r} (execution.ray_address): {one_line(error)}; "
+        "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
+    )
 
 
 def _check_loopback(node_address: str) -> None:
@@ -112,11 +149,40 @@ def _check_answers(address: str) -> None:
         ) from error
 
 
-def _send_ray_output_to_stderr() -> None:
-    """Send Ray's messages about dead worker processes to stderr instead of stdout."""
+class RayMessages:
+    """What Ray itself would print in this process: messages of raylets, and errors of its own actors.
+
+    Attributes:
+        memory_kill_at: when Ray last ended workers for lack of memory, on the monotonic clock, or None.
+    """
+
+    def __init__(self) -> None:
+        self.memory_kill_at: float | None = None
+        self._told_at = -math.inf
+
+    def receive(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+        """Log a raylet's message for debugging, and a lack of memory for the user."""
+        text = "\n".join(data["lines"])
+        log.debug("Ray: %s", text)
+        if MEMORY_MESSAGE.search(text):
+            self.memory_kill_at = time.monotonic()
+            if self.memory_kill_at - self._told_at > TELL_MEMORY_EVERY_S:
+                self._told_at = self.memory_kill_at
+                log.warning("%s", NO_MEMORY)
+
+    def lacks_memory(self, now: float) -> bool:
+        """Return whether Ray ended workers for lack of memory a short time ago."""
+        return self.memory_kill_at is not None and now - self.memory_kill_at < MEMORY_KILL_IS_RECENT_S
+
+
+ray_messages = RayMessages()
+
+
+def _take_ray_messages() -> None:
+    """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
     worker = ray._private.worker
-    said = worker.print_to_stdstream
-    worker.print_to_stdstream = lambda data, ignore_prefix: said(data | {"is_err": True}, ignore_prefix)
+    worker.print_to_stdstream = ray_messages.receive
+    worker._unhandled_error_handler = lambda error: log.debug("Ray: unhandled error: %s", error)
 
 
 @contextmanager
@@ -137,15 +203,24 @@ def _preserve_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway."""
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
+    """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
+
+    Log lines of this package still appear.
+    """
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    handlers = [h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr]
+    with open(stderr, "w", errors="backslashreplace", buffering=1) as stream:
+        os.dup2(nowhere, 2)
+        try:
+            for handler in handlers:
+                handler.setStream(stream)
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            for handler in handlers:
+                handler.setStream(sys.stderr)
+            os.close(nowhere)
 
 
 def nodes() -> list[Mapping[str, float]]:

@@ -106,8 +106,9 @@ def line_of(facts: Facts) -> str:
 
 def format_progress(facts: Facts) -> list[str]:
     """Return the known facts as text, the rows first."""
+    waiting = [f"waiting for {facts['waiting_for']}"] if facts.get("waiting_for") else []
     if not facts["workers_ready"]:
-        return [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
+        return waiting or [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
     done, wanted = facts["rows_done"], facts["rows_to_do"]
     parts = [f"{done} of {wanted} rows, {facts['rows_in_files']} in files, {facts['errors']} errors"]
     if facts["tokens_per_s"]:
@@ -118,4 +119,4 @@ def format_progress(facts: Facts) -> list[str]:
         parts.append(f"slots {facts['busy_slots']:.0%} busy")
     if facts["seconds_left"]:
         parts.append(f"{facts['seconds_left']:,.0f} s left")
-    return parts
+    return parts + waiting

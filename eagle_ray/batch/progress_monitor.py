@@ -21,7 +21,15 @@ from datetime import datetime, timezone
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.batch.cluster import GcsWatch, RayletWatch, WorkerPlan, check_alive, gcs_address, raylet_socket
+from eagle_ray.batch.cluster import (
+    GcsWatch,
+    RayletWatch,
+    WorkerPlan,
+    check_alive,
+    gcs_address,
+    ray_messages,
+    raylet_socket,
+)
 from eagle_ray.batch.display import Facts, display
 from eagle_ray.batch.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.batch.output.layout import read_derived_record
@@ -39,6 +47,9 @@ log = logging.getLogger("eagle_ray")
 POLL_S = 1.0
 MIN_RATE_WINDOW_S = 1.0  # a speed over less time says nothing
 MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
+
+
+STALL_LIMITS_S = {"memory": 600.0, "workers to start": 1800.0}  # without an answered row, by what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,28 @@ class Limits:
         return None
 
 
+def waited_for(progress: Progress, lacks_memory: bool) -> str | None:
+    """Return what the job waits for, a key of STALL_LIMITS_S, or None."""
+    if lacks_memory:
+        return "memory"
+    return None if progress.starts else "workers to start"
+
+
+def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
+    """Return why the job ends if it has waited for too long."""
+    if waiting_for is None or seconds <= STALL_LIMITS_S[waiting_for]:
+        return None
+    why = {
+        "memory": "Ray ends workers because a node's memory is nearly full. End other programs there, or set "
+        "execution.actors or execution.slots to less",
+        "workers to start": "the cluster has not started any worker. Another job may hold its GPUs or memory: see "
+        "`ray status`",
+    }
+    return ClusterError(
+        f"no row was answered for {seconds:.0f} s: {why[waiting_for]}. Run the same command again to resume."
+    )
+
+
 class ProgressMonitor:
     """While it is open, it logs progress and writes ``_progress.json`` every few seconds.
 
@@ -83,6 +116,8 @@ class ProgressMonitor:
         self._choices: set[str] = set()  # workers whose choice of a method was logged
         self._planner_errors: set[str] = set()  # workers whose planner's failure was logged
         self._started, self._ready_at = time.monotonic(), None
+        self._latest = Progress()  # what the workers last reported
+        self._num_rows_seen, self._advanced_at = 0, self._started
         self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
         self._gcs = GcsWatch(gcs_address())
         self._stop_reason: Exception | None = None
@@ -111,7 +146,9 @@ class ProgressMonitor:
         with display(self._every_s) as progress_display:
             while not self._closing.wait(min(POLL_S, self._every_s)):
                 if (progress := self._poll()) is None:
-                    continue
+                    progress = self._latest
+                    self._check_limits(progress)
+                self._latest = progress
                 self._rows_in_files = progress.rows_in_files
                 if is_due := time.monotonic() >= next_file:
                     next_file += self._every_s
@@ -189,6 +226,7 @@ class ProgressMonitor:
     def _facts(self, progress: Progress) -> Facts:
         """Return the facts that are logged and written to ``_progress.json``."""
         now = time.monotonic()
+        waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
         running = now - (self._ready_at or now)
         self._meter.update(len(progress.workers), now)
         rows_left = max(0, self._num_rows - progress.rows)
@@ -201,6 +239,7 @@ class ProgressMonitor:
             "workers_started": progress.starts,
             "workers_ready": len(progress.workers),
             "starting": progress.starting,
+            "waiting_for": waiting_for,
             "rows_to_do": self._num_rows,
             "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
             "rows_in_files": self._rows_in_files,
@@ -223,7 +262,11 @@ class ProgressMonitor:
         }
 
     def _check_limits(self, progress: Progress) -> None:
-        reason = self._limits.exceeded_by(progress)
+        now = time.monotonic()
+        if progress.rows > self._num_rows_seen:
+            self._num_rows_seen, self._advanced_at = progress.rows, now
+        waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
+        reason = self._limits.exceeded_by(progress) or stall_error(waiting_for, now - self._advanced_at)
         if reason is not None:
             self._stop(reason)
 

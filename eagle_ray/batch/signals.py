@@ -140,6 +140,39 @@ def accept_interrupt() -> None:
         signal.signal(AGAIN, _state.alarm_before)
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread if it is still in this context after these seconds, whatever it waits
+    for. Outside ``interruptible``, and in other threads, there is no limit.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(FROM_WITHIN) is not _interrupted:
+        yield
+        return
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        interrupt()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()  # its interrupt arrives here at the latest
+        if is_over.is_set():  # a library has swallowed it
+            raise TimeoutError
+    except (KeyboardInterrupt, Exception):
+        if not is_over.is_set() or is_interrupted():
+            raise
+        accept_interrupt()
+        raise TimeoutError from None
+
+
 def ignore_until_exit() -> None:
     """Ignore the signals of FROM_OUTSIDE in a process that ends and starts no other, which would inherit it.
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
@@ -22,14 +19,13 @@ from eagle_ray.config import ConfigError, ServeConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
-from eagle_ray.start_log import configure_logging
+from eagle_ray.start_log import configure_logging, log_while_waiting
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 QUIET = {PROXY: "eagle_ray.serve.proxy_errors.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
 EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 LOOK_EVERY_S = 1.0
-SAY_EVERY_S = 10.0
 
 
 def run_endpoint(config: ServeConfig) -> int:
@@ -75,7 +71,9 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_th
     serving = config.serving
     serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
     try:
-        with _log_while_waiting(f"loading {config.model.target}"):
+        loading = f"loading {config.model.target}"
+        log.info(loading)
+        with log_while_waiting(loading):
             try:
                 serve.run(application_of(config, keys, shape, store), name=config.name)
             except RuntimeError as error:
@@ -88,25 +86,6 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_th
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
         serve.delete(config.name)  # other applications of the cluster's Serve stay
-
-
-@contextmanager
-def _log_while_waiting(words: str) -> Iterator[None]:
-    """Say what takes so long: at once, and again while it lasts."""
-    over, began = threading.Event(), time.monotonic()
-
-    def say() -> None:
-        while not over.wait(SAY_EVERY_S):
-            log.info("%s: %.0f s", words, time.monotonic() - began)
-
-    log.info(words)
-    saying = threading.Thread(target=say, daemon=True)
-    saying.start()
-    try:
-        yield
-    finally:
-        over.set()
-        saying.join()
 
 
 def _welcome(config: ServeConfig, has_keys: bool) -> str:

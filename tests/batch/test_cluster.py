@@ -1,5 +1,6 @@
 """How many engines a cluster carries, and how rows are shared out among them."""
 
+import errno
 import queue
 import socket
 import time
@@ -16,10 +17,13 @@ from eagle_ray.batch.cluster import (
     GROWTH,
     GcsWatch,
     RayletWatch,
+    RayMessages,
     WorkerPlan,
     _check_answers,
-    _send_ray_output_to_stderr,
+    _start_error,
+    _take_ray_messages,
     check_alive,
+    connect,
     plan_workers,
     threads_wanted,
 )
@@ -27,6 +31,7 @@ from eagle_ray.batch.error_classifier import SMALLER
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit, outcome_of
 from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
 from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.config import ConfigError, ExecutionConfig
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
@@ -238,10 +243,47 @@ def test_batches_of_a_long_job_are_larger():
     assert plan_batch_size(slots=16, actors=2, num_rows=10_000_000) == 64
 
 
-def test_what_ray_says_of_its_dead_does_not_stand_among_results(capsys, monkeypatch):
-    worker = ray._private.worker
-    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
-    _send_ray_output_to_stderr()
+def test_what_ray_would_print_is_no_output_of_a_job_and_a_lack_of_memory_is_one_line(capsys, monkeypatch, messages):
+    worker, received = ray._private.worker, RayMessages()
+    for name in ("print_to_stdstream", "_unhandled_error_handler"):
+        monkeypatch.setattr(worker, name, getattr(worker, name))  # put back at the end
+    monkeypatch.setattr(cluster, "ray_messages", received)
+    _take_ray_messages()
+    worker._unhandled_error_handler(KeyError("dataset_1"))
     worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
-    said = capsys.readouterr()
-    assert said.out == "" and "Raylet is terminated." in said.err
+    assert not received.lacks_memory(time.monotonic()) and messages == []
+    for _ in range(3):
+        text = "2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed\nRefer to the advice"
+        worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert received.lacks_memory(time.monotonic()) and not received.lacks_memory(time.monotonic() + 1000)
+    assert messages == [cluster.NO_MEMORY] and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (TimeoutError(), 5, "the machine is overloaded or has no memory left"),
+        (Exception("The current node timed out during startup."), 5, "the machine is overloaded or has no memory left"),
+        (PermissionError(errno.EACCES, "Permission denied", "/x/ray"), 2, "Set RAY_TMPDIR to a directory"),
+        (RuntimeError("no\nluck"), 5, "Ray did not start on this machine: no luck."),
+    ],
+)
+def test_why_ray_does_not_start_is_one_line(error, code, words):
+    found = _start_error(error, 3.0)
+    assert outcome_of(found).code == code and words in str(found) and "\n" not in str(found)
+
+
+def test_a_cluster_that_cannot_be_joined_is_given_up(monkeypatch):
+    """Ray itself tries for minutes, without a word."""
+    monkeypatch.setattr(cluster, "JOIN_WITHIN_S", 0.1)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: time.sleep(60))
+    for name in ("print_to_stdstream", "_unhandled_error_handler"):
+        monkeypatch.setattr(ray._private.worker, name, getattr(ray._private.worker, name))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with (
+            pytest.raises(ClusterError, match=f"cluster at '{address}' could not be joined within 0 s"),
+            interruptible(),
+        ):
+            connect(address)

@@ -30,6 +30,9 @@ def test_a_line_says_what_is_known():
     )
     assert line_of(FACTS | UNKNOWN) == "[   12 s] 40 of 96 rows, 32 in files, 1 errors"
     assert line_of(FACTS | {"workers_ready": 0}) == "[   12 s] loading the models"
+    waiting = {"waiting_for": "memory"}
+    assert line_of(FACTS | waiting | {"workers_ready": 0}) == "[   12 s] waiting for memory"
+    assert line_of(FACTS | waiting | UNKNOWN).endswith("32 in files, 1 errors · waiting for memory")
     starting = {"workers_ready": 0, "starting": "measuring the cost of steps"}
     assert line_of(FACTS | starting) == "[   12 s] loading the models: measuring the cost of steps"
 

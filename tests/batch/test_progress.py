@@ -1,14 +1,28 @@
 """The sum of what workers report, whether a failing one ends the job, and when to give up."""
 
 import logging
+import time
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
-from eagle_ray.batch.job_errors import ClusterError, TooManyErrors
+from eagle_ray.batch import progress_monitor
+from eagle_ray.batch.cluster import RayMessages, WorkerPlan
+from eagle_ray.batch.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.batch.progress import Progress, ProgressActor, WorkerReport
-from eagle_ray.batch.progress_monitor import Limits, count_rows
+from eagle_ray.batch.progress_monitor import (
+    STALL_LIMITS_S,
+    Limits,
+    ProgressMonitor,
+    count_rows,
+    stall_error,
+    waited_for,
+)
+from eagle_ray.batch.signals import interruptible
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.storage.path import StoragePath
 
@@ -91,6 +105,47 @@ def test_a_hopeless_job_is_given_up():
         progress.add_start()
     reason = Limits(1.0, max_starts=4).exceeded_by(progress)
     assert isinstance(reason, ClusterError) and "device fault" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lacks_memory", "waiting_for", "words"),
+    [
+        (0, False, "workers to start", "`ray status`"),
+        (3, True, "memory", "memory is nearly full"),
+        (3, False, None, ""),
+    ],
+)
+def test_what_a_job_waits_for_is_known_and_has_an_end(starts, lacks_memory, waiting_for, words):
+    progress = Progress(starts=starts)
+    assert waited_for(progress, lacks_memory) == waiting_for
+    assert stall_error(waiting_for, 1.0) is None
+    if waiting_for is None:
+        assert stall_error(waiting_for, 1e9) is None
+        return
+    error = stall_error(waiting_for, STALL_LIMITS_S[waiting_for] + 1)
+    assert outcome_of(error).is_transient and words in str(error) and str(error).endswith("again to resume.")
+
+
+def test_a_job_whose_workers_cannot_even_report_ends_with_the_reason(monkeypatch, tmp_path, messages):
+    """Ray ends them, and the actor that counts, as long as memory is short."""
+    logging.getLogger("eagle_ray").setLevel(logging.INFO)
+
+    def get(*_: object, **__: object) -> None:
+        raise RayActorError
+
+    received = RayMessages()
+    received.memory_kill_at = time.monotonic()
+    monkeypatch.setattr(progress_monitor, "ray_messages", received)
+    monkeypatch.setattr(progress_monitor, "STALL_LIMITS_S", {"memory": 0.5})
+    monkeypatch.setattr(ray, "get", get)
+    output = StoragePath.of(tmp_path)
+    run = SimpleNamespace(output=output, run_id="a", attempt=1, check_current=lambda: None, publish=lambda *_: None)
+    actor = SimpleNamespace(snapshot=SimpleNamespace(remote=lambda: None))
+    monitor = ProgressMonitor(actor, run, 8, 0.1, Limits(0.1, 9), WorkerPlan(1, 1, 0, 1))
+    words = r"no row was answered for \d+ s: .* memory is nearly full"
+    with pytest.raises(ClusterError, match=words), interruptible(), monitor:
+        time.sleep(60)
+    assert any(line.endswith("waiting for memory") for line in messages)
 
 
 def test_a_start_again_blames_what_was_in_flight_with_the_last_words():

@@ -20,6 +20,7 @@ from eagle_ray.batch.signals import (
     check_not_interrupted,
     interrupt,
     interruptible,
+    time_limit,
 )
 from tests.conftest import token_rows
 
@@ -242,6 +243,22 @@ def test_an_interrupt_is_heard_where_another_is_being_handled():
         with pytest.raises(KeyboardInterrupt), interruptible():
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for_interrupt()
+
+
+def test_a_wait_has_an_end_that_is_no_interrupt():
+    before = handlers()
+    with interruptible():
+        with pytest.raises(TimeoutError), time_limit(0.05):
+            wait_for_interrupt()
+        with pytest.raises(TimeoutError), time_limit(0.05), suppress(KeyboardInterrupt):
+            wait_for_interrupt()
+        with time_limit(60):
+            pass
+        time.sleep(2 * AGAIN_S)
+    with pytest.raises(KeyboardInterrupt), interruptible(), time_limit(60):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for_interrupt()
+    assert handlers() == before
 
 
 def test_an_ignored_sigint_stays_ignored():

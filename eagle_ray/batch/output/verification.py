@@ -33,6 +33,7 @@ from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.sequences import turn_request
 from eagle_ray.config import JobConfig
 from eagle_ray.slot_limits import usual_slots
+from eagle_ray.start_log import log_while_waiting
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
@@ -118,7 +119,8 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
     workers = plan_workers(execution, device, nodes(), num_rows, threads_wanted(os.environ))
     task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
     try:
-        return ray.get(task.remote(config, chosen, workers.threads))
+        with log_while_waiting("decoding them"):
+            return ray.get(task.remote(config, chosen, workers.threads))
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
