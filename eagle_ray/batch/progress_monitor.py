@@ -49,7 +49,7 @@ MIN_RATE_WINDOW_S = 1.0  # a speed over less time says nothing
 MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
 
 
-STALL_LIMITS_S = {"memory": 600.0, "workers to start": 1800.0}  # without an answered row, by what is waited for
+STALL_LIMITS_S = {"memory": 600.0, "workers to start": 7200.0}  # without an answered row, by what is waited for
 
 
 @dataclass(frozen=True, slots=True)
