@@ -152,7 +152,7 @@ def chat_body(body: Mapping[str, Any]) -> Json:
     """Return the body of a chat completion that answers a response's body; null values are not given.
 
     Raises RequestError that begins with the name of a parameter that is wrong or not supported. Other parameters are
-    left to the reader of the chat's body, which refuses those that it does not know.
+    left to the reader of the chat's body, which refuses unknown ones.
     """
     given = {name: value for name, value in body.items() if value is not None}
     _check(given)
