@@ -239,8 +239,8 @@ class RequestMaker:
             name_settings(tuple(inputs.column_names))
         table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
         for i, row in enumerate(arrow_rows(inputs)):
-            row |= {name: plain_value(value) for name, value in added[i].items()}
-            request = self._request(row)
+            row = {name: plain_value(value) for name, value in (row | added[i]).items()}
+            request = self._request(with_checked_texts(row))
             carried = stream_bytes(table.slice(i, 1))
             if self.columns.id.column_in(row) is None or request["request_id"] == LOCATION.id:
                 request["request_id"] = content_id(request)

@@ -11,7 +11,7 @@ function or `sampling_params` gave them, since a column of a file has one type.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +27,7 @@ from eagle_ray.batch.dataset import (
 )
 from eagle_ray.batch.input.parquet import JSON_VALUES, arrow_rows
 from eagle_ray.batch.input.plan import ROW_SETTINGS, request_columns, template_of
-from eagle_ray.batch.input.request import unreadable
+from eagle_ray.batch.input.request import unreadable, with_checked_texts
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.manifest import output_of, wrap_os_errors
@@ -77,27 +77,33 @@ def write_rows(dataset: ray.data.Dataset, directory: StoragePath, columns: Reque
 
 
 def input_table(batch: pa.Table, columns: RequestColumns) -> pa.Table:
-    """Return rows as a job reads them: entries of sampling_params and added values that requests are made of as JSON.
+    """Return rows as a job reads them.
 
-    All other columns keep their types.
+    Values that requests are made of are JSON if they were added, are entries of sampling_params or have a type of Ray
+    Data, such as arrays and columns of several types. All other columns keep their types.
     """
     inputs, added = split_added(batch)
     prompts = [name for path in columns.prompts.values() for name in path.names]
     read = {*ROW_SETTINGS, *prompts, *columns.id.names, SAMPLING_PARAMS}
     table = with_added_columns(inputs, added, read)
-    params = _rows_of(inputs, SAMPLING_PARAMS)
-    values = [_request_values(params[i] | row, read) for i, row in enumerate(added)]
+    rays = [field.name for field in inputs.schema if isinstance(field.type, pa.BaseExtensionType)]
+    encoded = [name for name in (SAMPLING_PARAMS, *rays) if name in read]
+    values = [
+        _request_values(with_checked_texts(own) | row, read)
+        for own, row in zip(_rows_of(inputs, encoded), added, strict=True)
+    ]
     for name in dict.fromkeys(name for row in values for name in row):
-        own = [row.get(name) for row in _rows_of(inputs, name)]
-        texts = [value_json(row.get(name, before)) for row, before in zip(values, own, strict=True)]
+        before = [row.get(name) for row in _rows_of(inputs, [name])]
+        texts = [value_json(row.get(name, own)) for row, own in zip(values, before, strict=True)]
         field = pa.field(name, pa.string(), metadata=JSON_VALUES)
         table = _without(table, name).append_column(field, pa.array(texts))
     return _without(table, SAMPLING_PARAMS).combine_chunks()
 
 
-def _rows_of(table: pa.Table, name: str) -> list[dict[str, Any]]:
-    """Return the rows with one of their columns; empty rows if there is no such column."""
-    return arrow_rows(table.select([name])) if name in table.column_names else [{}] * len(table)
+def _rows_of(table: pa.Table, names: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the rows with those of the columns that the table has."""
+    present = [name for name in names if name in table.column_names]
+    return arrow_rows(table.select(present)) if present else [{}] * len(table)
 
 
 def _without(table: pa.Table, name: str) -> pa.Table:

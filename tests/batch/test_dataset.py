@@ -128,6 +128,18 @@ def test_what_a_row_asks_does_not_depend_on_the_rows_beside_it(tmp_path):
     assert [row["request_id"] for row in job[:2]] == ["1", "a"] and job[6]["tag"] == "[1]" and job[0]["i"] == 0
 
 
+def test_values_of_several_types_in_a_dataset_are_those_of_its_rows(ray_session, tmp_path):
+    """Ray Data holds them as objects of Python."""
+    rows = [{"messages": "Hi"}, {"messages": PARTS}, {"messages": "cut \ud83d"}]
+    [block] = ray.data.from_items(rows, override_num_blocks=1).iter_batches(batch_format="pyarrow")
+    columns = request_columns(ColumnsConfig())
+    pq.write_table(input_table(block, columns), tmp_path / "a.parquet")
+    job = list(requests_of(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
+    for found in (job, RequestMaker(columns)(block).to_pylist()):
+        assert [row["error_code"] for row in found] == [None, None, "bad_encoding"]
+        assert json.loads(found[1]["messages"]) == PARTS
+
+
 def test_the_columns_of_the_input_keep_their_types_beside_sampling_params():
     types = {"a": pa.int8(), "b": pa.float32(), "c": pa.decimal128(12, 2), "d": pa.timestamp("ns"), "e": pa.date64()}
     types |= {"f": pa.map_(pa.string(), pa.int32()), "g": pa.dictionary(pa.int32(), pa.string()), "n": pa.int16()}
