@@ -135,7 +135,7 @@ def test_values_of_several_types_in_a_dataset_are_those_of_its_rows(ray_session,
     columns = request_columns(ColumnsConfig())
     pq.write_table(input_table(block, columns), tmp_path / "a.parquet")
     job = list(requests_of(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
-    for found in (job, RequestMaker(columns)(block).to_pylist()):
+    for found in (job, RequestMaker(columns, InputConfig(path="dataset"))(block).to_pylist()):
         assert [row["error_code"] for row in found] == [None, None, "bad_encoding"]
         assert json.loads(found[1]["messages"]) == PARTS
 
