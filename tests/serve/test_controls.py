@@ -77,5 +77,14 @@ def test_special_tokens_can_stay(app, service):
     assert text.endswith(service.text.decode_with_special([eos])) and text.startswith(content(app, max_tokens=60))
 
 
+def test_a_stop_string_may_name_a_special_token_that_the_text_leaves_out(app, service):
+    [eos] = service._engine._engine.target.eos_ids
+    token, endless = service.text.decode_with_special([eos]), {"ignore_eos": True, "max_tokens": 60}
+    before, found, _ = content(app, skip_special_tokens=False, **endless).partition(token)
+    assert found and content(app, stop=[token], **endless) == before
+    assert content(app, stop=["absent", before[-3:] + token], **endless) == before[:-3]
+    assert content(app, stop=[token], include_stop_str_in_output=True, **endless) == before + token
+
+
 def test_the_servers_own_settings_can_be_overridden(app):
     assert ask(app, TEXT, {"prompt": "a", "max_tokens": 3, "min_tokens": 4}).status == 400
