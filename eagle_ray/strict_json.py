@@ -45,14 +45,34 @@ class HalfSurrogate(JsonError):
 
 
 def parse_json(text: str) -> Any:
-    """Return the value. Raises json.JSONDecodeError or JsonError, both ValueErrors that say what is wrong.
+    """Return the value. Raises json.JSONDecodeError or JsonError, both ValueErrors that say what is wrong."""
+    return _parse(text, _STRICT)
+
+
+def parse_json_line(text: str) -> Any:
+    """Return the value of a line of JSONL, in which Python and pandas write NaN and Infinity. Raises as parse_json."""
+    return _parse(text, _WITH_NAN)
+
+
+class _Decoders:
+    """Decoders of short and of long texts.
 
     json's C code holds Python's lock until it returns. A long text is therefore read by json's scanner in Python, which
     takes three times as long and lets other threads run.
     """
-    decoder = _DECODER if len(text) <= MAX_WHOLE_CHARS else _LONG_DECODER
+
+    def __init__(self, **hooks: Any):
+        self._short = json.JSONDecoder(object_pairs_hook=_object, **hooks)
+        self._long = json.JSONDecoder(object_pairs_hook=_object, **hooks)
+        self._long.scan_once = scanner.py_make_scanner(self._long)  # type: ignore[attr-defined]
+
+    def decode(self, text: str) -> Any:
+        return (self._short if len(text) <= MAX_WHOLE_CHARS else self._long).decode(text)
+
+
+def _parse(text: str, decoders: _Decoders) -> Any:
     try:
-        value = decoder.decode(text)
+        value = decoders.decode(text)
     except RecursionError:
         raise _depth_error() from None
     except json.JSONDecodeError:
@@ -128,6 +148,5 @@ def _depth_error() -> JsonError:
     return JsonError(f"its lists and objects stand more than {MAX_JSON_DEPTH} deep in each other: flatten it")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)  # json.loads makes one a call
-_LONG_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-_LONG_DECODER.scan_once = scanner.py_make_scanner(_LONG_DECODER)  # type: ignore[attr-defined]
+_STRICT = _Decoders(parse_constant=_refuse_constant)  # json.loads makes a decoder for each call
+_WITH_NAN = _Decoders()

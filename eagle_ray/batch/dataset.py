@@ -126,10 +126,10 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
 
 
 def _check_keys(config: JobConfig) -> None:
-    """Raise ConfigError naming the keys that are set and that have a meaning only where a job stores its output."""
+    """Raise ConfigError naming the keys that ask for something and have a meaning only where a job stores its output."""
     usual = flatten_config(JobConfig.model_validate(PATHS).model_dump(mode="json"))
     given = flatten_config(config.model_dump(mode="json"))
-    wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] != usual.get(key)]
+    wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] and given[key] != usual.get(key)]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: of no meaning to eagle_ray.generate without output_path, which stores nothing. Leave "

@@ -208,6 +208,7 @@ def test_a_key_of_stored_outputs_is_refused_by_name(ray_session, key):
     asked = ray.data.from_items([{"prompt_token_ids": [1]}])
     with pytest.raises(ConfigError, match=rf"^{name}: of no meaning"):
         eagle_ray.generate(asked, CONFIG | {name: json.loads(value.replace("a", '"a"'))})
+    eagle_ray.generate(asked, CONFIG | {"report.html": False})  # asks for nothing
 
 
 def test_columns_that_are_not_known_before_are_named_in_their_task(caplog):

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from eagle_ray.batch.input.request import InputRow, with_checked_texts
 from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import HalfSurrogate, parse_json
+from eagle_ray.strict_json import HalfSurrogate, parse_json_line
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -65,7 +65,7 @@ def _parse_line(line: bytes) -> InputRow:
     except UnicodeError as error:
         return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
     try:
-        row = parse_json(text)  # behind a line break, errors are at its first character
+        row = parse_json_line(text)  # behind a line break, errors are at its first character
     except HalfSurrogate as error:
         row = json.loads(text)
         return with_checked_texts(row) if isinstance(row, dict) else RequestError("bad_encoding", f"the line: {error}")
