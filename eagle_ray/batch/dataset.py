@@ -126,7 +126,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
 
 
 def _check_keys(config: JobConfig) -> None:
-    """Raise ConfigError naming the keys that ask for something and have a meaning only where a job stores its output."""
+    """Raise ConfigError naming the keys that ask for what only a job can do, which stores its output."""
     usual = flatten_config(JobConfig.model_validate(PATHS).model_dump(mode="json"))
     given = flatten_config(config.model_dump(mode="json"))
     wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] and given[key] != usual.get(key)]
