@@ -1,4 +1,4 @@
-"""validate --estimate: decode a sample of the rows here, and say how long and how dear the whole job would be.
+"""validate --estimate: decode a sample of the rows here, and say how long the whole job takes and what it costs.
 
 The engine is the job's, with its slots kept full as in a long job: rows of the sample are decoded among others until
 the last of them is done. A row costs the time that it holds a slot, so a job takes the sum over its rows, divided by

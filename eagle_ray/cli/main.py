@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         const=0,
         metavar="ROWS",
-        help="decode ROWS rows here (two per slot, at least 32), and say how long and how dear the whole job would be",
+        help="decode ROWS rows here (two per slot, at least 32) and say how long the whole job takes and what it costs",
     )
     validate.set_defaults(command=_validate, library="torch", if_exists=None)
 
