@@ -39,6 +39,9 @@ KEYS_OF_FORMAT = {
 }  # of the types that have a schema: the keys of the object that it stands in
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
 def schema_text(value: Any) -> Any:
     """Return a JSON schema as text: from an object, from JSON text, or from a pydantic model.
 
@@ -49,7 +52,7 @@ def schema_text(value: Any) -> Any:
     value = _parsed(value)
     if not isinstance(value, dict | bool):
         raise ValueError("not a JSON schema")
-    return json.dumps(value, ensure_ascii=False)
+    return _text_of(value)
 
 
 def choice_list(value: Any) -> Any:
@@ -76,7 +79,7 @@ def response_format_text(value: Any) -> Any:
     is_schema = isinstance(schema, dict) or (kind == "json_schema" and isinstance(schema, bool))
     if not is_schema or not given.keys() <= {*keys}:
         raise ValueError("not a response_format")
-    return json.dumps({"type": "json_schema", "json_schema": {"schema": schema}}, ensure_ascii=False)
+    return _text_of({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
 def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -104,8 +107,27 @@ def _object(value: Any) -> dict[str, Any]:
     return {name: inner for name, inner in (value or {}).items() if inner is not None}
 
 
+def _text_of(value: Any) -> str:
+    """Return JSON text, written in parts: json.dumps of megabytes holds Python's lock.
+
+    Raises JsonError for a text that is too long.
+    """
+    parts: list[str] = []
+    num_chars = 0
+    for part in _ENCODER.iterencode(value):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > MAX_TEXT_CHARS:
+            raise _too_long()
+    return "".join(parts)
+
+
+def _too_long() -> JsonError:
+    return JsonError(f"it has more than {MAX_TEXT_CHARS} characters")
+
+
 def _parsed(value: Any) -> Any:
     """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
     if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
-        raise JsonError(f"it has more than {MAX_TEXT_CHARS} characters")
+        raise _too_long()
     return parse_json(value) if isinstance(value, str) else value

@@ -9,10 +9,20 @@ is a no-op; it is never ignored (``unsupported.py``). null always means absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
 
 from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES, COMPLETION_NO_OP_VALUES, NoOpValues
 from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
@@ -56,6 +66,20 @@ def _token_id_key(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
 
 
+MAX_PAIRS_AT_ONCE = 1024
+
+
+def _in_groups(value: Any, handler: Callable[[Any], Any]) -> Any:
+    """Validate an object's pairs in groups: pydantic makes an error of each wrong one, and a million take a minute."""
+    if not isinstance(value, dict):
+        return handler(value)
+    pairs = iter(value.items())
+    checked: dict[Any, Any] = {}
+    while group := dict(islice(pairs, MAX_PAIRS_AT_ONCE)):
+        checked |= handler(group)
+    return checked
+
+
 def _object_of(**properties: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
     required = [name for name, schema in properties.items() if schema]
@@ -95,6 +119,7 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 LogitBias = Annotated[
     dict[BiasKey, Bias],
+    WrapValidator(_in_groups),
     WithJsonSchema(
         {
             "type": "object",
@@ -108,6 +133,7 @@ MAX_METADATA = 16  # pairs
 Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
+    WrapValidator(_in_groups),
 ]
 METADATA_FORM = f"an object of at most {MAX_METADATA} texts: keys of 64, values of 512 characters"
 JsonSchema = Annotated[Text, BeforeValidator(schema_text), WithJsonSchema(SCHEMA_FORM)]
@@ -125,7 +151,14 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        """Leave out nulls. Of keys that are refused keep the first: an error of each of a million takes a minute."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        if cls.model_config["extra"] != "forbid":
+            return given
+        first_other = next((name for name in given if name not in cls.model_fields), None)
+        return {name: value for name, value in given.items() if name in cls.model_fields or name == first_other}
 
     def check(self) -> None:
         """Check rules that involve several fields. Raises ApiError."""
@@ -319,7 +352,7 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"
     )
-    tools: list[dict[str, Any]] | None = Field(default=None, description=TOOLS_FORM)
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(default=None, description=TOOLS_FORM)
     tool_choice: Text | dict[str, Any] | None = Field(default=None, description=CHOICE_FORM)
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description=KWARGS_FORM)

@@ -3,11 +3,15 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
+from eagle_ray.config.structured import MAX_TEXT_CHARS, schema_text
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
+from eagle_ray.strict_json import JsonError
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -195,3 +199,46 @@ def test_every_reference_of_the_openapi_document_is_there():
     document = openapi("embedded:tiny", 1024)
     names = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert names <= document["components"]["schemas"].keys() and "ChatRequest" in names
+
+
+NAMES = {f"x{i}": 1 for i in range(5000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatRequest, {"messages": HI, "tools": [0] * 5000}, "tools[0]"),
+        (ResponsesRequest, {"input": "Hi", "tools": [0] * 5000}, "tools[0]"),
+        (ResponsesRequest, {"input": "Hi", "include": [0] * 5000}, "include[0]"),
+        (CompletionRequest, {"prompt": "Hi", "logit_bias": NAMES}, "logit_bias.x0"),
+        (CompletionRequest, {"prompt": "Hi", "metadata": NAMES}, "metadata.x0"),
+        (CompletionRequest, {"prompt": "Hi", "stream": True, "stream_options": NAMES}, "stream_options.x0"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content"),
+        (DetokenizeRequest, {"tokens": [1], **NAMES}, "x0"),
+    ],
+)
+def test_thousands_of_wrong_values_make_few_errors(kind, body, param):
+    """Each error costs memory and time, and only the first is told."""
+    with pytest.raises(ValidationError) as found:
+        kind.model_validate(body)
+    assert found.value.error_count() <= 1024
+    assert refused(kind, body).param == param
+
+
+def test_every_pair_of_a_large_logit_bias_is_read():
+    bias = {str(i): i / 100 for i in range(5000)}
+    request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "logit_bias": bias}).encode())
+    assert request.logit_bias == {int(token): value for token, value in bias.items()}
+
+
+def test_a_schema_is_written_no_further_than_its_limit():
+    with pytest.raises(JsonError, match=str(MAX_TEXT_CHARS)):
+        schema_text({"enum": [0.1] * MAX_TEXT_CHARS})
+
+
+def test_a_format_that_is_too_long_is_named_as_its_client_writes_it():
+    form = {"type": "json_schema", "name": "a", "schema": {"description": "a" * MAX_TEXT_CHARS}}
+    request = parse(ResponsesRequest, json.dumps({"input": "Hi", "text": {"format": form}}).encode())
+    with pytest.raises(ApiError, match="has more than") as found:
+        request.chat()
+    assert found.value.param == "text.format"

@@ -30,6 +30,7 @@ from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
 from eagle_ray.serve.protocol import ChatRequest, Request, Text
 from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
+from eagle_ray.strict_json import JsonError
 
 Json = dict[str, Any]
 NO_VALUES: Json = {"type": "object", "additionalProperties": {"type": "null"}}
@@ -54,12 +55,12 @@ class ResponsesRequest(Request):
         default=None, description="an integer, 1 or more"
     )
     text: Json | None = Field(default=None, description="{format: {type: text, json_object or json_schema}}")
-    tools: list[Json] | None = Field(default=None, description=TOOL_FORM)
+    tools: Annotated[list[Json], Field(fail_fast=True)] | None = Field(default=None, description=TOOL_FORM)
     tool_choice: Text | Json | None = Field(default=None, description=CHOICE_FORM)
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
     chat_template_kwargs: Json | None = Field(default=None, description=KWARGS_FORM)
-    include: list[Annotated[Text, WithJsonSchema({"const": LOGPROBS})]] | None = Field(
-        default=None, description=f"[] or [{LOGPROBS!r}]"
+    include: Annotated[list[Annotated[Text, WithJsonSchema({"const": LOGPROBS})]], Field(fail_fast=True)] | None = (
+        Field(default=None, description=f"[] or [{LOGPROBS!r}]")
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
@@ -120,6 +121,8 @@ def _response_format(text: Json | None) -> str | None:
         return None
     try:
         found: str = response_format_text(form)
+    except JsonError as error:
+        raise ApiError(400, f"text.format: {error}", "text.format", "bad_value") from None
     except ValueError:
         rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
         got = reprlib.repr((text or {}).get("format"))
