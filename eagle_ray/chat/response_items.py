@@ -40,6 +40,9 @@ def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]
         return [*messages, {"role": "user", "content": items}]
     for i, item in enumerate(items):
         _add_item(messages, item, f"input[{i}]")
+    for message in messages:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            message.setdefault("content", "")  # of an answer that was cut off in its reasoning
     if not any(message["role"] != "system" for message in messages):
         raise RequestError("bad_value", "input: must be a text or at least one item, got []")
     return messages

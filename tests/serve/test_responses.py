@@ -155,6 +155,16 @@ def test_a_conversation_is_the_chats(qwen, answering):  # noqa: F811
     assert second["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"] == "Three."
 
 
+def test_an_answer_that_was_cut_off_in_its_reasoning_can_be_sent_back(app):
+    """Its output is a reasoning item alone."""
+    cut = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    again = {"role": "user", "content": "Go on."}
+    found = respond(app, input=[*ASK, cut, again], max_output_tokens=4)
+    chat = [*ASK, {"role": "assistant", "content": "", "reasoning_content": "Hm."}, again]
+    expected = asyncio.run(post(app, "/v1/chat/completions", {"messages": chat, "max_tokens": 4})).json
+    assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
 def test_a_real_answer_is_the_chats(app):
     body = {"temperature": 0.8, "seed": 5, "top_p": 0.9}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
