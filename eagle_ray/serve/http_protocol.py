@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 from uvicorn.config import HTTP_PROTOCOLS
@@ -20,6 +21,7 @@ from eagle_ray.serve.http_errors import ApiError
 MAX_HEADER_BYTES = 64 << 10  # of a request line and its headers, as uvicorn's other parser (h11) has it
 HEAD_WITHIN_S = 30.0  # of a new connection, or of the first byte of a further request
 VERSIONS = ("1.0", "1.1")
+H2C_OFFER = re.compile(rb"(\r\n)upgrade(:[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
 TOO_LARGE = f"the headers have more than {MAX_HEADER_BYTES} bytes"
 _Protocol: Any = AutoHTTPProtocol  # uvicorn chooses the class when it is imported, so it has no type
 
@@ -78,6 +80,8 @@ class ErrorFormProtocol(_Protocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_between_requests:
+            data = _without_h2c(data)
         self._num_new = len(data)
         super().data_received(data)
         self._num_pending += self._num_new
@@ -143,3 +147,11 @@ class ErrorFormProtocol(_Protocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _without_h2c(data: bytes) -> bytes:
+    """Rename an offer of HTTP/2 in the head that the data begins with: it asks for nothing, and the parser would take
+    the request for one without a body. Java's HttpClient makes this offer in every first request.
+    """
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return H2C_OFFER.sub(b"\\1Offered\\2", head + end) + rest

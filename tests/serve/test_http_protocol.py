@@ -14,9 +14,13 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding
 
 
 async def app(scope, receive, send):
-    while (await receive()).get("more_body"):
-        continue
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    num_bytes, is_more = 0, True
+    while is_more:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        is_more = message.get("more_body", False)
+    headers = [(b"content-type", b"text/plain"), (b"body-bytes", str(num_bytes).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"fine"})
 
 
@@ -84,6 +88,17 @@ def test_what_is_http_is_answered():
         b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n" + body
     )
     assert head.startswith(b"HTTP/1.1 200 ") and b"fine" in answer
+
+
+@pytest.mark.parametrize("offer", [b"Upgrade: h2c\r\n", b"upgrade:H2C \r\n"])
+def test_an_offer_of_http_2_is_not_taken_and_the_body_is_read(offer):
+    """As Java's HttpClient makes it."""
+    head, answer = exchanged(
+        b"POST / HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 5\r\nHost: a\r\n"
+        b"HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\n" + offer + b"\r\nhello",
+        b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+    )
+    assert head.startswith(b"HTTP/1.1 200 ") and b"body-bytes: 5" in head and answer.count(b"fine") == 2
 
 
 def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
