@@ -49,7 +49,7 @@ def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]
 
 
 def _add_item(messages: list[Json], item: Json, where: str) -> None:
-    kind = item.get("type", "message")
+    kind = "message" if item.get("type") is None else item["type"]
     if not isinstance(kind, str) or kind not in _ADDERS:
         fix = f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
         raise unsupported(f"{where}.type", fix)

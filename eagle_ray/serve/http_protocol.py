@@ -121,6 +121,9 @@ class ErrorFormProtocol(_Protocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (version == "1.1" and num_hosts == 0):
             return f"Host: the request has {num_hosts} of these headers, and needs one"
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if any(coding != b"chunked" for coding in codings):
+            return "Transfer-Encoding: only chunked is read, and no packed body"
         return None
 
     def _count(self, num_bytes: int) -> None:

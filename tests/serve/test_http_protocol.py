@@ -65,6 +65,7 @@ def exchanged(request: bytes, rest: bytes = b"", pause_s: float | None = None) -
         b"GET / HTTP/1.1\r\nno colon here\r\n\r\n",
         b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        CHUNKED.replace(b"chunked", b"gzip, chunked") + b"1\r\na\r\n0\r\n\r\n",
         b"GET /" + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEADER_BYTES,
         b"GET / HTTP/1.1\r\nConnection: close\r\nA: " + b"a" * MAX_HEADER_BYTES + b"\r\n\r\n",

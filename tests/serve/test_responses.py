@@ -133,7 +133,7 @@ def test_a_conversation_is_the_chats(qwen, answering):  # noqa: F811
         {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "add", "arguments": '{"a":1,"b":2}'},
         {"type": "function_call_output", "call_id": "call_1", "output": "3"},
         *first["output"],
-        {"type": "message", "role": "user", "content": "Thanks."},
+        {"type": None, "role": "user", "content": "Thanks."},
     ]
     second = respond(app, input=items, tools=[TOOL])
     messages = [
