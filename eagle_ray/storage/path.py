@@ -245,13 +245,21 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def parse_json_bytes(data: bytes) -> Any:
+    """Return the JSON value of one of our own files. Raises ValueError if it is damaged."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("its lists and objects stand too deep in each other") from None
+
+
 def read_json(file: StoragePath) -> Any | None:
     """Return the file's JSON value, or None if there is no such file. Raises ValueError if it is damaged.
 
     A missing bucket is an error.
     """
     try:
-        return json.loads(file.read_bytes())
+        return parse_json_bytes(file.read_bytes())
     except FileNotFoundError as error:
         check_bucket(error)
         return None

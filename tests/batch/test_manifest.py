@@ -24,6 +24,7 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows
 
+DEEP = "[" * 100_000  # JSON that Python's reader gives up
 HOLD = """
 import sys
 from eagle_ray.batch.output.lock import lock_output
@@ -108,7 +109,7 @@ def test_the_record_of_an_earlier_release_is_read_and_becomes_one_of_this(make_j
     assert recorded(run).keys() == {"/gone.jsonl", make_job().input.path}
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"a": 1}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"a": 1}', DEEP])
 def test_a_list_of_inputs_that_is_gone_or_damaged_is_named_with_what_to_do(make_job, content):
     run = start(make_job(token_rows(2)))
     file = here(run.output) / read_json(run.output / RUN)["inputs"]["list"]
@@ -285,7 +286,7 @@ def test_keys_of_a_newer_release_are_no_damage(make_job):
     assert status_of(run.output).state == "running" and start(make_job()).attempt == 2
 
 
-@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", "", "null"])
+@pytest.mark.parametrize("text", ['{"run_id": "a', "{}", "[]", "", "null", DEEP])
 def test_a_damaged_record_is_named_and_can_be_overwritten(make_job, text):
     first = start(make_job(token_rows(2)))
     (here(first.output) / RUN).write_text(text)

@@ -16,7 +16,6 @@ if it is damaged; one that can be made again is left out, with a warning.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from typing import Any
@@ -25,7 +24,7 @@ from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config.records import RecordKind, check_record
 from eagle_ray.errors import one_line
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 
 log = logging.getLogger("eagle_ray")
@@ -65,7 +64,7 @@ def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, A
         check_bucket(error)
         return None
     try:
-        value = json.loads(data)
+        value = parse_json_bytes(data)
         check_record(kind, value)
     except ValueError as error:
         raise OutputDamaged(f"{file} is damaged ({one_line(error)}): {remedy}") from None

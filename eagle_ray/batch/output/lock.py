@@ -26,7 +26,6 @@ After OUTAGE_S the holder gives up with a transient error.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -41,7 +40,7 @@ from uuid import uuid4
 from eagle_ray.batch.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.batch.output.manifest import wrap_os_errors
 from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes
+from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 from eagle_ray.storage.storage_errors import is_bucket_missing
 
@@ -212,7 +211,7 @@ class Lease:
     def _read(self) -> tuple[dict[str, Any], FileVersion]:
         data, stamp = self._file.read_with_version()
         with suppress(ValueError):
-            found = json.loads(data)
+            found = parse_json_bytes(data)
             if isinstance(found, dict) and found.keys() >= {"holder", "token"}:
                 return found, stamp
         return {"holder": "another program", "token": None}, stamp  # not a lease: watched like one

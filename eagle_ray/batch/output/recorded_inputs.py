@@ -25,7 +25,7 @@ from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.layout import RUN
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
 from eagle_ray.errors import one_line
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 
 INPUTS = "_inputs-{}.json"
@@ -47,7 +47,7 @@ def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, F
         check_bucket(error)
         raise _damaged(output, output / name, "it is gone") from None
     try:
-        value = json.loads(data)
+        value = parse_json_bytes(data)
     except ValueError as error:
         raise _damaged(output, output / name, one_line(error)) from None
     found = _checked(output, output / name, FingerprintsRecord, value)
