@@ -179,8 +179,10 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
 
 
 def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
-    """Return whether a name in the path begins with a dot or an underscore."""
-    return any(part.startswith((".", "_")) for part in _name_below(file, directory).split("/"))
+    """Return whether a name in the path begins with a dot or an underscore, but for directories such as _lang=de."""
+    *directories, name = _name_below(file, directory).split("/")
+    others = [part for part in directories if not part.startswith("_") or "=" not in part]
+    return any(part.startswith((".", "_")) for part in (*others, name))
 
 
 def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:

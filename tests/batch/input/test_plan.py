@@ -87,6 +87,13 @@ def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
     assert (rows["0"]["prompt"], rows["3"]["error_code"]) == ("de: p0", "field_missing")
 
 
+def test_a_partition_column_may_begin_with_an_underscore(tmp_path):
+    write_any(tmp_path / "in" / "_lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
+    write_any(tmp_path / "in" / "_temporary" / "lang=de" / "b.jsonl", [{"id": 1, "prompt": "p"}])
+    [row] = requests_of(plan(tmp_path / "in"))
+    assert (row["request_id"], row["_lang"]) == ("0", "de")
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_a_column_of_the_file_takes_precedence_over_its_directory(tmp_path, suffix):
     write_any(tmp_path / "in" / "year=2024" / f"a.{suffix}", [{"id": 0, "prompt": "p", "year": 1999}])
