@@ -110,15 +110,18 @@ def _object(value: Any) -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     """Return JSON text, written in parts: json.dumps of megabytes holds Python's lock.
 
-    Raises JsonError for a text that is too long.
+    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates of Parquet and Python.
     """
     parts: list[str] = []
     num_chars = 0
-    for part in _ENCODER.iterencode(value):
-        parts.append(part)
-        num_chars += len(part)
-        if num_chars > MAX_TEXT_CHARS:
-            raise _too_long()
+    try:
+        for part in _ENCODER.iterencode(value):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_TEXT_CHARS:
+                raise _too_long()
+    except TypeError as error:
+        raise ValueError(str(error)) from None
     return "".join(parts)
 
 

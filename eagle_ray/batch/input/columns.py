@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,20 @@ class ColumnPath:
             return value[step] if -len(value) <= step < len(value) else None
         expected = "a list" if isinstance(step, int) else "an object"
         raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
+
+
+def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
+    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
+
+    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
+    bytes that scalar_text cannot write.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, default=scalar_text)
+    except TypeError:
+        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
+    except UnicodeDecodeError:
+        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
 
 
 def json_error(where: str, error: ValueError) -> RequestError:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_ray.batch.input.columns import describe_value, json_error
+from eagle_ray.batch.input.columns import describe_value, json_error, json_text
 from eagle_ray.chat.template_messages import template_arguments, template_message
 from eagle_ray.errors import RequestError
 from eagle_ray.strict_json import HalfSurrogate, parse_json
@@ -52,7 +52,7 @@ def parse_messages(value: Any, column: str) -> str:
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
     messages = [_checked_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
-    return json.dumps(messages, ensure_ascii=False, default=str)
+    return json_text(f"column {column!r}", messages)
 
 
 def template_messages(messages: str) -> list[dict[str, Any]]:

@@ -11,13 +11,12 @@ row, column and the fix.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import ColumnPath, describe_value, json_error
+from eagle_ray.batch.input.columns import ColumnPath, describe_value, json_error, json_text
 from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.batch.input.request_columns import RequestColumns
 from eagle_ray.batch.input.row_location import RowLocation
@@ -193,7 +192,7 @@ def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError("bad_type", f"column {error}") from None
     values = {"tools": tools, "tool_choice": _without_null_keys(choice), "chat_template_kwargs": kwargs}
-    written = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in values.items() if value}
+    written = {name: json_text(f"column {name!r}", value) for name, value in values.items() if value}
     return written | ({} if is_parallel is None else {"parallel_tool_calls": is_parallel})
 
 

@@ -10,14 +10,13 @@ prompt as it is. A list of messages goes through the chat template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from string import Formatter
 from typing import Any
 
-from eagle_ray.batch.input.columns import ColumnPath
+from eagle_ray.batch.input.columns import ColumnPath, json_text
 from eagle_ray.batch.input.messages import parse_messages
 from eagle_ray.errors import RequestError
 
@@ -85,7 +84,7 @@ def _value_text(field: ColumnPath, row: Mapping[str, Any]) -> str:
     if value is None or value != value:
         raise RequestError("field_missing", f"column {field.text!r} of {KEY} is absent, null or NaN in this row")
     if isinstance(value, bool | int | float | list | dict):
-        return json.dumps(value, ensure_ascii=False, default=_scalar_text)
+        return json_text(f"column {field.text!r} of {KEY}", value, _scalar_text)
     try:
         return _scalar_text(value)
     except UnicodeDecodeError:

@@ -1,6 +1,8 @@
 """One row: exactly one prompt, values in range, and errors that name file, row and column."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import pytest
 
@@ -16,6 +18,9 @@ from eagle_ray.errors import RequestError
 COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
 PLACE = RowLocation("sub/a.jsonl", "/data/sub/a.jsonl", RowPosition(7, 8))
 USER = {"role": "user", "content": "Hi"}
+DAY = date(2026, 1, 31)  # a value, or a key of a map, as Parquet files have them and JSON lacks them
+TOOL = {"type": "function", "function": {"name": "add"}}
+FORMAT = {"type": "json_object", "schema": {"maximum": Decimal("9.90")}}
 
 
 def request(**row):
@@ -67,6 +72,11 @@ def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
         ({"messages": [{"role": ["user"], "content": ""}]}, "bad_role", "got ['user'] (list)"),
         ({"messages": [{"role": "user"}]}, "bad_type", "messages[0].content must be a text, got None"),
         ({"messages": '[{"role": "user", "content": '}, "bad_json", "begins like messages but is not JSON"),
+        ({"messages": [USER | {"meta": {DAY: 1}}]}, "bad_type", "column 'messages': a key of an object is no text"),
+        ({"prompt": "Hi", "tools": [TOOL | {"x": {DAY: 1}}]}, "bad_type", "column 'tools': a key of an object"),
+        ({"prompt": "Hi", "json_schema": {"const": DAY}}, "bad_sampling", "column 'json_schema' must be a JSON schema"),
+        ({"prompt": "Hi", "json_schema": {"enum": [b"a"]}}, "bad_sampling", "column 'json_schema' must be a JSON"),
+        ({"prompt": "Hi", "response_format": FORMAT}, "bad_sampling", "column 'response_format' must be OpenAI's"),
         ({"prompt_token_ids": []}, "prompt_empty", "holds no token id"),
         ({"prompt_token_ids": "1 2"}, "bad_type", "must be a list of integers, got '1 2' (str)"),
         ({"prompt_token_ids": [1, True]}, "bad_type", "prompt_token_ids[1] must be a token id"),

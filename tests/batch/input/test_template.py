@@ -79,8 +79,11 @@ def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
     assert request["prompt"] == "|".join([*(text for _, _, text in TYPED), "0.1"])
     uuid = UUID(int=1)
     assert PromptTemplate.of("{u}").request_of({"u": uuid}) == {"prompt": str(uuid)}
-    with pytest.raises(RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"):
-        PromptTemplate.of("{u}").request_of({"u": b"\xff"})
+    for value in (b"\xff", [b"\xff"], {"a": b"\xff"}):
+        with pytest.raises(RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"):
+            PromptTemplate.of("{u}").request_of({"u": value})
+    with pytest.raises(RequestError, match=r"column 'u' of input\.template: a key of an object is no text"):
+        PromptTemplate.of("{u}").request_of({"u": {date(2026, 1, 31): 1}})
 
 
 def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
