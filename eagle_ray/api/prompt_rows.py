@@ -49,7 +49,7 @@ def prompt_rows(prompts: Prompts) -> list[RequestRow]:
 
 
 def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | bytearray | Mapping):
         return [_input_row(plain_value(prompts))]
     if hasattr(prompts, "__arrow_c_stream__") and not hasattr(prompts, "tolist"):  # a table, and no column of one
         return _table_rows(cast(ArrowTable, prompts))
@@ -74,7 +74,7 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
         return prompt
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):  # their items are no token ids
         return {"prompt_token_ids": list(prompt)}
     raise ConfigError(
         f"prompts: a prompt is a text, a list of token ids or a dict with prompt, messages or prompt_token_ids, got "

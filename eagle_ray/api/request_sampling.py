@@ -20,6 +20,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_va
 from eagle_ray.config.job import MAX_TOP_LOGPROBS, ConfigError, PositiveInt, RowSampling, SamplingConfig, allowed_text
 
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
+PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported here
 Count = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -88,7 +89,12 @@ SamplingParams = RequestSampling
 
 
 def plain_value(value: Any) -> Any:
-    """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth."""
+    """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
+
+    What pandas has for a missing value, which compares with nothing, is None.
+    """
+    if type(value).__name__ in PANDAS_NULLS:
+        return None
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if isinstance(value, Mapping):

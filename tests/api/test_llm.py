@@ -144,6 +144,21 @@ def test_chats_have_tools_by_each_choice(llm):
     assert refused.error.code == "unsupported_parameter" and "does not read them" in str(refused.error)
 
 
+def test_a_key_that_is_no_text_is_data(llm):
+    [output] = llm.generate({"prompt": "Hi", 7: "x"}, SamplingParams(max_tokens=1))
+    assert output.error is None
+    [output] = llm.generate({"messages": [{"role": "user", "content": "Hi", (1, 2): "x"}]})
+    assert "column 'messages': a key of an object is no text" in str(output.error)
+
+
+def test_missing_values_of_pandas_are_none(llm):
+    frame = pd.DataFrame({"id": ["a", None], "prompt": ["Hi", "Hi"], "seed": [7, None]}).convert_dtypes()
+    rows = frame.to_dict("records")
+    assert rows[1]["id"] is pd.NA
+    outputs = llm.generate(rows, SamplingParams(max_tokens=1, min_p=pd.NA))
+    assert [output.error for output in outputs] == [None, None]
+
+
 def test_a_bad_prompt_does_not_lose_the_others(llm):
     prompts = [
         "Hello",
@@ -204,6 +219,8 @@ def test_wrong_use_is_named(llm):
         (lambda: llm.generate(["a", "b"], [SamplingParams()]), "1 for 2 prompts"),
         (lambda: llm.generate(["a"], {"max_tokens": 3}), "must be a SamplingParams"),
         (lambda: llm.generate([3.5]), "a prompt is a text"),
+        (lambda: llm.generate(b"Hi"), "a prompt is a text.*got bytes"),
+        (lambda: llm.generate(["Hi", b"Hi"]), "a prompt is a text.*got bytes"),
         (
             lambda: llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}}),
             "'multi_modal_data' is not supported",

@@ -266,12 +266,15 @@ NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a v
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def match_unsupported(column: str) -> str | None:
+def match_unsupported(column: Any) -> str | None:
     """Return the parameter that a column of this name gives and that rows cannot set, or None.
 
     Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
-    One word in capitals, such as Temperature, is likely to be data.
+    One word in capitals, such as Temperature, is likely to be data. A key that is no text, as a dictionary of Python
+    and a map of Parquet may have, gives none.
     """
+    if not isinstance(column, str):
+        return None
     name = _CAMEL_BOUNDARY.sub("_", column.strip()).lower().replace("-", "_")
     is_misspelt = name in ROW_PARAMETERS and name != column and ("_" in name or name == column.strip())
     return name if name in UNSUPPORTED_PARAMETERS or is_misspelt else None
