@@ -110,7 +110,7 @@ def _object(value: Any) -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     """Return JSON text, written in parts: json.dumps of megabytes holds Python's lock.
 
-    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates of Parquet and Python.
+    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates of Parquet files.
     """
     parts: list[str] = []
     num_chars = 0
