@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def untouched_log() -> None:
     """Jobs and libraries set the log up as they need it: each test finds it as Python makes one."""
+    logging.disable(logging.NOTSET)
     log = logging.getLogger("eagle_ray")
     log.setLevel(logging.NOTSET)
     log.propagate, log.disabled, log.handlers[:] = True, False, []

@@ -81,6 +81,7 @@ def test_a_file_that_moved_may_grow(make_job: MakeJob, engine, tmp_path, num_sta
 
 
 def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob, engine, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job(rows(*"abc"))
     path = tmp_path / "in.jsonl"
     *lines, last = path.read_text().splitlines(keepends=True)
@@ -89,7 +90,6 @@ def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob
     assert answered(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
     with path.open("a") as file:
         file.write(last[12:] + json.dumps({"id": "d", "prompt": "Hi d"}))
-    caplog.set_level(logging.INFO, "eagle_ray")
     run_to_completion(config)
     assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
     assert "has grown" in caplog.text and "rewritten" not in caplog.text

@@ -185,6 +185,7 @@ def test_the_keys_of_a_dataset_hold(ray_session, caplog):
     """In the Dataset's order, its first rows, with the columns that are asked for; one line names parameters."""
     asked = ray.data.from_items([row | {"n": 1, "a": 1, "b": 2} for row in token_rows(40)], override_num_blocks=10)
     name_settings.cache_clear()
+    caplog.set_level("INFO", "eagle_ray")
     settings = {
         "execution.preserve_order": True,
         "input.limit": 30,
@@ -214,6 +215,7 @@ def test_a_key_of_stored_outputs_is_refused_by_name(ray_session, key):
 def test_columns_that_are_not_known_before_are_named_in_their_task(caplog):
     maker = RequestMaker(request_columns(ColumnsConfig()), InputConfig(path="dataset"), names_settings=True)
     name_settings.cache_clear()
+    caplog.set_level("INFO", "eagle_ray")
     for _ in range(2):
         maker(table([{"prompt": "x", "n": 1, "seed": 2}]))
     assert caplog.messages == ["columns that set parameters of their rows: n, seed. Rename a column that is data."]
