@@ -302,8 +302,8 @@ class GrammarState:
         paths: list[list[int]] = []
         for node, parent in enumerate(parents):
             paths.append([] if parent < 0 else [*paths[parent], tokens[node]])
-            if self._ends.intersection(paths[node]):
-                continue
+            if self._ends.intersection(paths[node]) or self.dead_end_in(paths[node]) is not None:
+                continue  # never picked, or the output fails before it: such a mask takes a tenth of a second
             begun, parsed = self._parsed_of(paths[node])
             if not begun or self._matcher.try_consume_tokens(parsed) == len(parsed):
                 self._fill(masks, node, begun)

@@ -13,6 +13,7 @@ from eagle_ray.build import ASSETS
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
@@ -120,6 +121,40 @@ def test_nodes_that_are_not_allowed_change_nothing(compiler):
     masks = state.tree_masks([0, bad, 7, good], [-1, 0, 1, 0])
     assert (masks[1:3] == -1).all() and not (masks[3] == -1).all()
     assert np.array_equal(state.tree_masks([0], [-1])[0], before)
+
+
+def test_no_mask_is_computed_below_a_dead_end(compiler):
+    """A mask at which the parser meets a limit takes a tenth of a second, and all sequences wait for it."""
+    masks = []
+
+    class Limited:
+        def __init__(self, real, failed=False):
+            self._real, self._failed = real, failed
+
+        def deep_copy(self):
+            return Limited(self._real.deep_copy(), self._failed)
+
+        def is_error(self):
+            return self._failed
+
+        def get_error(self):
+            return "too many items"
+
+        def try_consume_tokens(self, tokens):
+            return 0 if self._failed else self._real.try_consume_tokens(tokens)
+
+        def unsafe_compute_mask_ptr(self, pointer, num_bytes):
+            masks.append(pointer)
+            self._failed = True
+
+        def __getattr__(self, name):
+            return getattr(self._real, name)
+
+    [token] = encode("a")
+    state = GrammarState(Limited(compiler._compiled(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
+    state.tree_masks([0, token, token, token], [-1, 0, 1, 2])
+    assert len(masks) == 2  # of the root, with the tree and alone
+    assert state.dead_end_in([token]).num_tokens == 0
 
 
 def test_forced_tokens_are_drafted_without_a_head(compiler):
