@@ -181,6 +181,10 @@ class UsageRecord(Record):
     gpus_per_worker: float
 
 
+class _MethodChoice(Record):
+    method: str
+
+
 class ProgressRecord(RunIdentity):
     """``_progress.json``."""
 
@@ -198,7 +202,8 @@ class ProgressRecord(RunIdentity):
     busy_slots: float | None
     seconds_left: float | None
     engine: dict[str, int] | None = None
-    methods: dict[str, dict[str, Any]] = {}
+    methods: dict[str, _MethodChoice] = {}
+    planner_errors: dict[str, str] = {}
     usage: UsageRecord | None = None
 
 

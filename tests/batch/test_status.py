@@ -141,6 +141,14 @@ def test_a_run_that_is_done_counts_its_rows(started, capsys):
     assert json.loads(capsys.readouterr().out)["total"]["rows"] == 1096
 
 
+@pytest.mark.parametrize("wrong", [{"planner_errors": -1.5}, {"methods": {"worker": {}}}])
+def test_progress_that_no_report_can_show_is_damage(started, messages, wrong):
+    run, output = started
+    say(run, **wrong)
+    assert status_of(output).progress is None
+    assert f"_progress.json is damaged ({next(iter(wrong))}" in messages[-1]
+
+
 @pytest.mark.parametrize("total", [{}, [], {"rows": "x", "errors": 2, "output_tokens": 5}])
 def test_damaged_counts_and_progress_are_left_out_with_a_line(started, messages, total):
     run, output = started
