@@ -152,9 +152,7 @@ def test_a_key_that_is_no_text_is_data(llm):
 
 
 def test_missing_values_of_pandas_are_none(llm):
-    frame = pd.DataFrame({"id": ["a", None], "prompt": ["Hi", "Hi"], "seed": [7, None]}).convert_dtypes()
-    rows = frame.to_dict("records")
-    assert rows[1]["id"] is pd.NA
+    rows = [{"id": pd.NA, "prompt": "Hi", "seed": pd.NA}, {"id": pd.NaT, "prompt": "Hi", "max_tokens": pd.NA}]
     outputs = llm.generate(rows, SamplingParams(max_tokens=1, min_p=pd.NA))
     assert [output.error for output in outputs] == [None, None]
 
