@@ -98,11 +98,16 @@ def plain_value(value: Any) -> Any:
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {plain_value(key): plain_value(inner) for key, inner in value.items()}
+        return {_plain_key(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         is_plain = set(map(type, value)) <= {int, float, str}
         return list(value) if is_plain else [plain_value(inner) for inner in value]
     return value
+
+
+def _plain_key(key: Any) -> Any:
+    """Return a key's plain value; a tuple or a set as it is, since a list is no key."""
+    return key if isinstance(key, tuple | frozenset) else plain_value(key)
 
 
 def _lines(error: ValidationError, given: dict[str, Any]) -> list[str]:
