@@ -402,9 +402,9 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
             raise ConfigError(f"input.template: no file has a column {path.text!r}{_near(path.text, types)}")
     if columns.template is None and not any(path.column_in(types) for path in columns.prompts.values()):
         raise ConfigError(
-            f"no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}: name the one that holds the prompts with "
-            "input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with input.template; "
-            f"columns: {', '.join(types)}"
+            f"input.columns: no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}. Name the one that holds "
+            "the prompts with input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with "
+            f"input.template; columns: {', '.join(types)}"
         )
 
 

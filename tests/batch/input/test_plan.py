@@ -333,6 +333,12 @@ def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
     assert list(plan(path, "input.passthrough=[prompt]").passthrough_types) == ["input_prompt"]
 
 
+def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"id": "a", "question": "Hi"}])
+    with pytest.raises(ConfigError, match=r"^input\.columns: no file has a column prompt, .*; columns: id, question$"):
+        plan(path)
+
+
 def test_a_configured_column_must_exist_somewhere(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question_id": 1, "turns": ["a"]}])
     with pytest.raises(
