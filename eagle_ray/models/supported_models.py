@@ -3,8 +3,8 @@
     check_config(config)           # EngineError naming the model and the reason, before any weight is read
     max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
 
-A family stands in EXACT because tests/models/test_supported_models.py holds its packed trees equal to transformers' own
-forward on every path; one that does not is refused by name.
+A family stands in SUPPORTED because tests/models/test_supported_models.py holds its packed trees equal to transformers'
+own forward on every path; any other is refused by name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,9 @@ DYNAMIC_ROPE = ("dynamic", "longrope")  # all positions turn otherwise once one 
 def check_config(config: PretrainedConfig) -> None:
     """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
     if config.get_text_config(decoder=True) is not config:
-        raise EngineError(f"{config.model_type} is a model of more than text; this engine runs text models alone")
+        raise EngineError(f"unsupported model_type {config.model_type!r}: it reads more than text. Use a text model.")
     if config.model_type not in SUPPORTED:
-        raise EngineError(
-            f"{config.model_type} is no architecture that this engine was held equal to transformers on; those are "
-            f"{', '.join(sorted(SUPPORTED))}"
-        )
+        raise EngineError(f"unsupported model_type {config.model_type!r}. Supported: {', '.join(sorted(SUPPORTED))}")
 
 
 def max_exact_position(config: PretrainedConfig) -> int | None:

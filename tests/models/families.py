@@ -66,7 +66,7 @@ LATENT = dict(
 )
 MIXED_WINDOWS = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 MULTIPLIED = dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.2)
-# The others that families.EXACT names: the slow tests hold them.
+# The others that SUPPORTED names: the slow tests hold them.
 OTHERS = {
     "afmoe": dict(MOE, **MIXED_WINDOWS, num_dense_layers=1, head_dim=16),
     "apertus": {},
