@@ -135,7 +135,8 @@ class Progress:
 
     @property
     def rows(self) -> int:
-        return self._sum("rows")
+        """Return the rows that are done. A worker reports its rows later than write tasks report their files."""
+        return max(self._sum("rows"), self.rows_in_files)
 
     @property
     def errors(self) -> int:

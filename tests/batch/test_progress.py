@@ -85,6 +85,10 @@ def test_files_are_counted_once_and_opened_only_if_nothing_reported_them(tmp_pat
     for _ in range(2):
         book.add_file("part-002-000000.parquet", 5)
     assert book.snapshot().rows_in_files == 5
+    book.report(WorkerReport("w", 0, 0, rows=2))
+    assert book.snapshot().rows == 5  # the worker's report comes after the file's
+    book.report(WorkerReport("w", 0, 0, rows=8))
+    assert book.snapshot().rows == 8
     (tmp_path / "part-002-000000.parquet").write_bytes(b"not opened")
     (tmp_path / "a=1").mkdir()
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a=1" / "part-002-000001.parquet")
