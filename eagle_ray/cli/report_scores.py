@@ -8,6 +8,7 @@ samples of a problem are the rows with one input_request_id; those of any other 
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -103,7 +104,9 @@ def _score_column(names: Iterable[str], score: str | None, place: object) -> str
     if score is None:
         return next((name for name in SCORE_COLUMNS if name in names), None)
     if score not in names:
-        raise ConfigError(f"--score: {place} has no column {score!r}. Columns: {', '.join(names)}")
+        near = difflib.get_close_matches(score, names, 1)
+        hint = f"Did you mean {near[0]}?" if near else f"Columns: {', '.join(names)}"
+        raise ConfigError(f"--score: {place} has no column {score!r}. {hint}")
     return score
 
 

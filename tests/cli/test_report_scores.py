@@ -103,6 +103,7 @@ def test_a_run_with_a_column_of_a_usual_name_needs_no_flag(tmp_path, answers):
     "arguments, said",
     [
         ({"score": "grade"}, r"--score: .* has no column 'grade'. Columns: request_id,"),
+        ({"score": "txt"}, r"--score: .* has no column 'txt'. Did you mean text\?$"),
         ({"source": "nowhere.jsonl"}, r"--scores: cannot read .*nowhere\.jsonl"),
         ({"source": "nowhere.txt"}, r"is neither a run nor a file of \.parquet, \.jsonl, \.csv"),
         ({"source": "ANSWERS", "score": "text"}, r"must have a score column .* and input_request_id"),
