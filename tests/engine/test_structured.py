@@ -25,6 +25,7 @@ from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
 from tests.engine.test_drafters import weights_for
 from tests.engine.test_lossless import SAMPLING, some_prompts
+from tests.helpers.limited_matcher import LimitedMatcher
 from tests.helpers.toy_models import head3, llama, llama_engine, run
 from tests.helpers.toy_tokenizer import toy_tokenizer
 
@@ -270,27 +271,12 @@ def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
 def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
     """The parser is made to fail after every "b": outputs without one are as they were."""
 
-    class Limited:
-        def __init__(self, real, failed=False):
-            self._real, self._failed = real, failed
-
-        def deep_copy(self):
-            return Limited(self._real.deep_copy(), self._failed)
-
-        def is_error(self):
-            return self._failed
-
-        def get_error(self):
-            return "too many items"
-
+    class Limited(LimitedMatcher):
         def try_consume_tokens(self, tokens):
-            if self._failed:
+            if self.failed:
                 return 0
-            self._failed = TEXT.token_to_id("b") in tokens
-            return self._real.try_consume_tokens(tokens)
-
-        def __getattr__(self, name):
-            return getattr(self._real, name)
+            self.failed = TEXT.token_to_id("b") in tokens
+            return self.real.try_consume_tokens(tokens)
 
     spec = GrammarSpec("regex", "[a-f]{8}")
     params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, grammar=spec) for i in range(16)]

@@ -15,6 +15,7 @@ from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
+from tests.helpers.limited_matcher import LimitedMatcher
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1536, 4
@@ -127,28 +128,10 @@ def test_no_mask_is_computed_below_a_dead_end(compiler):
     """A mask at which the parser meets a limit takes a tenth of a second, and all sequences wait for it."""
     masks = []
 
-    class Limited:
-        def __init__(self, real, failed=False):
-            self._real, self._failed = real, failed
-
-        def deep_copy(self):
-            return Limited(self._real.deep_copy(), self._failed)
-
-        def is_error(self):
-            return self._failed
-
-        def get_error(self):
-            return "too many items"
-
-        def try_consume_tokens(self, tokens):
-            return 0 if self._failed else self._real.try_consume_tokens(tokens)
-
+    class Limited(LimitedMatcher):
         def unsafe_compute_mask_ptr(self, pointer, num_bytes):
             masks.append(pointer)
-            self._failed = True
-
-        def __getattr__(self, name):
-            return getattr(self._real, name)
+            self.failed = True
 
     [token] = encode("a")
     state = GrammarState(Limited(compiler._compiled(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
