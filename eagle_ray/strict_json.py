@@ -81,7 +81,7 @@ def _parse(text: str, decoders: _Decoders) -> Any:
         if "integer string" in str(error):  # Python's own text names a function of Python
             raise JsonError("an integer has thousands of digits: write it as a text") from None
         raise
-    if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MAX_JSON_DEPTH or not _is_utf8(text):
+    if "\\ud" in text or "\\uD" in text or text.count("[") + text.count("{") > MAX_JSON_DEPTH or not is_utf8(text):
         check_texts(value)
     return value
 
@@ -95,7 +95,7 @@ def check_texts(value: Any) -> None:
     level: list[tuple[Place, Any]] = [((), value)]
     for _ in range(MAX_JSON_DEPTH + 1):
         for place, item in level:
-            if isinstance(item, str) and not _is_utf8(item):
+            if isinstance(item, str) and not is_utf8(item):
                 raise HalfSurrogate(place, item)
         containers = [(place, item) for place, item in level if not isinstance(item, str)]
         if not containers:
@@ -114,7 +114,7 @@ def _texts_and_containers(place: Place, container: Any) -> Iterator[tuple[Place,
     """Yield the items of a list or an object that are texts, lists or objects. Raises HalfSurrogate for a key."""
     if isinstance(container, Mapping):
         for key in container:
-            if isinstance(key, str) and not _is_utf8(key):
+            if isinstance(key, str) and not is_utf8(key):
                 raise HalfSurrogate(place, key)
     elif not isinstance(container, list | tuple):
         return
@@ -124,7 +124,8 @@ def _texts_and_containers(place: Place, container: Any) -> Iterator[tuple[Place,
             yield (*place, step), item
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
+    """Return whether the text can be encoded: it has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

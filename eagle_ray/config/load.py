@@ -24,6 +24,7 @@ from eagle_ray.config.job import ConfigError, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.config.shard import SLURM, slurm_shard
+from eagle_ray.strict_json import is_utf8
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 Section = TypeVar("Section", bound=BaseModel)
@@ -200,21 +201,12 @@ def _check_text(setting: ConfigSetting) -> None:
     """Raise ConfigError for text that is not Unicode, as names on a command line are in a locale without UTF-8."""
     values = setting.value if isinstance(setting.value, list) else [setting.value]
     for value in values:
-        if isinstance(value, str) and not _is_unicode(value):
+        if isinstance(value, str) and not is_utf8(value):  # half a surrogate stands for a byte that was not read
             encoding = sys.getfilesystemencoding()
             raise ConfigError(
                 f"{setting.key}: {value!a} is not UTF-8 text"
                 + ("" if encoding == "utf-8" else f", because the locale's encoding is {encoding}. Set LC_ALL=C.UTF-8")
             )
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether the text can be encoded: it has no half of a surrogate pair, which stands for an unread byte."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,10 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.job_errors import OutputDamaged
-from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, damage_text, is_damage, open_parquet
+from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
-
-__all__ = ["SingleThreadedParquetFile", "check_part", "open_parquet", "open_part", "read_columns"]
 
 
 @contextmanager
