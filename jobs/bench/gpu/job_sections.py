@@ -1,0 +1,452 @@
+"""Sections of the second script for a lent GPU that run a job's engine, each in a process of its own.
+
+    python3 -m jobs.bench.gpu.job_sections NAME --out DIR [--model DIR] [--prompts FILE] [--smoke]
+
+    bar-METHOD        SmolLM2 at 512 and 256 slots, questions with up to 1,024 tokens of answer, by one drafting method
+    bar-qwen3-8b      the same lengths with random weights of Qwen3-8B's shape, plainly, at 256 slots
+    steady            a widened 8B pair: prompts and answers of 200/200 and 50/30 tokens at 64 and 256 slots
+    prefix            short questions behind one shared prefix: seconds and memory of the prompt steps
+    single            one sequence in windows of seconds: our budget and fixed trees, with the parts of a step
+    batches           64 and 256 sequences: no drafts, a chain, our budget
+    start             how long the parts of a start take, and planned memory beside what is taken
+    real              SmolLM2 in fp32 and bf16: drafts decode plain decoding's tokens, and tau is a CPU's
+
+--model is SmolLM2's directory, as `eagle_ray.gguf` writes it; without it the embedded tiny pair stands in, which says
+nothing about a real model. Weights of an 8B are the pair's own inside a Llama-3-8B's shape (`jobs/bench/widening.py`),
+so acceptance is the pair's and costs are an 8B's. Engines are built as a worker builds them, pydantic included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine import calibrate
+from eagle_ray.engine.engine import Engine
+from eagle_ray.evaluation.equivalence import NEAR_TIE, compare
+from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.models.loader import load_target
+from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.planner import StepOutcome, UniformPlanner
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tokenizer import Tokenizer
+from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
+from jobs.bench.gpu.embedded_pair import ASSETS
+from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.harness import LARGEST, NO_TREE, PlannerProbe, Tree
+from jobs.bench.gpu.plain_rig import random_model
+from jobs.bench.gpu.settings import SHAPES
+from jobs.bench.gpu.steady_job import SteadyJob, aged_requests, cut_prompts, requests
+from jobs.bench.widening import seeded, typed, widen_pair
+from jobs.tiny_pair.prompts import prompt_rows
+
+FINDINGS = "second_light"
+SMOLLM2_HEAD = "embedded:smollm2/eagle2"
+METHODS = ("none", "suffix", "eagle2", "eagle2+suffix")
+COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section here is a start
+THREADS = 8
+NOISE = {torch.float32: NEAR_TIE[torch.float32], torch.bfloat16: 0.1}  # a lead in logits that is none
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured, and on what.
+
+    Attributes:
+        model: SmolLM2's directory; None is the embedded tiny pair.
+        prompts: a JSONL file of prompts with turns, messages or prompt; None is the bundled ones.
+        warm_s, window_s: seconds before a window and of it.
+        most_slots: no engine has more.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    model: Path | None
+    prompts: Path | None
+    warm_s: float
+    window_s: float
+    most_slots: int
+    is_smoke: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Scale:
+        if args.smoke:
+            return cls(torch.device("cpu"), torch.float32, None, args.prompts, 0.2, 0.4, 4, True)
+        return cls(torch.device("cuda"), torch.bfloat16, args.model, args.prompts, 4.0, 6.0, 512, False)
+
+    def slots(self, *numbers: int) -> list[int]:
+        return sorted({min(number, self.most_slots) for number in numbers}, reverse=True)
+
+    @property
+    def shape_name(self) -> str:
+        return "tiny" if self.is_smoke else "8b"
+
+    @property
+    def target(self) -> str:
+        return str(self.model) if self.model else "embedded:tiny"
+
+    @property
+    def draft(self) -> str:
+        return SMOLLM2_HEAD if self.model else "embedded:tiny"
+
+
+def chat_prompts(scale: Scale, longest: int) -> list[list[int]]:
+    """Return the first turns as the target's chat template writes them, without those of more than `longest` tokens."""
+    text = Tokenizer.load(scale.model or ASSETS / "target")
+    if scale.prompts is None:
+        rows = [row["messages"] for row in prompt_rows(per_category=32, seed=7)]
+    else:
+        read = [json.loads(line) for line in scale.prompts.read_text("utf-8").splitlines()]
+        rows = [row.get("messages") or [{"role": "user", "content": _question(row)}] for row in read]
+    encoded = [text.encode_chat(messages) for messages in rows]
+    return [ids for ids in encoded if len(ids) <= longest]
+
+
+def _question(row: dict[str, Any]) -> str:
+    return row["turns"][0] if "turns" in row else row["prompt"]
+
+
+# Engines
+
+
+def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None) -> Engine:
+    """Return the pair's engine as a worker builds it, its graphs captured and its costs measured."""
+    from eagle_ray.build import build_in_thread
+    from eagle_ray.config import ModelConfig, SpeculativeConfig
+
+    draft = None if method in ("none", "suffix") else scale.draft
+    name = dtype or str(scale.dtype).removeprefix("torch.")
+    model = ModelConfig(target=scale.target, draft=draft, dtype=name, max_model_len=max_model_len)
+    return build_in_thread(model, SpeculativeConfig(method=method), slots, "auto", 1, THREADS).engine
+
+
+def shaped_engine(
+    model: nn.Module, head: nn.Module | None, slots: int | str, max_model_len: int, kv_tokens: int | str = "auto"
+) -> Engine:
+    """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
+    from eagle_ray.build import build_engine
+    from eagle_ray.config import SpeculativeConfig
+    from eagle_ray.start_log import StartLog
+
+    speculative = SpeculativeConfig(method="none" if head is None else "eagle2")
+    start = StartLog()
+    engine = build_engine(model, head, speculative, slots, max_model_len, kv_tokens, start)
+    start.ready()
+    return engine
+
+
+def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
+    """Return the pair inside an 8B's shape."""
+    if scale.model is None:
+        source = ASSETS / "target", ASSETS / "draft"
+    else:
+        import eagle_ray
+
+        source = scale.model, Path(eagle_ray.__file__).parent / "assets" / "smollm2" / "eagle2" / "draft"
+    small = load_target(source[0], torch.float32, str(scale.device))
+    head = load_head(source[1], small.config).to(scale.device, torch.float32).eval()
+    pair = widen_pair(small, head, SHAPES[scale.shape_name], dtype=scale.dtype, device=scale.device)
+    for part in pair:
+        pack_linears(part)
+    return pair
+
+
+# Sections
+
+
+def measure_bar(scale: Scale, findings: Findings, method: str) -> None:
+    """The public bar: SmolLM2-135M-Instruct, context 2,048, up to 1,024 tokens of answer, prompts included."""
+    length, output = (256, 32) if scale.is_smoke else (2048, 1024)
+    prompts = chat_prompts(scale, length - output)
+    for slots in scale.slots(512, 256):
+        started = time.perf_counter()
+        engine = real_engine(scale, method, slots, length)
+        ready_s = time.perf_counter() - started
+        job = SteadyJob(engine, requests(prompts, output))
+        job.run(scale.warm_s)
+        figures = job.window(scale.window_s) | job.busy_share()
+        findings.add("bar", method=method, slots=slots, ready_s=ready_s, **figures, **_engine_facts(engine))
+        job.end()
+        del engine, job
+        release(scale.device)
+
+
+def measure_qwen3(scale: Scale, findings: Findings) -> None:
+    """Random weights of Qwen3-8B's shape, plainly: questions of 60 tokens with 1,024 of answer."""
+    prompt, output = (8, 24) if scale.is_smoke else (60, 1024)
+    model = _qwen3(scale)
+    for slots in scale.slots(256):
+        engine = shaped_engine(model, None, slots, prompt + output + 1)
+        job = SteadyJob(engine, aged_requests(model.config.vocab_size, prompt, output, slots))
+        job.run(2 * scale.warm_s)
+        figures = job.window(scale.window_s) | job.busy_share()
+        findings.add("bar", method="none", model="qwen3-8b, random", slots=slots, **figures, **_engine_facts(engine))
+        job.end()
+
+
+def _qwen3(scale: Scale) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = (64, 2, 4, 2, 16, 128, 300) if scale.is_smoke else (4096, 36, 32, 8, 128, 12288, 151936)
+    hidden, layers, heads, kv_heads, head_dim, intermediate, vocab = sizes
+    config = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+    )
+    with seeded(0, scale.device), typed(scale.dtype), torch.device(scale.device), torch.no_grad():
+        model = Qwen3ForCausalLM._from_config(config, dtype=scale.dtype)
+    model = model.eval().requires_grad_(False)
+    pack_linears(model)
+    return model
+
+
+def measure_steady(scale: Scale, findings: Findings) -> None:
+    """Prompts that stream in while others decode."""
+    model, head = widened(scale)
+    chats = chat_prompts(scale, 1000)
+    lengths = [(20, 16), (8, 6)] if scale.is_smoke else [(200, 200), (50, 30)]
+    for slots in scale.slots(256, 64):
+        engine = shaped_engine(model, head, slots, sum(lengths[0]) + 1)
+        ours = engine.planner
+        for prompt, output in lengths:
+            for way, planner in (("plain", UniformPlanner(*NO_TREE)), ("ours", ours)):
+                engine.planner = planner
+                job = SteadyJob(engine, requests(cut_prompts(chats, prompt), output, ignore_eos=True))
+                job.run(scale.warm_s)
+                figures = job.window(scale.window_s) | job.busy_share()
+                findings.add("steady job", way=way, slots=slots, prompt=prompt, output=output, **figures)
+                job.end()
+        del engine
+        release(scale.device)
+
+
+def measure_prefix(scale: Scale, findings: Findings) -> None:
+    """As many questions of 30 tokens as one step takes, behind a prefix that is in the cache."""
+    model = random_model(SHAPES[scale.shape_name], scale.dtype, scale.device)
+    pack_linears(model)
+    shared = [64, 128] if scale.is_smoke else [1024, 8192, 16384, 32768]
+    for length in shared:
+        with suppress(torch.OutOfMemoryError):
+            _measure_prefix(scale, findings, model, length)
+            continue
+        findings.add("shared prefix", prefix=length, failed="out of memory", peak_gib=peak_gib(scale.device))
+        release(scale.device)
+
+
+def _measure_prefix(scale: Scale, findings: Findings, model: nn.Module, length: int) -> None:
+    number, own, output = (4, 5, 4) if scale.is_smoke else (136, 30, 8)
+    engine = shaped_engine(model, None, "auto" if not scale.is_smoke else number, length + own + output + 1)
+    sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+    prefix = list(range(1, 200)) * (1 + length // 199)
+    first = Sequence("first", prefix[:length], sampling)
+    engine.add(first)
+    _drain(engine)
+    for sequence in [Sequence(str(i), [*prefix[:length], *[1 + i % 190] * own], sampling) for i in range(number)]:
+        engine.add(sequence)
+    if scale.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before, held = engine.counters.prefill_s, _allocated_gib(scale.device)
+    started = time.perf_counter()
+    _drain(engine)
+    findings.add(
+        "shared prefix",
+        prefix=length,
+        questions=number,
+        seconds=time.perf_counter() - started,
+        prompts_s=engine.counters.prefill_s - before,
+        reused=engine.counters.num_reused_tokens,
+        held_gib=held,
+        peak_gib=peak_gib(scale.device),
+        slots=engine.counters.num_slots,
+    )
+
+
+def measure_single(scale: Scale, findings: Findings) -> None:
+    """One sequence: what the planner chooses, what it expects and what becomes of it."""
+    ways: list[tuple[str, Tree, str]] = [
+        ("plain", NO_TREE, "uniform"),
+        ("ours", LARGEST, "global"),
+        ("60/6/10", (59, 6, 10), "uniform"),
+        ("31/5/10", (31, 5, 10), "uniform"),
+        ("12/4/4", (12, 4, 4), "uniform"),
+    ]
+    _measure_ways(scale, findings, ways, [1], rounds=2)
+
+
+def measure_batches(scale: Scale, findings: Findings) -> None:
+    """Many sequences: drafts must not cost more than they bring."""
+    ways: list[tuple[str, Tree, str]] = [
+        ("plain", NO_TREE, "uniform"),
+        ("chain", (6, 6, 1), "global"),
+        ("ours", LARGEST, "global"),
+    ]
+    _measure_ways(scale, findings, ways, scale.slots(64, 256), rounds=1)
+
+
+def _measure_ways(
+    scale: Scale, findings: Findings, ways: list[tuple[str, Tree, str]], batches: list[int], rounds: int
+) -> None:
+    """Measure each way in turn on one engine, whose graphs serve all of them."""
+    model, head = widened(scale)
+    prompts = chat_prompts(scale, 1000)
+    output = 24 if scale.is_smoke else 512
+    for batch in batches:
+        engine = shaped_engine(model, head, batch, 64 + output if scale.is_smoke else 1000 + output)
+        planners = {name: _planner(engine, tree, budget) for name, tree, budget in ways}
+        for turn in range(rounds):
+            for name, _, _ in ways if turn % 2 == 0 else ways[::-1]:
+                engine.planner = planners[name]
+                job = SteadyJob(engine, requests(prompts, output), in_flight=batch)
+                job.run(scale.warm_s / 2)
+                before = planners[name].parts
+                figures = job.window(scale.window_s / 2)
+                parts = [now - then for now, then in zip(planners[name].parts, before, strict=True)]
+                each = dict(zip(("draft_ms", "verify_ms", "rest_ms"), parts, strict=True))
+                steps = figures["num_steps"]
+                findings.add(
+                    "way",
+                    way=name,
+                    batch=batch,
+                    turn=turn,
+                    **figures,
+                    **{part: 1e3 * seconds / steps for part, seconds in each.items()},
+                    predicted_step_ms=1e3 * planners[name].predicted_s / max(planners[name].num_observed, 1),
+                    **job.acceptance,
+                )
+                job.end()
+        del engine
+        release(scale.device)
+
+
+class CountingProbe(PlannerProbe):
+    """A PlannerProbe that counts the steps that it sums over."""
+
+    num_observed = 0
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.num_observed += not outcome.is_first
+        super().observe(outcome)
+
+
+def _planner(engine: Engine, tree: Tree, budget: str) -> CountingProbe:
+    costs = getattr(engine.planner, "costs", None)
+    if budget == "uniform":
+        return CountingProbe(UniformPlanner(*tree), costs)
+    sizes = engine.graphs.pass_sizes(tree[0], tree[2]) if engine.graphs else None
+    return CountingProbe(BudgetPlanner(*tree, costs, engine.graphs is None, sizes), costs)
+
+
+def measure_start(scale: Scale, findings: Findings) -> None:
+    """The parts of a start with caches empty and with what the first start left."""
+    length = 256 if scale.is_smoke else 2048
+    for turn in ("first", "second"):
+        before = free_bytes(scale.device)
+        started = time.perf_counter()
+        engine = real_engine(scale, "eagle2", scale.slots(256)[0], length)
+        seconds = time.perf_counter() - started
+        synchronize(scale.device)
+        after = free_bytes(scale.device)
+        taken = None if before is None or after is None else (before - after) / GIB
+        findings.add("start", turn=turn, seconds=seconds, taken_gib=taken, **_engine_facts(engine))
+        del engine
+        release(scale.device)
+
+
+def measure_real(scale: Scale, findings: Findings) -> None:
+    """Drafts and plain decoding of the same chats, in fp32 and bf16, beside the CPU's tau."""
+    number, output = (4, 12) if scale.is_smoke else (64, 64)
+    prompts = chat_prompts(scale, 400)[:number]
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        plain, _ = _decoded(real_engine(scale, "none", min(64, number), 512, name), prompts, output)
+        engine = real_engine(scale, "eagle2", min(64, number), 512, name)
+        drafted, tau = _decoded(engine, prompts, output)
+        same = compare(engine.target.model, prompts, drafted, plain, near_tie=NOISE[dtype])
+        findings.add("real model", dtype=name, chats=number, tau=tau, explained=same.is_explained, **asdict(same))
+        del engine
+        release(scale.device)
+
+
+def _decoded(engine: Engine, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
+    sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=output)) for i, ids in enumerate(prompts)]
+    for sequence in sequences:
+        engine.add(sequence)
+    _drain(engine)
+    counters = engine.counters
+    return [s.output_ids for s in sequences], counters.num_output_tokens / max(counters.num_slot_steps, 1)
+
+
+def _drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def _allocated_gib(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+
+
+def _engine_facts(engine: Engine) -> dict[str, Any]:
+    """Return what shows that kernels and graphs are at work, and how large the cache is."""
+    from eagle_ray.attention.backend import backend_name
+
+    graphs = engine.graphs
+    return {
+        "attention": backend_name(engine.target.cache),
+        "graphs": graphs.num_captured if graphs is not None and graphs.is_enabled else "off",
+        "graphs_s": None if graphs is None else graphs.seconds,
+        "kv_tokens": engine.target.cache.blocks.num_blocks * engine.target.cache.blocks.size,
+        "planner_error": engine.counters.planner_error,
+    }
+
+
+SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
+    **{f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS},
+    "bar-qwen3-8b": measure_qwen3,
+    "steady": measure_steady,
+    "prefix": measure_prefix,
+    "single": measure_single,
+    "batches": measure_batches,
+    "start": measure_start,
+    "real": measure_real,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One section of a job's engine.")
+    parser.add_argument("name", choices=SECTIONS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, its passes padded as graphs are")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+    os.environ.setdefault("EAGLE_RAY_CACHE", tempfile.mkdtemp())
+    if args.smoke:
+        os.environ["EAGLE_RAY_GRAPHS"] = "on"
+    calibrate.BUDGET_S["cuda"] = COSTS_S
+    SECTIONS[args.name](Scale.of(args), Findings(args.out, FINDINGS))
+
+
+if __name__ == "__main__":
+    main()

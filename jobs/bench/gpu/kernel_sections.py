@@ -1,0 +1,345 @@
+"""Sections of the second script for a lent GPU that time parts of a pass, each in a process of its own.
+
+    python3 -m jobs.bench.gpu.kernel_sections NAME --out DIR [--smoke]
+
+    attention     tree attention of an 8B's layer: rows of a tree, context and batch, one long context among short ones,
+                  and plain rows by torch's `varlen_attn`
+    fp8           `scaled_mm` with a scale for each row and each column beside bf16, in an 8B's four shapes
+    prefill       prompt tokens per second: one long prompt, some, many short ones, one in chunks
+    moe           two layers of Qwen3-30B-A3B's shape: are their steps captured, and what does a step cost
+
+Weights and caches are random and made on the device; with --smoke all is tiny and on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from eagle_ray.attention.backend import tree_metadata
+from eagle_ray.attention.metadata import AttentionParams
+from eagle_ray.engine.graph_warmup import capture_fixed
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.models.packed_linear import pack_linears
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from jobs.bench.embedding_map import ModelShape
+from jobs.bench.gpu.device import GIB, peak_gib, release, seconds_of, synchronize
+from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.kernel_counts import count_kernels
+from jobs.bench.gpu.plain_rig import (
+    abort_all,
+    add_sequences,
+    plain_engine,
+    random_model,
+    seconds_per_step,
+    step_until,
+)
+from jobs.bench.gpu.settings import SHAPES, TINY
+from jobs.bench.widening import seeded, typed
+
+FINDINGS = "second_light"
+REPEATS = 12
+MOST_CELLS = 5_000_000  # cached tokens of one layer: 20 GB of an 8B's keys and values
+FP8_MAX = 448.0  # of float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What the sections run on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: ModelShape
+    is_smoke: bool
+
+    @classmethod
+    def of(cls, is_smoke: bool) -> Scale:
+        if is_smoke:
+            return cls(torch.device("cpu"), torch.float32, TINY, True)
+        return cls(torch.device("cuda"), torch.bfloat16, SHAPES["8b"], False)
+
+
+# Attention
+
+
+def measure_attention(scale: Scale, findings: Findings) -> None:
+    """Add the time of one layer's attention for each number of rows, context and batch size."""
+    contexts = [64, 128] if scale.is_smoke else [1024, 16384, 65536]
+    row_counts = [1, 4] if scale.is_smoke else [1, 4, 16, 32, 64]
+    for batch in (1, 2) if scale.is_smoke else (1, 64):
+        for context in contexts:
+            if batch * (context + 64) <= MOST_CELLS:
+                _time_contexts(scale, findings, [context] * batch, row_counts, f"{batch} x {context}")
+    uneven = [contexts[-1], *[contexts[0]] * (3 if scale.is_smoke else 63)]
+    _time_contexts(scale, findings, uneven, row_counts[:2], f"one of {contexts[-1]} among {len(uneven) - 1}")
+
+
+@torch.inference_mode()
+def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str) -> None:
+    shape, device = scale.shape, scale.device
+    blocks = BlockManager(len(lengths), max(lengths) + 128, sum(n + 256 for n in lengths), device)
+    for slot, length in enumerate(lengths):
+        blocks.reserve(slot, length + 64)
+    blocks.sync_table()
+    cache = KVCache(blocks, 1, shape.num_kv_heads, shape.head_dim, scale.dtype, device)
+    cache.keys.normal_()
+    cache.values.normal_()
+    read = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim * cache.keys.dtype.itemsize
+    for num_rows in row_counts:
+        attend = _attend(scale, cache, lengths, num_rows)
+        seconds = seconds_of(_replayed(attend, device), device, REPEATS)
+        findings.add(
+            "tree attention",
+            contexts=name,
+            rows=num_rows,
+            ms=1e3 * seconds,
+            gb_per_s=read / seconds / 1e9,
+            tflops=4 * sum(lengths) * num_rows * shape.num_heads * shape.head_dim / seconds / 1e12,
+        )
+    _time_varlen(scale, findings, lengths, name)
+
+
+def _attend(scale: Scale, cache: KVCache, lengths: list[int], num_rows: int) -> Callable[[], Any]:
+    """Return the attention of a chain of num_rows rows behind each context."""
+    shape, device, batch = scale.shape, scale.device, len(lengths)
+    at = DecodeSlots.of(list(range(batch)), lengths, device)
+    ancestors = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    depths = torch.arange(num_rows, device=device).expand(batch, -1).contiguous()
+    columns = (at.lengths[:, None] + depths).flatten()
+    cells = cache.slot_mapping(at.slots.repeat_interleave(num_rows), columns)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    size = batch * num_rows
+    query, key, value = (torch.randn(1, n, size, shape.head_dim, dtype=scale.dtype, device=device) for n in heads)
+    metadata = tree_metadata(cache, at, cells, ancestors.contiguous(), depths, depths)
+    rule = AttentionParams(0, shape.head_dim**-0.5)
+    return lambda: metadata.attend(query, key, value, rule)
+
+
+def _replayed(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Return the function as a CUDA graph, so that launches cost no time; on a CPU itself."""
+    if device.type != "cuda":
+        return function
+    function()
+    synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def _time_varlen(scale: Scale, findings: Findings, lengths: list[int], name: str) -> None:
+    """Time torch's attention over keys that lie together, one row for each context."""
+    if scale.device.type != "cuda":
+        return
+    from torch.nn.attention.varlen import varlen_attn
+
+    shape, total = scale.shape, sum(lengths)
+    made = dict(dtype=scale.dtype, device=scale.device)
+    query = torch.randn(len(lengths), shape.num_heads, shape.head_dim, **made)
+    keys, values = (torch.randn(total, shape.num_kv_heads, shape.head_dim, **made) for _ in range(2))
+    row_ends = torch.arange(len(lengths) + 1, dtype=torch.int32, device=scale.device)
+    key_ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=scale.device)
+    call = lambda: varlen_attn(query, keys, values, row_ends, key_ends, 1, max(lengths), window_size=(-1, 0))  # noqa: E731
+    try:
+        seconds = seconds_of(call, scale.device, REPEATS)
+    except (RuntimeError, TypeError, ValueError) as error:
+        findings.add("varlen attention", contexts=name, failed=str(error).splitlines()[0][:200])
+        return
+    read = 2 * total * shape.num_kv_heads * shape.head_dim * keys.dtype.itemsize
+    findings.add("varlen attention", contexts=name, rows=1, ms=1e3 * seconds, gb_per_s=read / seconds / 1e9)
+
+
+# FP8
+
+
+def measure_fp8(scale: Scale, findings: Findings) -> None:
+    """Add the time of each product of a layer by its rows."""
+    shape = scale.shape
+    merged = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+    layers = {
+        "qkv": (shape.hidden_size, merged),
+        "o": (shape.head_dim * shape.num_heads, shape.hidden_size),
+        "gate_up": (shape.hidden_size, 2 * shape.intermediate_size),
+        "down": (shape.intermediate_size, shape.hidden_size),
+    }
+    for name, (width, height) in layers.items():
+        for rows in (1, 4) if scale.is_smoke else (1, 4, 16, 64, 256, 1024):
+            _time_product(scale, findings, name, rows, width, height)
+
+
+def _time_product(scale: Scale, findings: Findings, name: str, rows: int, width: int, height: int) -> None:
+    x = torch.randn(rows, width, dtype=scale.dtype, device=scale.device)
+    weight = torch.randn(height, width, dtype=scale.dtype, device=scale.device)
+    plain = seconds_of(_replayed(lambda: nn.functional.linear(x, weight), scale.device), scale.device, REPEATS)
+    found: dict[str, Any] = {"bf16_ms": 1e3 * plain}
+    if scale.device.type == "cuda":
+        try:
+            found |= _fp8_times(scale.device, x, weight, plain)
+        except RuntimeError as error:
+            found["failed"] = str(error).splitlines()[0][:200]
+    findings.add("product", layer=name, rows=rows, **found)
+
+
+def _fp8_times(device: torch.device, x: torch.Tensor, weight: torch.Tensor, plain: float) -> dict[str, float]:
+    """Time the product alone, and with the rounding of its rows before it."""
+    small, scale_of_weight = _rounded(weight)
+
+    def product(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(rows, small.t(), scales, scale_of_weight.t(), out_dtype=torch.bfloat16)
+
+    rows, scales = _rounded(x)
+    alone = seconds_of(_replayed(lambda: product(rows, scales), device), device, REPEATS)
+    both = seconds_of(_replayed(lambda: product(*_rounded(x)), device), device, REPEATS)
+    return {"fp8_ms": 1e3 * alone, "fp8_rounding_ms": 1e3 * both, "bf16_over_fp8": plain / alone}
+
+
+def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row in FP8 and its scale [rows, 1]."""
+    scales = (x.abs().amax(1, keepdim=True).float() / FP8_MAX).clamp(min=1e-12)
+    return (x.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+# Prefill
+
+
+@torch.inference_mode()
+def measure_prefill(scale: Scale, findings: Findings) -> None:
+    """Add prompt tokens per second of a whole model, by how a step's tokens are divided."""
+    model = random_model(scale.shape, scale.dtype, scale.device)
+    pack_linears(model)
+    groups = [(1, 64), (2, 32)] if scale.is_smoke else [(1, 4096), (8, 512), (64, 64)]
+    for number, length in groups:
+        target = TargetModel(model, number, length + 1)
+        for slot in range(number):
+            target.cache.blocks.reserve(slot, length)
+        prompts = PrefillBatch.of(list(range(number)), [[1] * length for _ in range(number)], scale.device)
+        seconds = seconds_of(lambda t=target, p=prompts: t.prefill(p), scale.device, 4)
+        _add_prefill(findings, f"{number} x {length}", number * length, seconds, scale)
+        del target
+        release(scale.device)
+    _time_chunks(scale, findings, model, *((128, 32) if scale.is_smoke else (32768, 4096)))
+
+
+def _time_chunks(scale: Scale, findings: Findings, model: nn.Module, length: int, chunk: int) -> None:
+    """Time a long prompt in chunks, and its last chunk, which sees all of the others."""
+    target = TargetModel(model, 1, length + 1)
+    target.cache.blocks.reserve(0, length)
+    seconds = []
+    for _ in range(2):
+        for start in range(0, length, chunk):
+            prompts = PrefillBatch.of([0], [[1] * chunk], scale.device, [start])
+            synchronize(scale.device)
+            started = time.perf_counter()
+            target.prefill(prompts)
+            synchronize(scale.device)
+            seconds.append(time.perf_counter() - started)
+    second = seconds[len(seconds) // 2 :]
+    _add_prefill(findings, f"{length} in chunks of {chunk}", length, sum(second), scale)
+    _add_prefill(findings, f"the last chunk of {length}", chunk, second[-1], scale)
+
+
+def _add_prefill(findings: Findings, name: str, tokens: int, seconds: float, scale: Scale) -> None:
+    flops = 2 * tokens * scale.shape.num_layers * scale.shape.layer_weights
+    findings.add(
+        "prefill",
+        prompts=name,
+        ms=1e3 * seconds,
+        tokens_per_second=tokens / seconds,
+        tflops=flops / seconds / 1e12,
+        peak_gib=peak_gib(scale.device),
+    )
+
+
+# Mixture of experts
+
+
+def measure_moe(scale: Scale, findings: Findings) -> None:
+    """Add the time of a step of two layers at several batch sizes, and whether it is replayed."""
+    model = _moe_model(scale)
+    for batch in (1, 2) if scale.is_smoke else (1, 16, 64):
+        target = TargetModel(model, batch, 2048)
+        engine = plain_engine(target, CudaGraphRunner.of(target) if scale.device.type == "cuda" else None)
+        if engine.graphs is not None:
+            capture_fixed(engine)
+        sequences = add_sequences(engine, batch, 200)
+        step_until(engine, sequences, 8)
+        seconds = seconds_per_step(engine, sequences, 4 if scale.is_smoke else 60)
+        counts = count_kernels(engine.step, scale.device)
+        findings.add(
+            "moe",
+            batch=batch,
+            layers=model.config.num_hidden_layers,
+            step_ms=1e3 * seconds,
+            kernels=counts.num,
+            kernels_ms=1e3 * counts.seconds,
+            replayed=engine.graphs is not None and engine.graphs.is_enabled,
+            graphs=0 if engine.graphs is None else engine.graphs.num_captured,
+            weights_gib=sum(p.numel() * p.dtype.itemsize for p in model.parameters()) / GIB,
+        )
+        abort_all(engine, sequences)
+        del engine, target
+        release(scale.device)
+
+
+def _moe_model(scale: Scale) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = (64, 4, 2, 16, 32, 8, 2, 300) if scale.is_smoke else (2048, 32, 4, 128, 768, 128, 8, 151936)
+    hidden, heads, kv_heads, head_dim, expert, experts, chosen, vocab = sizes
+    config = Qwen3MoeConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3,
+        moe_intermediate_size=expert,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=True,
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with seeded(0, scale.device), typed(scale.dtype), torch.device(scale.device), torch.no_grad():
+        model = Qwen3MoeForCausalLM._from_config(config, dtype=scale.dtype)
+        for parameter in model.parameters():  # experts' tensors are made empty
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+    return model.eval().requires_grad_(False)
+
+
+SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
+    "attention": measure_attention,
+    "fp8": measure_fp8,
+    "prefill": measure_prefill,
+    "moe": measure_moe,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One section of a pass's parts.")
+    parser.add_argument("name", choices=SECTIONS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", help="of no use here")
+    parser.add_argument("--prompts", help="of no use here")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+    SECTIONS[args.name](Scale.of(args.smoke), Findings(args.out, FINDINGS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The second script for a lent GPU, dry-run on a CPU: every section ends well and finds what it is for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.job_sections import FINDINGS
+from jobs.bench.gpu.second_light import LIMIT_S
+from jobs.bench.gpu.steady_job import cut_prompts
+
+ROOT = Path(__file__).parents[2]
+KINDS = {
+    "bar-none": "bar",
+    "bar-eagle2": "bar",
+    "bar-suffix": "bar",
+    "bar-eagle2+suffix": "bar",
+    "bar-qwen3-8b": "bar",
+    "steady": "steady job",
+    "prefix": "shared prefix",
+    "single": "way",
+    "batches": "way",
+    "attention": "tree attention",
+    "fp8": "product",
+    "prefill": "prefill",
+    "moe": "moe",
+    "start": "start",
+    "real": "real model",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIMIT_S)
+def test_a_section_runs_on_a_cpu(name, tmp_path):
+    words = ["--smoke", "--minutes", "5", "--sections", name, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "jobs.bench.gpu.second_light", *words]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=400)
+    records = Findings(tmp_path, FINDINGS).records()
+    assert [r["result"] for r in records if r["kind"] == "run"] == ["ok"]
+    found = [r for r in records if r["kind"] == KINDS[name]]
+    assert found
+    assert not [r for r in found if "failed" in r or r.get("planner_error")]
+    if name == "real":
+        assert all(r["explained"] and r["tau"] > 1.5 for r in found)
+
+
+def test_prompts_are_cut_or_continued_to_a_length():
+    assert cut_prompts([[1, 2, 3], [4]], 2) == [[1, 2], [4, 1]]
+    assert cut_prompts([[1, 2], [3]], 5) == [[1, 2, 3, 1, 2], [3, 1, 2, 3, 1]]
