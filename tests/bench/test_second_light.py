@@ -14,6 +14,7 @@ from jobs.bench.gpu.steady_job import cut_prompts
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "bar-none": "bar",
+    "host": "host",
     "bar-eagle2": "bar",
     "bar-suffix": "bar",
     "bar-eagle2+suffix": "bar",

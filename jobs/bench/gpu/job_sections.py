@@ -3,6 +3,7 @@
     python3 -m jobs.bench.gpu.job_sections NAME --out DIR [--model DIR] [--prompts FILE] [--smoke]
 
     bar-METHOD        SmolLM2 at 512 and 256 slots, questions with up to 1,024 tokens of answer, by one drafting method
+    host              the host's time in a step of the bar's plain decoding, by function
     bar-qwen3-8b      the same lengths with random weights of Qwen3-8B's shape, plainly, at 256 slots
     steady            a widened 8B pair: prompts and answers of 200/200 and 50/30 tokens at 64 and 256 slots
     prefix            short questions behind one shared prefix: seconds and memory of the prompt steps
@@ -59,6 +60,7 @@ SMOLLM2_HEAD = "embedded:smollm2/eagle2"
 METHODS = ("none", "suffix", "eagle2", "eagle2+suffix")
 COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section here is a start
 THREADS = 8
+PROFILED_STEPS, PROFILED_FUNCTIONS = 100, 30
 NOISE = {torch.float32: NEAR_TIE[torch.float32], torch.bfloat16: 0.1}  # a lead in logits that is none
 
 
@@ -183,6 +185,17 @@ def measure_bar(scale: Scale, findings: Findings, method: str) -> None:
         job.end()
         del engine, job
         release(scale.device)
+
+
+def measure_host(scale: Scale, findings: Findings) -> None:
+    """The host's own time in a step of the bar's plain decoding, by function; a profile makes calls dearer."""
+    length, output = (256, 32) if scale.is_smoke else (2048, 1024)
+    engine = real_engine(scale, "none", scale.slots(512)[0], length)
+    job = SteadyJob(engine, requests(chat_prompts(scale, length - output), output))
+    job.run(scale.warm_s)
+    for place, calls, ms in job.host_profile(PROFILED_STEPS, PROFILED_FUNCTIONS):
+        findings.add("host", place=place, calls=calls, ms=ms)
+    job.end()
 
 
 def measure_qwen3(scale: Scale, findings: Findings) -> None:
@@ -422,6 +435,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
     **{f"bar-{method}": lambda s, f, method=method: measure_bar(s, f, method) for method in METHODS},
+    "host": measure_host,
     "bar-qwen3-8b": measure_qwen3,
     "steady": measure_steady,
     "prefix": measure_prefix,

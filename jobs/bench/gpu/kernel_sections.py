@@ -28,7 +28,7 @@ from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.engine.graph_warmup import capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, TargetModel
@@ -87,7 +87,8 @@ def measure_attention(scale: Scale, findings: Findings) -> None:
 @torch.inference_mode()
 def _time_contexts(scale: Scale, findings: Findings, lengths: list[int], row_counts: list[int], name: str) -> None:
     shape, device = scale.shape, scale.device
-    blocks = BlockManager(len(lengths), max(lengths) + 128, sum(n + 256 for n in lengths), device)
+    num_blocks = sum(-(-(length + 64) // BLOCK_SIZE) for length in lengths)
+    blocks = BlockManager(len(lengths), max(lengths) + 2 * BLOCK_SIZE, num_blocks, device)
     for slot, length in enumerate(lengths):
         blocks.reserve(slot, length + 64)
     blocks.sync_table()

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from cProfile import Profile
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import count
+from itertools import count as numbers
+from pathlib import Path
+from pstats import Stats
 from random import Random
 from typing import Any
 
@@ -33,7 +36,6 @@ COUNTED = (
     "num_slot_steps",
     "num_ahead",
     "num_verify_rows",
-    "num_output_tokens",
     "num_prefill_tokens",
     "num_plain_steps",
 )  # of EngineCounters
@@ -70,6 +72,18 @@ class SteadyJob:
         self.run(seconds)
         synchronize(self.engine.target.device)
         return _figures(self.engine, {name: after - before[name] for name, after in self._totals().items()})
+
+    def host_profile(self, num_steps: int, count: int) -> list[tuple[str, float, float]]:
+        """Return the functions with most of the host's own time: place, calls and milliseconds, each a step's."""
+        profile = Profile()
+        profile.runcall(self._steps, num_steps)
+        found = []
+        for (file, line, name), (_, calls, own_s, _, _) in Stats(profile).stats.items():  # type: ignore[attr-defined]
+            found.append((f"{Path(file).name}:{line} {name}", calls, own_s))
+        found.sort(key=lambda row: -row[2])
+        return [
+            (place, round(calls / num_steps, 1), round(1e3 * s / num_steps, 3)) for place, calls, s in found[:count]
+        ]
 
     def busy_share(self) -> dict[str, float]:
         """Return the share of the time in which the device computes, by a profile of a few steps that is not timed."""
@@ -113,16 +127,18 @@ class SteadyJob:
     def _totals(self) -> Totals:
         counters = self.engine.counters
         counted = {name: float(getattr(counters, name)) for name in COUNTED}
-        return counted | {"seconds": time.perf_counter(), "prompt_passes": float(self._num_prompt_passes)}
+        tokens = float(sum(len(sequence.output_ids) for sequence in self._added))  # the engine counts finished ones
+        passes = float(self._num_prompt_passes)
+        return counted | {"seconds": time.perf_counter(), "prompt_passes": passes, "output_tokens": tokens}
 
 
 def _figures(engine: Engine, done: Totals) -> dict[str, Any]:
     steps, seconds = max(done["num_steps"], 1.0), done["seconds"]
     return {
-        "tokens_per_second": done["num_output_tokens"] / seconds,
+        "tokens_per_second": done["output_tokens"] / seconds,
         "prompt_tokens_per_second": done["num_prefill_tokens"] / seconds,
         "step_ms": 1e3 * seconds / steps,
-        "tau": done["num_output_tokens"] / max(done["num_slot_steps"], 1.0),
+        "tau": done["output_tokens"] / max(done["num_slot_steps"], 1.0),
         "rows_per_step": done["num_verify_rows"] / steps,
         "share_plain": done["num_plain_steps"] / steps,
         "share_ahead": done["num_ahead"] / steps,
@@ -137,14 +153,14 @@ def _figures(engine: Engine, done: Totals) -> dict[str, Any]:
 def requests(prompts: list[list[int]], max_tokens: int, ignore_eos: bool = False) -> Iterator[Sequence]:
     """Yield sequences of these prompts, over and over; a prompt that comes again differs in its seed alone."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    for number in count():
+    for number in numbers():
         yield Sequence(str(number), list(prompts[number % len(prompts)]), params)
 
 
 def aged_requests(vocab_size: int, prompt: int, output: int, num_first: int, seed: int = 0) -> Iterator[Sequence]:
     """Yield random prompts of fixed lengths. The first ones have part of their output behind them, as in mid-job."""
     draw = Random(seed)
-    for number in count():
+    for number in numbers():
         age = draw.randrange(output) if number < num_first else 0
         ids = [draw.randrange(vocab_size) for _ in range(prompt + age)]
         yield Sequence(str(number), ids, SamplingParams(max_tokens=output - age, ignore_eos=True))
