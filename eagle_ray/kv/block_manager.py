@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -52,10 +53,8 @@ class BlockManager:
         self.num_blocks = num_slots * blocks_per_slot if num_blocks is None else num_blocks
         self.null_slot = num_slots
         shape = (num_slots + 1, blocks_per_slot + 1)  # the last entry is never reserved: null_position is there
-        self._host_table = torch.full(shape, self.num_blocks, dtype=torch.int64)
-        self._table = copy_to_device(self._host_table, device)
-        self._is_stale = False
-        self._num_copied = 0  # leading columns of the device's table that may hold blocks
+        self._table = torch.full(shape, self.num_blocks, dtype=torch.int64, device=device)
+        self._changed: dict[int, tuple[int, int]] = {}  # slot -> the entries [first, last) that the device lacks
         self.null_position = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
         self._references = [0] * self.num_blocks
@@ -69,14 +68,20 @@ class BlockManager:
         return self._table
 
     def sync_table(self) -> None:
-        """Copy the host's changes to the device. Call it before a captured pass, which cannot do so itself."""
-        if self._is_stale and self._table is not self._host_table:
-            num_held = max(map(len, self._held), default=0)
-            width = max(num_held, self._num_copied)  # a table for long sequences is wide, and mostly empty
-            kept = self._host_table[:, :width].contiguous()
-            self._table[:, :width].copy_(kept.pin_memory(), non_blocking=True)
-            self._num_copied = num_held
-        self._is_stale = False
+        """Copy the changed entries to the device. Call it before a captured pass, which cannot do so itself."""
+        if not self._changed:
+            return
+        places: list[np.ndarray] = []
+        blocks: list[int] = []
+        width = self._table.shape[1]
+        for slot, (first, last) in self._changed.items():
+            places.append(np.arange(slot * width + first, slot * width + last))
+            held = self._held[slot][first:last]
+            blocks += held + [self.num_blocks] * (last - first - len(held))
+        self._changed.clear()
+        both = torch.from_numpy(np.stack([np.concatenate(places), np.array(blocks)]))
+        index, values = copy_to_device(both, self._table.device)
+        self._table.view(-1).index_copy_(0, index, values)
 
     @property
     def num_available(self) -> int:
@@ -115,8 +120,7 @@ class BlockManager:
             return
         for block in reversed(held[keep:]):  # the last first: evicted in this order
             self._unref(block)
-        self._host_table[slot, keep : len(held)] = self.num_blocks
-        self._is_stale = True
+        self._mark_changed(slot, keep, len(held))
         del held[keep:]
 
     def free(self, slot: int) -> None:
@@ -163,9 +167,12 @@ class BlockManager:
         if not blocks:
             return
         held = self._held[slot]
-        self._host_table[slot, len(held) : len(held) + len(blocks)] = torch.tensor(blocks)
-        self._is_stale = True
+        self._mark_changed(slot, len(held), len(held) + len(blocks))
         held += blocks
+
+    def _mark_changed(self, slot: int, first: int, last: int) -> None:
+        before = self._changed.get(slot, (first, last))
+        self._changed[slot] = min(first, before[0]), max(last, before[1])
 
     def _allocate(self) -> int:
         block = heapq.heappop(self._free) if self._free else self._prefixes.evict()

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from eagle_ray.kv import block_manager
 from eagle_ray.kv.block_manager import BlockManager
 
 SIZE = 4
@@ -141,3 +142,20 @@ def test_what_is_forgotten_is_adopted_no_more_but_what_is_held():
     pool.check_integrity()
     assert pool.attach_prefix(2, list(range(9))) == 0
     assert pool.attach_prefix(0, list(range(50, 59))) == 8
+
+
+def test_only_changed_entries_are_copied_to_the_device(monkeypatch):
+    """Whatever the table's size: blocks that were added, and once those of a sequence that left."""
+    copied, copy = [], block_manager.copy_to_device
+    monkeypatch.setattr(block_manager, "copy_to_device", lambda x, device: copied.append(x.shape[1]) or copy(x, device))
+    pool = BlockManager(256, 131_072, num_blocks=5_000)
+    for slot in range(256):
+        pool.reserve(slot, 300)
+    pool.check_integrity()
+    assert copied == [256 * 10]
+    for slot in range(0, 256, 32):
+        pool.reserve(slot, 330)
+    pool.free(5)
+    pool.check_integrity()
+    pool.sync_table()
+    assert copied == [256 * 10, 8 + 10]
