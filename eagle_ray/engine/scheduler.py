@@ -8,6 +8,7 @@ later. The oldest sequence always continues.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from eagle_ray.async_copy import to_device
@@ -86,16 +87,20 @@ class Scheduler:
             queue.add(sequence)
         self._waiting = queue
 
-    def reserve_or_preempt(self) -> None:
-        """Reserve blocks for what this step may write; drop trees, then preempt the youngest, until they suffice."""
+    def reserve_or_preempt(self) -> int:
+        """Reserve blocks for what this step may write; drop trees, then preempt the youngest, until they suffice.
+        Return how many were preempted.
+        """
         if self._reserve(self._decoding(), self._tree_columns):
-            return
+            return 0
+        before = self.num_preemptions
         for sequence in self._decoding():
             self._blocks.trim(sequence.slot, sequence.num_cached + 1)
         while not self._reserve(self._decoding(), 1):
             self._preempt(list(self._running.values())[-1])
         for sequence in self._decoding():
             self._reserve([sequence], self._tree_columns)
+        return self.num_preemptions - before
 
     def chunks(self) -> list[PrefillChunk]:
         """Return the prompt chunks of this step. Waiting sequences are admitted while the prefill budget lasts."""
@@ -117,7 +122,8 @@ class Scheduler:
         at, length_at, roots, remaining_at = to_device(
             [slots, lengths, [s.root for s in sequences], remaining], self._device
         )
-        can_draft = tuple(i for i, s in enumerate(sequences) if not self._num_missing([s], self._tree_columns))
+        lacking = self._blocks.num_missing(slots, [n + self._tree_columns for n in lengths])
+        can_draft = tuple(np.flatnonzero(lacking == 0).tolist())
         return DecodeBatch(
             sequences,
             DecodeSlots(at, length_at, slots, lengths),
@@ -144,10 +150,10 @@ class Scheduler:
         lasts = [s.num_cached + s.remaining_tokens - 1 for s in sequences]  # cached before the last possible token
         bounds = [min(s.num_cached + most_tokens, last) for s, last in zip(sequences, lasts, strict=True)]
         columns = [bound + self._tree_columns for bound in bounds]
-        if not members or not self._reserve_each(sequences, columns):
+        slots = [s.slot for s in sequences]
+        if not members or not self._blocks.reserve_each(slots, columns):
             return None
         self._blocks.sync_table()
-        slots = [s.slot for s in sequences]
         at, rows, last_at = to_device([slots, members, lasts], self._device)
         accepted = result.num_accepted[rows]
         lengths = torch.minimum(batch.at.lengths[rows] + accepted + 1, last_at)
@@ -192,20 +198,9 @@ class Scheduler:
         """Return the running sequences whose prompts are computed, oldest first."""
         return [s for s in self._running.values() if s.status is SequenceStatus.RUNNING]
 
-    def _num_missing(self, sequences: list[Sequence], columns: int) -> int:
-        """Return the blocks that the sequences lack to write `columns` positions each past their cached tokens."""
-        return sum(self._blocks.blocks_needed(s.slot, s.num_cached + columns) for s in sequences)
-
     def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
         """Reserve `columns` positions past the cached tokens of all sequences and return True, or of none."""
-        return self._reserve_each(sequences, [s.num_cached + columns for s in sequences])
-
-    def _reserve_each(self, sequences: list[Sequence], columns: list[int]) -> bool:
-        """Reserve the first columns[i] positions of all sequences, or of none. Return whether it was done."""
-        each = [(s.slot, n) for s, n in zip(sequences, columns, strict=True)]
-        if sum(self._blocks.blocks_needed(*wanted) for wanted in each) > self._blocks.num_available:
-            return False
-        return all(self._blocks.reserve(*wanted) for wanted in each)
+        return self._blocks.reserve_each([s.slot for s in sequences], [s.num_cached + columns for s in sequences])
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -222,9 +217,9 @@ class Scheduler:
         if not len(self._waiting) or not self._free:
             return False
         sequence, slot = self._waiting.first(), self._free[-1]
+        spare = self._blocks.num_growing
         reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
         columns = sequence.num_to_prefill + self._tree_columns
-        spare = sum(self._blocks.blocks_needed(other, self._blocks.capacity) > 0 for other in self._running)
         if self._blocks.blocks_needed(slot, columns) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, columns)
         elif self._running:

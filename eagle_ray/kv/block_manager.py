@@ -13,6 +13,7 @@ One block manager serves all caches of an engine: a block number means the same 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,6 +58,7 @@ class BlockManager:
         self._changed: dict[int, tuple[int, int]] = {}  # slot -> the entries [first, last) that the device lacks
         self.null_position = blocks_per_slot * size
         self._held: list[list[int]] = [[] for _ in range(num_slots)]
+        self._num_held = np.zeros(num_slots, dtype=np.int64)  # their lengths
         self._references = [0] * self.num_blocks
         self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
         self._prefixes = PrefixCache()
@@ -112,6 +114,28 @@ class BlockManager:
         self._extend(slot, [self._allocate() for _ in range(missing)])
         return True
 
+    def num_missing(self, slots: Sequence[int], columns: Sequence[int]) -> np.ndarray:
+        """Return how many blocks slots[i] lacks to hold columns[i] positions."""
+        wanted, held = np.array(columns, dtype=np.int64), self._num_held[np.array(slots, dtype=np.int64)]
+        return np.maximum(-(-wanted // self.size) - held, 0)
+
+    def reserve_each(self, slots: Sequence[int], columns: Sequence[int]) -> bool:
+        """Reserve the first columns[i] positions of slots[i]. Return False, and change nothing, if blocks do not
+        suffice.
+        """
+        missing = self.num_missing(slots, columns)
+        if missing.sum() > self.num_available:
+            return False
+        for i in missing.nonzero()[0].tolist():
+            self._extend(slots[i], [self._allocate() for _ in range(missing[i])])
+        return True
+
+    @property
+    def num_growing(self) -> int:
+        """Return how many slots hold blocks and are not full."""
+        full = self.blocks_for(self.capacity)
+        return int(np.count_nonzero((self._num_held > 0) & (self._num_held < full)))
+
     def trim(self, slot: int, columns: int) -> None:
         """Release the blocks past the slot's first `columns` positions."""
         keep = self.blocks_for(columns)
@@ -122,6 +146,7 @@ class BlockManager:
             self._unref(block)
         self._mark_changed(slot, keep, len(held))
         del held[keep:]
+        self._num_held[slot] = keep
 
     def free(self, slot: int) -> None:
         """Release all blocks of a slot. Cached ones stay until their space is needed."""
@@ -151,7 +176,7 @@ class BlockManager:
         """Assert that every block is free, cached or held as often as it is referenced, and that the tables agree."""
         counts = [0] * self.num_blocks
         for slot, held in enumerate(self._held):
-            assert len(set(held)) == len(held), f"slot {slot} holds a block twice: {held}"
+            assert len(set(held)) == len(held) == self._num_held[slot], f"slot {slot} holds a block twice: {held}"
             row = self.block_table[slot].tolist()
             assert row == held + [self.num_blocks] * (len(row) - len(held)), f"slot {slot}: {row} is not {held}"
             for block in held:
@@ -169,6 +194,7 @@ class BlockManager:
         held = self._held[slot]
         self._mark_changed(slot, len(held), len(held) + len(blocks))
         held += blocks
+        self._num_held[slot] = len(held)
 
     def _mark_changed(self, slot: int, first: int, last: int) -> None:
         before = self._changed.get(slot, (first, last))
