@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,9 +45,13 @@ class DeviceToHost:
 
     def read(self) -> list[Any]:
         """Return the numbers as nested lists, one for each tensor."""
+        return [array.tolist() for array in self.arrays()]
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return the numbers as arrays, one for each tensor."""
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.tolist() for tensor in self._tensors]
+        return [tensor.numpy() for tensor in self._tensors]
 
 
 def _start_copy(tensor: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Sequence:
     error: why the sequence failed in the engine. It is finished then, without a finish_reason.
     category: sequences of a category are expected to have outputs of similar length.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
+    has_live_stats: stats count every step of which its listener has heard; otherwise they may lag until the sequence
+        has finished.
     Times are seconds on the engine's monotonic clock, None until they happen.
     """
 
@@ -63,6 +65,7 @@ class Sequence:
     prompt_tops: list[TopLogprobs] = field(default_factory=list)
     category: str = ""
     listener: Callable[[], None] | None = None
+    has_live_stats: bool = False
     controls: ControlState | None = None
     grammar: GrammarState | None = None
     error: RequestError | None = None
@@ -110,6 +113,12 @@ class Sequence:
         """Return the last committed token: the root of the next tree."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
 
+    @property
+    def is_simple(self) -> bool:
+        """Return whether tokens that hold no EOS or stop token, and are not the last, only have to be appended."""
+        has_checks = self.stop_check is not None or self.grammar is not None
+        return not (has_checks or self.listener is not None or self.sampling.logprobs)
+
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
         """Commit new tokens up to the first EOS, stop token, stop string or max_tokens, at which the sequence finishes.
         Return how many were cut off.
@@ -133,8 +142,6 @@ class Sequence:
             self.status, self.finish_reason = SequenceStatus.FINISHED, reason
             if self.grammar is not None:
                 self.grammar.sync(self.output_ids)
-        if self.listener is not None and keep > start:
-            self.listener()
         return num_discarded
 
     def _cut(self, start: int, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from eagle_ray.async_copy import DeviceToHost
@@ -39,7 +40,7 @@ from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step_output import StepOutput
+from eagle_ray.engine.step_output import StepOutput, UnflushedStats
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier
 from eagle_ray.errors import RequestError, one_line
@@ -106,7 +107,7 @@ class Engine:
         self._pending: PendingStep | None = None  # launched ahead, not read yet
         self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
-        self._unflushed: dict[Sequence, StepOutput] = {}  # the last step, not in the sequences' statistics yet
+        self._unflushed = UnflushedStats(target.cache.num_slots, num_spec_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -164,6 +165,7 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """Remove a sequence; its slot is free for the next step."""
+        self._unflushed.flush(sequence)
         self.scheduler.abort(sequence)
 
     def drop_planner(self, error: Exception) -> None:
@@ -210,7 +212,8 @@ class Engine:
         if pending is not None and pending.has_running:
             return pending, self._launch_prefill()
 
-        self.scheduler.reserve_or_preempt()
+        if self.scheduler.reserve_or_preempt():
+            self._unflushed.flush_all()  # a preempted sequence may return to another slot
         batch = self.scheduler.batch() if self.mixed_prefill else None
         if batch is not None:
             return self._launch_batch(batch, *self._chunks())
@@ -339,12 +342,10 @@ class Engine:
 
     def _finish(self, pending: PendingStep, num_prompt_tokens: int) -> None:
         """Read a step's results and pass them to its sequences, its planner and the step launched after it."""
-        for sequence in list(self._unflushed):
-            self._flush_stats(sequence)
-        results = pending.copy.read()
+        record, *tops = pending.copy.arrays()
         pending.timer.arrived()
         num_cached = sum(sequence.num_cached for sequence in pending.batch.sequences)
-        num_accepted = self._commit(pending, *results)
+        num_accepted = self._commit(pending, StepOutput.of(record, pending.shape.max_depth), tops)
         if self._pending is not None:
             self._sync_lengths(self._pending)
 
@@ -354,27 +355,32 @@ class Engine:
         self._count_outcome(outcome)
         self._observe(pending.planner, outcome)
 
-    def _commit(
-        self, pending: PendingStep, record: list[list[int]], top_ids: list | None = None, top_values: list | None = None
-    ) -> int:
-        """Append each running sequence's tokens. Return the number of accepted drafts, without those past an end."""
-        batch, plan, draft = pending.batch, pending.plan, pending.draft
-        members = set(range(len(batch)) if plan.members is None else plan.members)
-        num_accepted = 0
-        for i, (sequence, row) in enumerate(zip(batch.sequences, record, strict=True)):
-            step = StepOutput.of(row, pending.shape.max_depth)
-            if sequence.status is not SequenceStatus.RUNNING:
-                num_accepted += len(step.tokens) - 1  # finished before; its acceptance still informs the planner
+    def _commit(self, pending: PendingStep, output: StepOutput, tops: list[np.ndarray]) -> int:
+        """Append each running sequence's tokens. Return the number of accepted drafts, without those past an end.
+
+        Drafts of sequences that finished before count, since their acceptance still informs the planner.
+
+        Args:
+            tops: ids and log-probabilities of the likeliest tokens, if requested.
+        """
+        sequences = pending.batch.sequences
+        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
+        self.counters.num_slot_steps += len(running)
+        self._unflushed.add([sequences[i] for i in running], output, running, pending.draft_passes[running])
+
+        num_accepted, new_tokens = int(output.num_accepted.sum()), output.token_lists()
+        has_end = output.has_any(pending.batch.sampling.end_ids)
+        for i in running:
+            sequence, tokens = sequences[i], new_tokens[i]
+            is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
+            if not is_last and sequence.is_simple:
+                sequence.output_ids += tokens
                 continue
-            self.counters.num_slot_steps += 1
-            sequence.target_forwards += 1
-            sequence.draft_forwards += draft.num_passes if i in members else 0
-            self._unflushed[sequence] = step
-            if sequence.listener is not None:  # it may read the statistics at once
-                self._flush_stats(sequence)
-            tops = ranked(top_ids[i], top_values[i])[: len(step.tokens)] if top_ids else []
-            record_outputs(sequence, step.logprobs, tops)
-            num_accepted += max(self._append(sequence, step.tokens) - 1, 0)
+            if sequence.sampling.logprobs:
+                likeliest = ranked(*(column[i].tolist() for column in tops))[: len(tokens)] if tops else []
+                record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
+            num_kept = self._append(sequence, tokens)
+            num_accepted -= len(tokens) - max(num_kept, 1)
         return num_accepted
 
     def _sync_lengths(self, pending: PendingStep) -> None:
@@ -400,23 +406,24 @@ class Engine:
         """Commit the tokens and return how many were kept; those past the sequence's end are discarded."""
         num_discarded = sequence.append(tokens, self.target.eos_ids)
         sequence.stats.num_discarded_tokens += num_discarded
-        if sequence.status is SequenceStatus.FINISHED:
+        is_finished = sequence.status is SequenceStatus.FINISHED
+        if is_finished:
             sequence.finished_at = time.monotonic()
-        return len(tokens) - num_discarded
+        num_kept = len(tokens) - num_discarded
+        if sequence.listener is not None and num_kept:
+            if is_finished or sequence.has_live_stats:
+                self._unflushed.flush(sequence)
+            sequence.listener()
+        return num_kept
 
     def _retire(self) -> list[Sequence]:
         """Free the slots of sequences that finished and return the sequences."""
         finished = self.scheduler.retire()
         for sequence in finished:
-            self._flush_stats(sequence)
+            self._unflushed.flush(sequence)
             self.counters.num_output_tokens += len(sequence.output_ids)
         self.counters.num_preemptions = self.scheduler.num_preemptions
         return finished
-
-    def _flush_stats(self, sequence: Sequence) -> None:
-        """Add the sequence's last step to its statistics, if that has not been done."""
-        if (step := self._unflushed.pop(sequence, None)) is not None:
-            step.count(sequence.stats)
 
     def _count_outcome(self, outcome: StepOutcome) -> None:
         self.counters.num_steps += 1

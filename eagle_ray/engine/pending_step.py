@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from eagle_ray.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import SequenceStatus
@@ -53,6 +55,13 @@ class PendingStep:
     def prefill_fraction(self) -> float:
         """Return the share of the pass's rows that are prompt rows."""
         return self.batch.num_prefill_rows / (self.shape.num_rows + self.batch.num_prefill_rows)
+
+    @property
+    def draft_passes(self) -> np.ndarray:
+        """Return the drafter's passes for each sequence."""
+        passes = np.zeros(len(self.batch), dtype=np.int64)
+        passes[slice(None) if self.plan.members is None else list(self.plan.members)] = self.draft.num_passes
+        return passes
 
     def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
         """Return what the planner observes once the step is read."""

@@ -1,51 +1,131 @@
-"""StepOutput: what the host learns of a step, copied from the device as one integer tensor.
+"""StepOutput: what the host learns of a step, copied from the device as one integer tensor; UnflushedStats adds it up.
 
 The device side is `step_record`, the host side `StepOutput.of`; only these two know the columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.acceptance_stats import CONFIDENCE_BINS, CONFIDENCE_UNIT, AcceptanceStats, ConfidenceCounts
 from eagle_ray.tree.draft_tree import DraftTree
 
+NUM_COUNTS = 6 * CONFIDENCE_BINS  # of ConfidenceCounts, as drafted and as calibrated
+MAX_STEPS = 256  # of a sequence before its statistics are flushed; 512 slots take 2 MB
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the host learns of one sequence from one step.
+    """What the host learns of one step: arrays with one row per sequence.
 
-    tokens: the accepted drafts and the bonus token. logprobs: theirs, empty if not requested.
+    Attributes:
+        tokens: the accepted drafts and the bonus token; those past num_accepted + 1 are arbitrary.
+        drafted_by_depth: verified nodes; D is 0 in a plain step, which has no confidences either.
+        confidences: ConfidenceCounts as drafted, then as calibrated.
+        logprobs: those of the tokens; no columns if not requested.
     """
 
-    tokens: list[int]
-    drafted_by_depth: list[int]
-    drafted: ConfidenceCounts
-    calibrated: ConfidenceCounts
-    logprobs: list[float]
+    num_accepted: Int[np.ndarray, " B"]
+    tokens: Int[np.ndarray, "B D1"]
+    drafted_by_depth: Int[np.ndarray, "B D"]
+    confidences: Int[np.ndarray, "B 6K"]
+    logprobs: Float[np.ndarray, "B _"]
 
     @classmethod
-    def of(cls, row: list[int], max_depth: int) -> StepOutput:
-        """Read one row of `step_record`."""
-        num_tokens, num_bins = row[0] + 1, CONFIDENCE_BINS if max_depth else 0
-        ends = list(accumulate((1, max_depth + 1, max_depth, *[num_bins] * 6)))
-        tokens, by_depth, *bins = (row[start:end] for start, end in pairwise(ends))
-        bits = row[ends[-1] :]
-        logprobs = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist() if bits else []
-        drafted, calibrated = ConfidenceCounts(*bins[:3]), ConfidenceCounts(*bins[3:])
-        return cls(tokens[:num_tokens], by_depth, drafted, calibrated, logprobs[:num_tokens])
+    def of(cls, record: Int[np.ndarray, "B X"], max_depth: int) -> StepOutput:
+        """Read a `step_record`."""
+        num_counts = NUM_COUNTS if max_depth else 0
+        ends = accumulate((1, max_depth + 1, max_depth, num_counts))
+        num_accepted, tokens, by_depth, confidences, bits = np.split(record, list(ends), axis=1)
+        return cls(num_accepted[:, 0], tokens, by_depth, confidences, bits.astype(np.int32).view(np.float32))
 
-    def count(self, stats: AcceptanceStats) -> None:
-        """Add this step to a sequence's statistics."""
-        stats.add_step(len(self.tokens) - 1, self.drafted_by_depth)
-        stats.drafted.add(self.drafted)
-        stats.calibrated.add(self.calibrated)
+    def token_lists(self) -> list[list[int]]:
+        """Return each sequence's new tokens."""
+        num_tokens = (self.num_accepted + 1).tolist()
+        return [row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)]
+
+    def has_any(self, token_ids: Collection[int]) -> list[bool]:
+        """Return which sequences got any of these tokens."""
+        is_new = np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
+        return (np.isin(self.tokens, list(token_ids)) & is_new).any(1).tolist()
+
+
+class UnflushedStats:
+    """Statistics of the last steps, as arrays by slot, until `flush` adds them to the sequences' own.
+
+    Adding arrays takes 0.1 ms per step of 256 sequences, where counting sequence by sequence takes 2 ms.
+    """
+
+    def __init__(self, num_slots: int, num_spec_tokens: int):
+        self._owners: dict[int, Sequence] = {}  # by slot: whose statistics are there
+        self._by_depth = np.zeros((num_slots, num_spec_tokens), dtype=np.int64)
+        self._confidences = np.zeros((num_slots, NUM_COUNTS), dtype=np.int64)
+        self._draft_passes = np.zeros(num_slots, dtype=np.int64)
+        self._num_steps = np.zeros(num_slots, dtype=np.int64)
+        self._budgets = np.zeros((num_slots, MAX_STEPS), dtype=np.int64)
+        self._accepted = np.zeros((num_slots, MAX_STEPS), dtype=np.int64)
+
+    def add(
+        self, sequences: list[Sequence], output: StepOutput, rows: list[int], passes: Int[np.ndarray, " R"]
+    ) -> None:
+        """Add one step of running sequences.
+
+        Args:
+            rows: the sequences' rows of the output.
+            passes: the drafter's passes for each of them.
+        """
+        slots = np.array([sequence.slot for sequence in sequences])
+        self._owners.update(zip(slots.tolist(), sequences, strict=True))
+        by_depth = output.drafted_by_depth[rows]
+        step = self._num_steps[slots]
+        self._budgets[slots, step] = by_depth.sum(1) + 1
+        self._accepted[slots, step] = output.num_accepted[rows]
+        self._num_steps[slots] = step + 1
+        self._draft_passes[slots] += passes
+        if by_depth.shape[1]:
+            self._by_depth[slots, : by_depth.shape[1]] += by_depth
+            self._confidences[slots] += output.confidences[rows]
+        for slot in slots[step + 1 == MAX_STEPS].tolist():
+            self._flush(slot)
+
+    def flush(self, sequence: Sequence) -> None:
+        """Add what is counted for a sequence to its own statistics. It holds its slot, or has only just left it."""
+        if self._owners.get(sequence.slot) is sequence:
+            self._flush(sequence.slot)
+
+    def flush_all(self) -> None:
+        for slot in list(self._owners):
+            self._flush(slot)
+
+    def _flush(self, slot: int) -> None:
+        sequence, num_steps = self._owners.pop(slot), int(self._num_steps[slot])
+        budgets, accepted = self._budgets[slot, :num_steps], self._accepted[slot, :num_steps]
+        num_spec_tokens = self._by_depth.shape[1]
+        bins = self._confidences[slot].reshape(6, CONFIDENCE_BINS).tolist()
+        counted = AcceptanceStats(
+            num_spec_tokens,
+            histogram=np.bincount(accepted, minlength=num_spec_tokens + 1).tolist(),
+            proposed_by_depth=self._by_depth[slot].tolist(),
+            drafted=ConfidenceCounts(*bins[:3]),
+            calibrated=ConfidenceCounts(*bins[3:]),
+            num_plain_steps=int((budgets == 1).sum()),
+            per_step_budget=budgets.tolist(),
+            per_step_accepted=accepted.tolist(),
+        )
+        sequence.stats.add(counted)
+        sequence.target_forwards += num_steps
+        sequence.draft_forwards += int(self._draft_passes[slot])
+        for counts in (self._by_depth, self._confidences, self._draft_passes, self._num_steps):
+            counts[slot] = 0
 
 
 def step_record(

@@ -97,6 +97,7 @@ class SamplingBatch:
     Attributes:
         temperature: 0 for greedy sequences.
         ends: tokens after which a sequence is over; -1 is none.
+        end_ids: those of all sequences, and their stop tokens.
         sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
         is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every sequence, and
             temperatures decide.
@@ -113,6 +114,7 @@ class SamplingBatch:
     any_top_p: bool
     any_top_k: bool
     any_min_p: bool
+    end_ids: frozenset[int] = frozenset()
     is_bound: bool = False
 
     @classmethod
@@ -143,6 +145,7 @@ class SamplingBatch:
             any_top_p=any(p.top_p < 1 for p in sampled),
             any_top_k=any(p.top_k > 0 for p in sampled),
             any_min_p=any(p.min_p > 0 for p in sampled),
+            end_ids=frozenset(eos_ids).union(*(p.stop_token_ids for p in params)),
         )
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
@@ -170,7 +173,9 @@ class SamplingBatch:
         any_sampled, any_top_p, any_top_k, any_min_p = kind
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
-        return cls(temperature, top_p, top_k, min_p, seed, ends, rows, every, any_top_p, any_top_k, any_min_p, True)
+        return cls(
+            temperature, top_p, top_k, min_p, seed, ends, rows, every, any_top_p, any_top_k, any_min_p, is_bound=True
+        )
 
     @property
     def kind(self) -> Kind:

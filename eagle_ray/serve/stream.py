@@ -76,6 +76,7 @@ class ChoiceChunks:
         parsed = text if self._parts.is_plain else text.with_markers()
         self._growing = parsed.decode_stream(asked.stops, asked.text_options)
         self._steps = Steps(choice.sequence) if wants_steps(asked) else None
+        choice.sequence.has_live_stats = wants_steps(asked)
         self._num_told = 0
         self._is_begun = False
         self._offset = 0  # characters of the tokens whose log-probabilities were told

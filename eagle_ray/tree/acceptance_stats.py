@@ -77,16 +77,20 @@ class AcceptanceStats:
     def merge(self, other: AcceptanceStats) -> AcceptanceStats:
         """Return the sum of both; the longer num_spec_tokens wins. Per-step lists are concatenated."""
         merged = AcceptanceStats.empty(max(self.num_spec_tokens, other.num_spec_tokens))
-        for part in (self, other):
-            _add(merged.histogram, part.histogram)
-            _add(merged.proposed_by_depth, part.proposed_by_depth)
-            merged.drafted.add(part.drafted)
-            merged.calibrated.add(part.calibrated)
-            merged.num_plain_steps += part.num_plain_steps
-            merged.num_discarded_tokens += part.num_discarded_tokens
-            merged.per_step_budget += part.per_step_budget
-            merged.per_step_accepted += part.per_step_accepted
+        merged.add(self)
+        merged.add(other)
         return merged
+
+    def add(self, later: AcceptanceStats) -> None:
+        """Add the counts of later steps, of drafts that are not longer."""
+        _add(self.histogram, later.histogram)
+        _add(self.proposed_by_depth, later.proposed_by_depth)
+        self.drafted.add(later.drafted)
+        self.calibrated.add(later.calibrated)
+        self.num_plain_steps += later.num_plain_steps
+        self.num_discarded_tokens += later.num_discarded_tokens
+        self.per_step_budget += later.per_step_budget
+        self.per_step_accepted += later.per_step_accepted
 
     @property
     def num_steps(self) -> int:

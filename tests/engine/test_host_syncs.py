@@ -65,23 +65,23 @@ def watched_step(engine) -> tuple[list[str], list[str]]:
 
 
 def test_a_speculative_step_copies_once():
-    assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["tolist"])
+    assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["numpy"])
 
 
 def test_a_step_of_a_static_tree_copies_once():
     engine = llama_engine(3, 25, 5, 4)
     engine.planner = StaticPlanner(MC_SIM_7B_63)
-    assert watched_step(engine) == ([], ["tolist"])
+    assert watched_step(engine) == ([], ["numpy"])
 
 
 def test_recycling_what_the_target_said_asks_for_nothing_more():
     engine = llama_engine(3, 12, 4, 4)
     engine.drafter = RecyclingDrafter(engine.target.vocab_size, 4, calibration=Calibration(4))
-    assert watched_step(engine) == ([], ["tolist"])
+    assert watched_step(engine) == ([], ["numpy"])
 
 
 def test_a_plain_step_copies_once():
-    assert watched_step(llama_engine(3)) == ([], ["tolist"])
+    assert watched_step(llama_engine(3)) == ([], ["numpy"])
 
 
 def planner_that_drafts(engine) -> BudgetPlanner:
@@ -100,7 +100,7 @@ def test_a_step_under_the_global_budget_copies_once():
     """The number of rows comes from the drafts before, not from this one's values."""
     engine = llama_engine(3, 12, 4, 4)
     planner = planner_that_drafts(engine)
-    assert watched_step(engine) == ([], ["tolist"])
+    assert watched_step(engine) == ([], ["numpy"])
     assert planner._num_drafts == 3
 
 
@@ -118,7 +118,7 @@ def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=5.0), can_sync=False)
     engine.planner._num_offers = NUM_PROBES
     engine.planner._probes.charge(1.0)
-    assert watched_step(engine) == ([], ["tolist"])
+    assert watched_step(engine) == ([], ["numpy"])
 
 
 def test_the_watch_sees_what_it_should():

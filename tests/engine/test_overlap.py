@@ -195,9 +195,9 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
     engine, told = overlapped(num_slots=2), []
     engine.add(Sequence("a", [5, 6], SamplingParams(max_tokens=60, ignore_eos=True)))
     engine.step()
-    verify, read = engine.verifier.run, DeviceToHost.read
+    verify, read = engine.verifier.run, DeviceToHost.arrays
     monkeypatch.setattr(engine.verifier, "run", lambda *args: told.append("launch") or verify(*args))
-    monkeypatch.setattr(DeviceToHost, "read", lambda copy: told.append("read") or read(copy))
+    monkeypatch.setattr(DeviceToHost, "arrays", lambda copy: told.append("read") or read(copy))
     for _ in range(4):
         engine.step()
     assert told == ["launch", "read"] * 4
@@ -207,7 +207,7 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
 def test_a_step_that_is_launched_ahead_asks_for_nothing(tree):
     """Two of them to a step of a static shape: the record of the last one, read while the next one runs."""
     engine = overlapped(tree, num_slots=3)
-    assert watched_step(engine) == ([], ["tolist"])
+    assert watched_step(engine) == ([], ["numpy"])
     assert engine.counters.num_ahead == 2
 
 

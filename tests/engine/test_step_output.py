@@ -1,0 +1,71 @@
+"""The statistics of steps that are added up as arrays are those that counting sequence by sequence gives."""
+
+import random
+
+import numpy as np
+
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine import step_output
+from eagle_ray.engine.step_output import NUM_COUNTS, StepOutput, UnflushedStats
+from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.tree.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
+
+SLOTS, DEPTH = 6, 3
+
+
+def sequence(name: str, slot: int) -> Sequence:
+    return Sequence(name, [1], SamplingParams(), slot=slot, stats=AcceptanceStats.empty(DEPTH))
+
+
+def record(source: np.random.Generator, size: int, depth: int) -> np.ndarray:
+    """A step_record with random counts, of a plain step if the depth is 0."""
+    columns = [source.integers(0, depth + 1, (size, 1)), source.integers(0, 9, (size, depth + 1))]
+    if depth:
+        columns += [source.integers(0, 3, (size, depth)), source.integers(0, 99, (size, NUM_COUNTS))]
+    return np.concatenate(columns, 1)
+
+
+def count(sequence: Sequence, row: list[int], depth: int, passes: int) -> None:
+    """Count one sequence's step as AcceptanceStats counts it."""
+    stats = sequence.stats
+    stats.add_step(row[0], row[depth + 2 : 2 * depth + 2])
+    sequence.target_forwards += 1
+    sequence.draft_forwards += passes
+    if depth:
+        bins = np.reshape(row[2 * depth + 2 :], (6, CONFIDENCE_BINS)).tolist()
+        stats.drafted.add(ConfidenceCounts(*bins[:3]))
+        stats.calibrated.add(ConfidenceCounts(*bins[3:]))
+
+
+def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
+    """Steps of any depth, sequences that come and go, and flushes at any time."""
+    monkeypatch.setattr(step_output, "MAX_STEPS", 7)
+    choices, source = random.Random(1), np.random.default_rng(1)
+    unflushed = UnflushedStats(SLOTS, DEPTH)
+    running = {slot: (sequence(f"{slot}", slot), sequence(f"{slot}", slot)) for slot in range(SLOTS)}
+    ended: list[tuple[Sequence, Sequence]] = []
+    for step in range(200):
+        depth = choices.choice([0, 1, DEPTH])
+        rows = sorted(choices.sample(range(SLOTS), choices.randint(1, SLOTS)))
+        values, passes = record(source, SLOTS, depth), source.integers(0, 4, len(rows))
+        unflushed.add([running[slot][0] for slot in rows], StepOutput.of(values, depth), rows, passes)
+        for slot, number in zip(rows, passes.tolist(), strict=True):
+            count(running[slot][1], values[slot].tolist(), depth, number)
+        if choices.random() < 0.3:
+            slot = choices.randrange(SLOTS)
+            unflushed.flush(running[slot][0])
+            ended.append(running[slot])
+            running[slot] = sequence(f"{step}", slot), sequence(f"{step}", slot)
+    unflushed.flush_all()
+    for one, other in [*ended, *running.values()]:
+        assert one.stats == other.stats
+        assert (one.target_forwards, one.draft_forwards) == (other.target_forwards, other.draft_forwards)
+    assert len(ended) > 40
+
+
+def test_the_tokens_of_a_step_are_those_up_to_the_bonus_token():
+    tokens, nothing = np.array([[7, 8, 9], [8, 7, 7], [5, 6, 7]]), np.zeros((3, 0), dtype=int)
+    output = StepOutput(np.array([1, 0, 2]), tokens, nothing, nothing, nothing)
+    assert output.token_lists() == [[7, 8], [8], [5, 6, 7]]
+    assert output.has_any({7, 9}) == [True, False, True]
+    assert output.has_any(()) == [False] * 3
