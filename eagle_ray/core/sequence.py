@@ -96,7 +96,7 @@ class Sequence:
     @property
     def num_cached(self) -> int:
         """Tokens whose keys and values the target's cache holds between steps."""
-        return self.num_tokens - 1
+        return len(self.prompt_ids) + len(self.output_ids) - 1
 
     @property
     def remaining_tokens(self) -> int:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
 from eagle_ray.errors import RequestError
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots
-from eagle_ray.sampling.sampler import SamplingBatch
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingTable
 from eagle_ray.tree.accept import VerifyResult
 
 
@@ -42,7 +42,8 @@ class Scheduler:
         self.num_slots = blocks.num_slots
         self.num_preemptions = 0
         self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
-        self._device, self._eos_ids = device, eos_ids
+        self._device = device
+        self._params = SamplingTable(self.num_slots, device, eos_ids)
         self._waiting: WaitingQueue = FirstComeQueue()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
@@ -147,22 +148,23 @@ class Scheduler:
             i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1
         ]
         sequences = [batch.sequences[i] for i in members]
-        lasts = [s.num_cached + s.remaining_tokens - 1 for s in sequences]  # cached before the last possible token
-        bounds = [min(s.num_cached + most_tokens, last) for s, last in zip(sequences, lasts, strict=True)]
-        columns = [bound + self._tree_columns for bound in bounds]
-        slots = [s.slot for s in sequences]
-        if not members or not self._blocks.reserve_each(slots, columns):
+        slots = np.array([s.slot for s in sequences], dtype=np.int64)
+        num_cached = np.array([s.num_cached for s in sequences], dtype=np.int64)
+        remaining = np.array([s.remaining_tokens for s in sequences], dtype=np.int64)
+        lasts = num_cached + remaining - 1  # cached before the last possible token
+        bounds = np.minimum(num_cached + most_tokens, lasts)
+        if not members or not self._blocks.reserve_each(slots, bounds + self._tree_columns):
             return None
         self._blocks.sync_table()
-        at, rows, last_at = to_device([slots, members, lasts], self._device)
+        at, rows, last_at = copy_to_device(torch.from_numpy(np.stack([slots, members, lasts])), self._device)
         accepted = result.num_accepted[rows]
         lengths = torch.minimum(batch.at.lengths[rows] + accepted + 1, last_at)
         return DecodeBatch(
             sequences,
-            DecodeSlots(at, lengths, slots, bounds, max(bounds)),
+            DecodeSlots(at, lengths, slots.tolist(), bounds.tolist(), int(bounds.max())),
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
-            [s.remaining_tokens - most_tokens for s in sequences],
+            (remaining - most_tokens).tolist(),
             (batch.remaining_on_device[rows] - accepted - 1).clamp(min=1),
             None,
         )
@@ -242,6 +244,7 @@ class Scheduler:
         sequence.num_prefilled = end
         if is_last:
             sequence.status, self._partial = SequenceStatus.RUNNING, None
+            self._params.set(sequence.slot, sequence.sampling)
         return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:
@@ -256,6 +259,5 @@ class Scheduler:
     def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
         """Return the batch's sampling tensors, which are rebuilt only if its members change."""
         if self._sampling is None or self._sampling[0] != sequences:
-            params = [s.sampling for s in sequences]
-            self._sampling = sequences, SamplingBatch.of(params, self._device, self._eos_ids)
+            self._sampling = sequences, self._params.batch([s.slot for s in sequences])
         return self._sampling[1]

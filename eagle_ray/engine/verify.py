@@ -318,9 +318,8 @@ class Verifier:
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:
-    asked = [s.sampling for s in batch.sequences if s.sampling.logprobs]
-    num_tops = max((sampling.top_logprobs for sampling in asked), default=0)
-    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, bool(asked), num_tops)
+    sampling = batch.sampling
+    return StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, sampling.logprobs, sampling.num_tops)
 
 
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:

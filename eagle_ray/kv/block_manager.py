@@ -13,11 +13,11 @@ One block manager serves all caches of an engine: a block number means the same 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from eagle_ray.async_copy import copy_to_device
@@ -114,20 +114,21 @@ class BlockManager:
         self._extend(slot, [self._allocate() for _ in range(missing)])
         return True
 
-    def num_missing(self, slots: Sequence[int], columns: Sequence[int]) -> np.ndarray:
+    def num_missing(self, slots: ArrayLike, columns: ArrayLike) -> Int[np.ndarray, " B"]:
         """Return how many blocks slots[i] lacks to hold columns[i] positions."""
-        wanted, held = np.array(columns, dtype=np.int64), self._num_held[np.array(slots, dtype=np.int64)]
-        return np.maximum(-(-wanted // self.size) - held, 0)
+        wanted = -(-np.asarray(columns, np.int64) // self.size)
+        return np.maximum(wanted - self._num_held[np.asarray(slots, np.int64)], 0)
 
-    def reserve_each(self, slots: Sequence[int], columns: Sequence[int]) -> bool:
+    def reserve_each(self, slots: ArrayLike, columns: ArrayLike) -> bool:
         """Reserve the first columns[i] positions of slots[i]. Return False, and change nothing, if blocks do not
         suffice.
         """
+        slots = np.asarray(slots, np.int64)
         missing = self.num_missing(slots, columns)
         if missing.sum() > self.num_available:
             return False
         for i in missing.nonzero()[0].tolist():
-            self._extend(slots[i], [self._allocate() for _ in range(missing[i])])
+            self._extend(int(slots[i]), [self._allocate() for _ in range(missing[i])])
         return True
 
     @property

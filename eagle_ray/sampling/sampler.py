@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.controls import Controls
@@ -97,7 +98,9 @@ class SamplingBatch:
     Attributes:
         temperature: 0 for greedy sequences.
         ends: tokens after which a sequence is over; -1 is none.
-        end_ids: those of all sequences, and their stop tokens.
+        end_ids: those of all sequences and their stop tokens, perhaps more.
+        logprobs: whether any sequence requests log-probabilities.
+        num_tops: how many of the likeliest tokens a sequence requests at most.
         sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
         is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every sequence, and
             temperatures decide.
@@ -115,6 +118,8 @@ class SamplingBatch:
     any_top_k: bool
     any_min_p: bool
     end_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    num_tops: int = 0
     is_bound: bool = False
 
     @classmethod
@@ -125,28 +130,10 @@ class SamplingBatch:
         eos_ids: Collection[int] = (),
     ) -> SamplingBatch:
         """Return the parameters of a batch, in its order. Top-k off is stored as 0."""
-        rows = [i for i, p in enumerate(params) if not p.is_greedy]
-        sampled = [params[i] for i in rows]
-        temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
-        floats = [temperatures, [p.top_p for p in params], [p.min_p for p in params]]
-        temperature, top_p, min_p = to_device(floats, device, torch.float32)
-        ends = [[-1 if p.ignore_eos else token for p in params] for token in sorted(eos_ids)]
-        integers = [[p.top_k for p in params], [as_int64(p.seed) for p in params], *ends]
-        top_k, seed, *end_rows = to_device(integers, device)
-        return cls(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            ends=torch.stack(end_rows, 1) if end_rows else seed.new_empty(len(params), 0),
-            sampled=rows,
-            sampled_rows=to_device(rows, device),
-            any_top_p=any(p.top_p < 1 for p in sampled),
-            any_top_k=any(p.top_k > 0 for p in sampled),
-            any_min_p=any(p.min_p > 0 for p in sampled),
-            end_ids=frozenset(eos_ids).union(*(p.stop_token_ids for p in params)),
-        )
+        table = SamplingTable(len(params), device, eos_ids)
+        for i, each in enumerate(params):
+            table.set(i, each)
+        return table.batch(range(len(params)))
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
         """Return what `bound` takes, padded to a number of sequences with greedy ones."""
@@ -206,6 +193,52 @@ class SamplingBatch:
             ends=self.ends[index],
             sampled=rows,
             sampled_rows=to_device(rows, self.seed.device),
+        )
+
+
+class SamplingTable:
+    """The sampling parameters of the sequences in slots, on the host, from which batches are gathered."""
+
+    def __init__(self, num_slots: int, device: torch.device | str = "cpu", eos_ids: Collection[int] = ()):
+        self._device, self._eos_ids = device, np.array(sorted(eos_ids), dtype=np.int64)
+        self._floats = np.zeros((3, num_slots), dtype=np.float32)  # temperature, top_p, min_p
+        self._integers = np.zeros((2 + len(eos_ids), num_slots), dtype=np.int64)  # top_k, seed, ends
+        self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # of a token, its own included
+        self._stops: dict[int, tuple[int, ...]] = {}  # by slot
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Store the parameters of the sequence that holds a slot from now on."""
+        self._floats[:, slot] = 0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p
+        self._integers[:2, slot] = params.top_k, as_int64(params.seed)
+        self._integers[2:, slot] = -1 if params.ignore_eos else self._eos_ids
+        self._num_logprobs[slot] = 1 + params.top_logprobs if params.logprobs else 0
+        self._stops.pop(slot, None)
+        if params.stop_token_ids:
+            self._stops[slot] = params.stop_token_ids
+
+    def batch(self, slots: Sequence[int]) -> SamplingBatch:
+        """Return the parameters of the sequences in these slots, in this order."""
+        index = np.array(slots, dtype=np.int64)
+        floats, integers = self._floats[:, index], self._integers[:, index]
+        rows = np.flatnonzero(floats[0])
+        temperature, top_p, min_p = copy_to_device(torch.from_numpy(floats), self._device)
+        top_k, seed, *ends = copy_to_device(torch.from_numpy(integers), self._device)
+        num_logprobs = int(self._num_logprobs[index].max(initial=0))
+        return SamplingBatch(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            ends=torch.stack(ends, 1) if ends else seed.new_empty(len(index), 0),
+            sampled=rows.tolist(),
+            sampled_rows=copy_to_device(torch.from_numpy(rows), self._device),
+            any_top_p=bool((floats[1, rows] < 1).any()),
+            any_top_k=bool((integers[0, rows] > 0).any()),
+            any_min_p=bool((floats[2, rows] > 0).any()),
+            end_ids=frozenset(self._eos_ids.tolist()).union(*self._stops.values()),
+            logprobs=num_logprobs > 0,
+            num_tops=max(num_logprobs - 1, 0),
         )
 
 
