@@ -23,6 +23,7 @@ from eagle_ray.kernels.torch_ops import rotated
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 
 ATTENTION = "eagle_ray"
+MAX_SCORES = 1 << 26  # scores of a slice of a prompt's rows, of all heads: 0.25 GB in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +308,9 @@ def causal_attention(
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=gqa
         )
+    most = max(MAX_SCORES // (query.shape[0] * query.shape[1] * length), 1)
+    if num_rows > most:
+        return torch.cat([_causal_slice(query, key, value, attention, i, most) for i in range(0, num_rows, most)], 2)
     position = torch.arange(length, device=query.device)
     distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))
@@ -314,6 +318,22 @@ def causal_attention(
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     out = masked_attention(folded, key, value, mask[None, None], attention)
     return out.reshape(*query.shape[:3], value.shape[3])
+
+
+def _causal_slice(
+    query: Float[Tensor, "B heads N d"],
+    key: Float[Tensor, "B kv_heads T d"],
+    value: Float[Tensor, "B kv_heads T dv"],
+    attention: AttentionParams,
+    start: int,
+    num_rows: int,
+) -> Float[Tensor, "B heads n dv"]:
+    """Return `causal_attention` of num_rows of the queries, or of as many as there are, from `start` on."""
+    context = key.shape[2] - query.shape[2]
+    rows = query[:, :, start : start + num_rows]
+    first = 0 if attention.window is None else max(context + start - attention.window + 1, 0)
+    seen = slice(first, context + start + rows.shape[2])
+    return causal_attention(rows, key[:, :, seen], value[:, :, seen], attention)
 
 
 def _folded_mask(seen: Bool[Tensor, "B N T"], groups: int, dtype: torch.dtype) -> Float[Tensor, "B 1 GN T"]:
