@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import AttentionMetadata, MixedMetadata, TreeMetadata
-from eagle_ray.attention.prefill_metadata import PrefillMetadata
+from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, PrefillMetadata, is_chained
 from eagle_ray.attention.triton_attention import TritonTreeMetadata, uses_triton
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.tree_metadata import PackedRows
@@ -53,11 +53,26 @@ def tree_metadata(
 
 
 def prefill_metadata(
-    kv_cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
+    kv_cache: KVCache,
+    slots: list[int],
+    firsts: list[int],
+    starts: list[int],
+    lengths: list[int],
+    chain_rows: int = CHAIN_ROWS,
 ) -> AttentionMetadata:
     """Return the layout of chunks of prompts for this cache's device, from what PrefillMetadata is made of."""
-    layout = CpuMetadata.of_prompts if uses_cpp(kv_cache) else PrefillMetadata
-    return layout(kv_cache, slots, firsts, starts, lengths)
+    if uses_cpp(kv_cache):
+        return CpuMetadata.of_prompts(kv_cache, slots, firsts, starts, lengths)
+    return PrefillMetadata(kv_cache, slots, firsts, starts, lengths, chain_rows)
+
+
+def num_gathered(kv_cache: KVCache, context: int, num_rows: int) -> int:
+    """Return the most positions that each layer gathers for a chunk behind `context` positions, 0 if it gathers none.
+
+    Chunks without a context are gathered too if another chunk of their pass is.
+    """
+    reads_by_table = uses_cpp(kv_cache) or is_chained(kv_cache, context, num_rows)
+    return 0 if reads_by_table else context + num_rows
 
 
 def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_first: int) -> AttentionMetadata:

@@ -4,6 +4,8 @@
     keys      k0 k0 k0 k0 k0 | k1 k1    T positions that the chunks see, gathered from the cache if any has a context
 
 On a GPU all chunks attend in one launch per layer (`varlen.py`); elsewhere, and where that does not apply, one by one.
+Triton's kernel of trees reads a context by block table. So with it short chunks that have a context attend as chains,
+and so do all chunks where torch's flash attention does not apply: nothing of these is gathered.
 """
 
 from __future__ import annotations
@@ -16,9 +18,18 @@ from torch import Tensor
 
 from eagle_ray.async_copy import copy_to_device
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Projected, Rotary, causal_attention
-from eagle_ray.attention.triton_attention import rotate_and_write, uses_triton
-from eagle_ray.attention.varlen import PackedLengths, supports_varlen, varlen_attention
+from eagle_ray.attention.triton_attention import CHAIN_ROWS, attend_trees, chain_trees, rotate_and_write, uses_triton
+from eagle_ray.attention.varlen import DTYPES, PackedLengths, supports_varlen, varlen_attention
+from eagle_ray.kernels.tree_metadata import KernelTrees
 from eagle_ray.kv.kv_cache import KVCache
+
+MAX_GATHERED = 1 << 17  # positions that a layer gathers in a pass: 0.5 GB for 8 key heads of 128 numbers in bf16
+
+
+def is_chained(cache: KVCache, context: int, num_rows: int, chain_rows: int = CHAIN_ROWS) -> bool:
+    """Return whether a chunk behind `context` positions attends as chains, whatever else is in its pass."""
+    is_short = num_rows <= chain_rows or context + num_rows > MAX_GATHERED
+    return context > 0 and is_short and uses_triton(cache)
 
 
 @dataclass(slots=True)
@@ -29,6 +40,7 @@ class PrefillMetadata(Projected):
         firsts: first visible position of each chunk, on the host.
         starts: position of each chunk's first row, on the host.
         lengths: rows of each chunk, on the host.
+        chain_rows: most rows of a chunk with a context that attends as chains.
         cells: where the cache stores each row.
     """
 
@@ -37,14 +49,36 @@ class PrefillMetadata(Projected):
     firsts: list[int]
     starts: list[int]
     lengths: list[int]
+    chain_rows: int = CHAIN_ROWS
     cells: Int[Tensor, " R"] = field(init=False)
-    _seen: Int[Tensor, " T"] = field(init=False)  # cells of the positions that the chunks see
-    _packed: PackedLengths = field(init=False)
+    _chained: tuple[int, ...] = field(init=False)  # chunks that attend as chains
+    _chained_rows: Int[Tensor, " C"] | None = field(default=None, init=False)  # None is all
+    _gathered: GatheredChunks | None = field(default=None, init=False)  # the other chunks
+    _gathered_rows: Int[Tensor, " G"] | None = field(default=None, init=False)
+    _trees: dict[tuple[int, ...], KernelTrees] = field(default_factory=dict, init=False)  # chains of these chunks
 
     def __post_init__(self) -> None:
-        self.cells = self._cells(self.starts)
-        self._seen = self._cells(self.firsts) if self._has_context else self.cells
-        self._packed = PackedLengths.of(self.lengths, self._num_seen, self.cells.device)
+        contexts = [start - first for start, first in zip(self.starts, self.firsts, strict=True)]
+        members = range(len(self.slots))
+        self._chained = tuple(
+            i for i in members if is_chained(self.cache, contexts[i], self.lengths[i], self.chain_rows)
+        )
+        others = tuple(i for i in members if i not in set(self._chained))
+        if others:
+            self._gathered = GatheredChunks(self.cache, *self._select(others))
+        if others and not self._chained:
+            self.cells = self._gathered.own
+            return
+        ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
+        self.cells = _cells(self.cache, self.slots, self.starts, ends)
+        if others:
+            self._chained_rows, self._gathered_rows = self._rows_of(self._chained), self._rows_of(others)
+
+    @property
+    def num_gathered(self) -> int:
+        """Return the positions that each layer gathers at once if torch's flash attention applies."""
+        chunks = self._gathered
+        return sum(chunks.num_seen) if chunks is not None and chunks.has_context else 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.cells, key[0], value[0])
@@ -66,36 +100,109 @@ class PrefillMetadata(Projected):
         attention: AttentionParams,
     ) -> Float[Tensor, "R heads dv"]:
         """rows: the chunks' own keys and values; None if they are in the cache alone."""
-        if rows is None or self._has_context:
-            rows = tuple(flat.index_select(0, self._seen) for flat in self.cache.layer(attention.layer))
-        together = None
-        if supports_varlen(query, rows[1].shape[2], attention):
-            together = varlen_attention(query, *rows, self._packed, attention)
-        if together is not None:
-            return together
-        parts = zip(query.split(self.lengths), *(x.split(self._num_seen) for x in rows), strict=True)
-        return torch.cat([_one_by_one(*part, attention) for part in parts])
+        if self._gathered is None or self._needs_chains(query, attention):
+            return self._attend_chains(query, tuple(range(len(self.slots))), attention)
+        if self._gathered_rows is None:
+            return self._gathered.attend(query, rows, attention)
+
+        others, chains = (query.index_select(0, index) for index in (self._gathered_rows, self._chained_rows))
+        out = query.new_empty(*query.shape[:2], self.cache.values.shape[-1])
+        out.index_copy_(0, self._gathered_rows, self._gathered.attend(others, None, attention))
+        return out.index_copy_(0, self._chained_rows, self._attend_chains(chains, self._chained, attention))
+
+    def _needs_chains(self, query: Float[Tensor, "R heads d"], attention: AttentionParams) -> bool:
+        """Return whether all chunks attend as chains in this layer, because torch would make a mask or scores."""
+        if not uses_triton(self.cache):
+            return False
+        if attention.softcap is not None or attention.sinks is not None:
+            return True
+        return query.dtype in DTYPES and not supports_varlen(query, self.cache.values.shape[-1], attention)
+
+    def _attend_chains(
+        self, query: Float[Tensor, "C heads d"], chunks: tuple[int, ...], attention: AttentionParams
+    ) -> Float[Tensor, "C heads dv"]:
+        """Return the attention of these chunks, whose rows are the query's."""
+        if chunks not in self._trees:
+            self._trees[chunks] = chain_trees(self.cache, *self._select(chunks))
+        return attend_trees(self.cache, self._trees[chunks], query.transpose(0, 1), attention).transpose(0, 1)
+
+    def _select(self, chunks: tuple[int, ...]) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return slots, firsts, starts and lengths of these chunks."""
+        slots, firsts, starts, lengths = (
+            [values[i] for i in chunks] for values in (self.slots, self.firsts, self.starts, self.lengths)
+        )
+        return slots, firsts, starts, lengths
+
+    def _rows_of(self, chunks: tuple[int, ...]) -> Int[Tensor, " N"]:
+        """Return the rows of these chunks among those of the pass."""
+        each = torch.arange(sum(self.lengths)).split(self.lengths)
+        return copy_to_device(torch.cat([each[i] for i in chunks]), self.cells.device)
+
+
+@dataclass(slots=True)
+class GatheredChunks:
+    """Chunks whose keys and values lie one after another while they attend; the fields are PrefillMetadata's.
+
+    Attributes:
+        own: where the cache stores each row.
+        seen: likewise of the positions that the chunks see.
+        num_seen: those of each chunk's last row.
+    """
+
+    cache: KVCache
+    slots: list[int]
+    firsts: list[int]
+    starts: list[int]
+    lengths: list[int]
+    num_seen: list[int] = field(init=False)
+    own: Int[Tensor, " R"] = field(init=False)
+    seen: Int[Tensor, " T"] = field(init=False)
+    _packed: PackedLengths = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
+        self.num_seen = [end - first for end, first in zip(ends, self.firsts, strict=True)]
+        self.own = _cells(self.cache, self.slots, self.starts, ends)
+        self.seen = _cells(self.cache, self.slots, self.firsts, ends) if self.has_context else self.own
+        self._packed = PackedLengths.of(self.lengths, self.num_seen, self.own.device)
 
     @property
-    def _has_context(self) -> bool:
+    def has_context(self) -> bool:
         return self.starts != self.firsts
 
-    @property
-    def _num_seen(self) -> list[int]:
-        """Return the positions that each chunk's last row sees."""
-        return [end - first for end, first in zip(self._ends, self.firsts, strict=True)]
+    def attend(
+        self,
+        query: Float[Tensor, "R heads d"],
+        rows: tuple[Float[Tensor, "R kv_heads d"], Float[Tensor, "R kv_heads dv"]] | None,
+        attention: AttentionParams,
+    ) -> Float[Tensor, "R heads dv"]:
+        """rows: the chunks' own keys and values; None if they are in the cache alone."""
+        if self.has_context:
+            rows = None
+        if supports_varlen(query, self.cache.values.shape[-1], attention):
+            parts = self._read(attention.layer, self.seen) if rows is None else rows
+            together = varlen_attention(query, *parts, self._packed, attention)
+            if together is not None:
+                return together
+        queries, cells = query.split(self.lengths), self.seen.split(self.num_seen)
+        if rows is None:
+            seen = (self._read(attention.layer, places) for places in cells)  # one at a time
+        else:
+            seen = zip(*(x.split(self.num_seen) for x in rows), strict=True)
+        return torch.cat([_one_by_one(part, *both, attention) for part, both in zip(queries, seen, strict=True)])
 
-    @property
-    def _ends(self) -> list[int]:
-        return [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
+    def _read(self, layer: int, cells: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+        keys, values = (flat.index_select(0, cells) for flat in self.cache.layer(layer))
+        return keys, values
 
-    def _cells(self, starts: list[int]) -> Int[Tensor, " N"]:
-        """Return the cells of each slot's positions from its start up to its chunk's end."""
-        device = self.cache.keys.device
-        counts = [end - start for start, end in zip(starts, self._ends, strict=True)]
-        columns = [torch.arange(start, end) for start, end in zip(starts, self._ends, strict=True)]
-        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
-        return self.cache.slot_mapping(copy_to_device(slots, device), copy_to_device(torch.cat(columns), device))
+
+def _cells(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:
+    """Return the cells of each slot's positions from its start up to its end."""
+    device = cache.keys.device
+    counts = [end - start for start, end in zip(starts, ends, strict=True)]
+    columns = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    each = torch.tensor(slots).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
+    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(torch.cat(columns), device))
 
 
 def _one_by_one(

@@ -14,11 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.async_copy import to_device
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.tree.tree_mask import WORD_BITS, pack_mask
+
+CHAIN_ROWS = WORD_BITS  # of a prompt's chunk in one chain: its mask is one word
 
 log = logging.getLogger("eagle_ray")
 
@@ -80,11 +84,46 @@ class TritonTreeMetadata:
         return self._attend(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
 
     def _attend(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
-        from eagle_ray.kernels.tree_attention import tree_attention
+        return attend_trees(self.cache, self._trees, query, attention)
 
-        keys, values = self.cache.keys[attention.layer], self.cache.values[attention.layer]
-        shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)
-        return tree_attention(query, keys, values, self._trees, *shown)
+
+def attend_trees(
+    cache: KVCache, trees: KernelTrees, query: Float[Tensor, "heads R d"], attention: AttentionParams
+) -> Float[Tensor, "heads R dv"]:
+    """Return the attention of rows whose keys and values the cache holds."""
+    from eagle_ray.kernels.tree_attention import tree_attention
+
+    keys, values = cache.keys[attention.layer], cache.values[attention.layer]
+    shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)
+    return tree_attention(query, keys, values, trees, *shown)
+
+
+def chain_trees(
+    cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
+) -> KernelTrees:
+    """Return chunks of prompts as trees: chains of up to CHAIN_ROWS rows, each on top of all rows before it."""
+    device, chains = cache.keys.device, []
+    for slot, first, start, length in zip(slots, firsts, starts, lengths, strict=True):
+        cuts = range(0, length, CHAIN_ROWS)
+        chains += [(slot, first, start + cut, min(CHAIN_ROWS, length - cut)) for cut in cuts]
+    columns = [list(column) for column in zip(*chains, strict=True)]
+    at, visible, bases, counts = to_device(columns, device)
+    size, batch = max(columns[3]), len(chains)
+    seq = torch.arange(batch, device=device).repeat_interleave(counts, output_size=sum(columns[3]))
+    depths = torch.arange(size, device=device).expand(batch, -1)
+    mask = pack_mask(torch.ones(size, size, dtype=torch.bool, device=device).tril())
+    return KernelTrees(
+        slots=at,
+        lengths=bases,
+        table=cache.blocks.block_table,
+        words=mask.expand(batch, -1, -1).contiguous(),
+        depths=depths,
+        column_depths=depths,
+        rows=PackedRows.of(seq, batch),
+        first=visible if any(firsts) else None,
+        most_columns=cache.blocks.null_position,
+        longest=max(columns[2]),
+    )
 
 
 def rotate_and_write(

@@ -9,6 +9,7 @@ feature from which level 1 is drafted; each further level is a pass over the nod
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -250,7 +251,8 @@ class EagleDrafter(PairDrafter):
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
     ) -> None:
-        layout = prefill_metadata(self.cache, slots, [self._first[slot] for slot in slots], columns, counts)
+        firsts = [self._first[slot] for slot in slots]
+        layout = prefill_metadata(self.cache, slots, firsts, columns, counts, chain_rows=sys.maxsize)  # few layers
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
         features = self.head.project_features(features)
         self._run(tokens, features, copy_to_device(torch.cat(places), tokens.device), layout)

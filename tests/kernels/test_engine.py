@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
@@ -34,6 +35,34 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
     assert set(heads) == {4}  # the target's and the head's
     assert heads[4] >= 2 * max(s.stats.num_steps for s in kernels)
+
+
+@pytest.mark.parametrize("planner", ["plain", pytest.param("uniform", marks=pytest.mark.slow)])
+def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch):
+    """One of the questions is longer than a chain: its context is gathered, beside others that attend as chains."""
+    prefix, chained, gathered = [3 + i * 7 % 90 for i in range(35)], [], []
+    questions = [[5, 9, 33], [6, 40], [7, 21, 5, 12] * 18, [8]]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8 * (i % 2), seed=i) for i in range(4)]
+    chain_trees, attend = prefill_metadata.chain_trees, prefill_metadata.GatheredChunks.attend
+    monkeypatch.setattr(prefill_metadata, "chain_trees", lambda *x: chained.extend(x[-1]) or chain_trees(*x))
+    monkeypatch.setattr(
+        prefill_metadata.GatheredChunks, "attend", lambda self, *x: gathered.extend(self.lengths) or attend(self, *x)
+    )
+
+    def outputs(kernels: str) -> list[list[int]]:
+        monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
+        made = engine(planner)
+        run(made, [prefix], params[:1])
+        done = run(made, [prefix + question for question in questions], params)
+        assert made.counters.num_reused_tokens == 32 * len(questions)
+        return [s.output_ids for s in done]
+
+    portable = outputs("portable")
+    assert not chained
+    gathered.clear()
+    assert outputs("triton") == portable
+    assert set(gathered) == {35, 3 + 72}
+    assert {6, 5, 4} <= set(chained)
 
 
 @pytest.mark.parametrize("after", [0, 7, 20])

@@ -5,8 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_ray.attention.metadata import AttentionParams
+from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.kernels.tile_config import TileShape, busy_share, num_splits, tile_shape
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, TileSchedule
+from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.kv_cache import KVCache
+from tests.kernels.device import DEVICE
 from tests.kernels.forests import Forest
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -47,6 +52,29 @@ def test_more_nodes_than_a_word_has_bits(counts):
 @pytest.mark.parametrize("softcap, sinks, window", [(2.0, False, None), (None, True, 70), (5.0, True, 9)])
 def test_what_models_ask_of_attention(softcap, sinks, window):
     check(Forest([5, 300, 700], [6, 5, 4], 2, 2, softcap=softcap, sinks=sinks, window=window))
+
+
+@pytest.mark.parametrize("softcap, sinks", [(None, False), (2.0, False), (None, True)])
+@pytest.mark.parametrize("window, firsts", [(None, [0, 0, 0, 0]), (40, [0, 0, 0, 0]), (None, [0, 1, 30, 2])])
+def test_prompts_in_chunks_attend_as_chains(window, firsts, softcap, sinks, monkeypatch):
+    """Behind a context a short chunk attends as a chain; with soft-caps and sinks all do, in chains of 64 rows."""
+    torch.manual_seed(0)
+    starts, lengths = [0, 33, 64, 5], [70, 64, 66, 1]
+    cache = KVCache(BlockManager(4, 160, device=DEVICE), 1, 2, 16, torch.float32, DEVICE)
+    for slot in range(4):
+        assert cache.blocks.reserve(slot, 160)
+    cache.keys.copy_(torch.randn(cache.keys.shape))
+    cache.values.copy_(torch.randn(cache.values.shape))
+    query, key, value = (torch.randn(1, n, sum(lengths), 16, device=DEVICE) for n in (4, 2, 2))
+    attention = AttentionParams(0, 0.25, window, softcap, torch.randn(4, device=DEVICE) if sinks else None)
+    outs = []
+    for kernels in ("portable", "triton"):
+        monkeypatch.setenv("EAGLE_RAY_KERNELS", kernels)
+        layout = PrefillMetadata(cache, [2, 0, 3, 1], firsts, starts, lengths)
+        outs.append(layout.attend(query, key, value, attention))
+        gathered = range(4) if kernels == "portable" else (0, 2)
+        assert layout.num_gathered == sum(starts[i] + lengths[i] - firsts[i] for i in gathered)
+    torch.testing.assert_close(*outs, atol=4e-6, rtol=4e-6)
 
 
 @pytest.mark.parametrize("lengths", [[2000, 3], [64, 63, 65, 128], [31, 32, 33]])
