@@ -24,12 +24,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.attention.backend import num_gathered
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
@@ -99,7 +101,8 @@ class Engine:
         self.is_intact = True
         blocks = target.cache.blocks
         tree_columns = blocks.capacity - max_model_len
-        self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids)
+        gathered = partial(num_gathered, target.cache)
+        self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids, gathered)
         self.prefiller = Prefiller(target, drafter)
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         self.counters = EngineCounters(target.cache.num_slots)

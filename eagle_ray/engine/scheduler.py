@@ -1,17 +1,21 @@
 """Scheduler: decide which sequences run in which slot, and what the next step computes.
 
 Sequences are admitted in the order of the waiting queue, by slots and by KV blocks: a step's prefill budget goes to the
-oldest unfinished prompt, then to the head of the queue. If blocks run out, draft trees are dropped first; then the
+oldest unfinished prompt, then to the head of the queue. A step also stops at MAX_GATHERED positions, if the passes of
+this device gather the contexts of chunks. If blocks run out, draft trees are dropped first; then the
 youngest sequence is preempted. It returns to the head of the queue, and its prompt and outputs are prefilled again
 later. The oldest sequence always continues.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.attention.prefill_metadata import MAX_GATHERED
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
@@ -29,6 +33,7 @@ class Scheduler:
         prefill_tokens: maximum prompt tokens per step.
         tree_columns: positions past a sequence's cached tokens that a drafting step may write; a plain step writes one.
         eos_ids: tokens that end a sequence.
+        num_gathered: positions that a chunk of n rows behind a context makes each layer gather; None gathers nothing.
     """
 
     def __init__(
@@ -38,12 +43,14 @@ class Scheduler:
         tree_columns: int,
         device: torch.device | str = "cpu",
         eos_ids: frozenset[int] = frozenset(),
+        num_gathered: Callable[[int, int], int] | None = None,
     ):
         self.num_slots = blocks.num_slots
         self.num_preemptions = 0
         self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
         self._device = device
         self._params = SamplingTable(self.num_slots, device, eos_ids)
+        self._num_gathered = num_gathered or (lambda context, num_rows: 0)
         self._waiting: WaitingQueue = FirstComeQueue()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
         self._free = sorted(range(self.num_slots), reverse=True)
@@ -106,8 +113,12 @@ class Scheduler:
     def chunks(self) -> list[PrefillChunk]:
         """Return the prompt chunks of this step. Waiting sequences are admitted while the prefill budget lasts."""
         chunks: list[PrefillChunk] = []
-        budget = self._prefill_tokens
+        budget, gathered = self._prefill_tokens, 0
         while budget and (self._partial or self._admit()):
+            context = self._partial.num_prefilled
+            gathered += self._num_gathered(context, min(budget, self._partial.num_to_prefill - context))
+            if chunks and gathered > MAX_GATHERED:
+                break  # the next step begins with it
             chunks.append(self._next_chunk(self._partial, budget))
             budget -= chunks[-1].num_tokens
         return chunks

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_ray.attention import prefill_metadata
+from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.engine import scheduler
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.errors import RequestError
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
 from tests.helpers.toy_models import llama, llama_engine
@@ -129,6 +133,25 @@ def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
 def test_chunks_of_any_size_change_nothing(tree, prefill_tokens):
     added = sequences(prompts_of(40, 3, 65, 1, 32, 33))
     finish(llama_engine(3, *tree, prefill_tokens=prefill_tokens), added)
+    assert_plain(added)
+
+
+def test_a_step_gathers_no_more_than_its_cap(monkeypatch):
+    """On a device that gathers contexts; what does not fit into one step goes on in the next."""
+    monkeypatch.setattr(cpu_ops, "available", lambda *_: False)
+    for module in (scheduler, prefill_metadata):
+        monkeypatch.setattr(module, "MAX_GATHERED", 150)
+    engine = llama_engine(8)
+    (prefix,) = prompts_of(64)
+    finish(engine, sequences([prefix]))
+    gathered, layout = [], PrefillMetadata.__post_init__
+    monkeypatch.setattr(
+        PrefillMetadata, "__post_init__", lambda self: layout(self) or gathered.append(self.num_gathered)
+    )
+    added = sequences([prefix + question for question in prompts_of(3, 9, 20, 1, 5, 40)])
+    finish(engine, added)
+    assert sum(s.num_reused for s in added) == 6 * 64
+    assert gathered == [140, 149, 69, 104]
     assert_plain(added)
 
 
