@@ -1,14 +1,23 @@
 """A whole engine whose passes attend by the kernels makes the portable engine's tokens."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.attention import prefill_metadata
+from eagle_ray.attention.backend import num_gathered
+from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.engine.capacity import PREFILL_TOKENS
+from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
+from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.simulated_costs import flat
@@ -63,6 +72,51 @@ def test_questions_behind_a_shared_prefix_attend_as_chains(planner, monkeypatch)
     assert outputs("triton") == portable
     assert set(gathered) == {35, 3 + 72}
     assert {6, 5, 4} <= set(chained)
+
+
+@pytest.mark.parametrize("shared", [1024, 8192, 32768])
+def test_what_a_shared_prefix_makes_a_layer_gather(shared, monkeypatch):
+    """136 questions of 30 tokens: nothing is gathered for those that reuse it, but for the prefix's own chunks."""
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    gathered = gathered_positions(shared, 30, 136, monkeypatch)
+    assert gathered == ([shared + 30] if shared < 4096 else list(range(8192, shared + 1, 4096)))
+
+
+def gathered_positions(shared: int, length: int, num_questions: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the positions that a layer gathers in each of the passes that gather, by the bytes of the copies."""
+    monkeypatch.setattr(prefill_metadata, "supports_varlen", lambda *_: True)
+    monkeypatch.setattr(prefill_metadata, "varlen_attention", lambda query, *_: query)
+    monkeypatch.setattr(prefill_metadata, "attend_trees", lambda cache, trees, query, *_: query)
+    capacity = shared + length + 64
+    blocks = BlockManager(num_questions, capacity, num_blocks=capacity // BLOCK_SIZE + 3 * num_questions)
+    cache = KVCache(blocks, 1, 1, 8, torch.float32, "cpu")
+    scheduler = Scheduler(blocks, PREFILL_TOKENS["cuda"], 1, num_gathered=partial(num_gathered, cache))
+    prefix = [i % 90 for i in range(shared)]
+    for i in range(num_questions):
+        scheduler.add(Sequence(str(i), prefix + [i] * length, SamplingParams(max_tokens=1)))
+    gathered = []
+    while chunks := scheduler.chunks():
+        spans = [(c.sequence.slot, 0, c.start, c.num_tokens) for c in chunks]
+        layout = prefill_metadata.PrefillMetadata(cache, *(list(column) for column in zip(*spans, strict=True)))
+        rows = torch.zeros(1, 1, sum(c.num_tokens for c in chunks), 8)
+        with CountCopies(cache) as copies:
+            layout.attend(rows, rows, rows, AttentionParams(0, 1.0))
+        gathered.append(copies.num_bytes // (2 * rows[0, :, :1].nbytes))
+    return [n for n in gathered if n]
+
+
+class CountCopies(TorchDispatchMode):
+    """Bytes that index_select copies from a cache."""
+
+    def __init__(self, cache: KVCache):
+        super().__init__()
+        self._num_cells, self.num_bytes = len(cache.layer(0)[0]), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("index_select") and len(args[0]) == self._num_cells:
+            self.num_bytes += out.nbytes
+        return out
 
 
 @pytest.mark.parametrize("after", [0, 7, 20])
