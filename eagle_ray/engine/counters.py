@@ -12,6 +12,7 @@ class EngineCounters:
 
     num_plain_steps: steps in which nothing was drafted. num_probes: steps taken in order to learn. num_ahead: steps
     launched before the one before them was read. num_verify_rows: rows of all decode passes, padding included.
+    num_prefill_passes: passes over prompt chunks alone.
     busy_s: seconds spent inside step(); prefill_s of them on prompts, which have their share of a pass by its rows.
     planner_error: why the planner failed, if it has: nothing is drafted from then on.
     method: what `speculative.method: auto` chose, once it has. method_rates: decoded tokens per second of the methods
@@ -25,6 +26,7 @@ class EngineCounters:
     num_probes: int = 0
     num_ahead: int = 0
     num_verify_rows: int = 0
+    num_prefill_passes: int = 0
     num_output_tokens: int = 0
     num_prefill_tokens: int = 0
     num_reused_tokens: int = 0

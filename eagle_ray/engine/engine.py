@@ -312,6 +312,7 @@ class Engine:
         if not chunks:
             return None
         prefill = self.prefiller.run(chunks, will_draft)
+        self.counters.num_prefill_passes += 1
         self.counters.prefill_s += time.monotonic() - now
         return prefill
 
