@@ -10,12 +10,13 @@ Plain decoding is the same loop with a drafter that proposes nothing.
 If steps overlap, the host launches step t+1 before it reads step t. It passes on what only the device knows so far: how
 many tokens each sequence accepted and the last of them. The device does not wait while the host counts and plans.
 
-    device   | draft t | verify t | draft t+1 | verify t+1 | prompts | draft t+2 ...
-    host     launch t ... launch t+1      | read t, count t, prompts | read t+1 ...
+    device   | draft t | verify t | prompts | draft t+1 | verify t+1 | draft t+2 ...
+    host     launch t ... prompts, launch t+1 | read t, count t | launch t+2 | read t+1 ...
 
-A sequence that finishes in step t still occupies a row of step t+1; its result is discarded. New sequences join the
-first step that is not launched ahead. If steps are not replayed as CUDA graphs, prompt chunks go through the target in
-the same pass as the decoding rows, so that its weights are read once.
+A sequence that finishes in step t still occupies a row of step t+1; its result is discarded. If it certainly finishes
+there, by its length, it has no row, and its slot takes a new sequence at once. Sequences whose prompts are launched
+before step t+1 are part of it: their first tokens, too, are on the device. If steps are not replayed as CUDA graphs,
+prompt chunks go through the target in the same pass as the decoding rows, so that its weights are read once.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class Engine:
             self._pending = self._launch_ahead(pending, prefill)
             self._finish(pending, self.counters.num_prefill_tokens - num_before)
         self._finish_prefill(prefill)
+        if self._pending is not None:
+            self._sync_lengths(self._pending)
 
         finished = self._retire()
         self.counters.busy_s += time.monotonic() - started
@@ -213,6 +216,7 @@ class Engine:
         """Return this step and its prompt chunks, both launched. The step may have been launched ahead."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.has_running:
+            self.scheduler.release_ending(pending.batch)
             return pending, self._launch_prefill()
 
         if self.scheduler.reserve_or_preempt():
@@ -275,12 +279,17 @@ class Engine:
 
     def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> PendingStep | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read."""
-        if not self.overlap or self.graphs is None or (prefill and prefill.ends_any) or pending.batch.controlled:
+        if not self.overlap or self.graphs is None:
+            return None
+        ended = [] if prefill is None else prefill.ended
+        if any(sequence.controls is not None for sequence in (*pending.batch.sequences, *ended)):
             return None
         batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens)
+        if batch is not None and prefill is not None:
+            batch = self.scheduler.join(batch, ended, prefill.roots)
         if batch is None:
             return None
-        timer = StepTimer(self.target.device, pending.timer)
+        timer = StepTimer(self.target.device, pending.timer if prefill is None else None)
         plan = self._plan(batch)
 
         draft = Draft.empty(batch.roots)
@@ -345,14 +354,11 @@ class Engine:
     # Finish: what the host does with the results.
 
     def _finish(self, pending: PendingStep, num_prompt_tokens: int) -> None:
-        """Read a step's results and pass them to its sequences, its planner and the step launched after it."""
+        """Read a step's results and pass them to its sequences and its planner."""
         record, *tops = pending.copy.arrays()
         pending.timer.arrived()
         num_cached = sum(sequence.num_cached for sequence in pending.batch.sequences)
         num_accepted = self._commit(pending, StepOutput.of(record, pending.shape.max_depth), tops)
-        if self._pending is not None:
-            self._sync_lengths(self._pending)
-
         seconds = pending.timer.read(followed=self._pending is not None)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)

@@ -92,13 +92,16 @@ class PendingPrefill:
     """A launched pass over prompts, and its first tokens on their way to the host.
 
     Attributes:
-        ends_any: a prompt ended in it, so its sequence decodes from now on.
+        sequences: those whose first token it sampled.
+        ended: those whose prompt ended in it, so that they decode from now on: these, then preempted ones.
+        roots: last tokens of `ended`.
     """
 
     sequences: list[Sequence]
     copy: DeviceToHost
     has_tops: bool
-    ends_any: bool
+    ended: list[Sequence]
+    roots: Int[Tensor, " E"]
 
     def read(self) -> list[FirstToken]:
         tokens, logprobs, *likeliest = self.copy.read()
@@ -205,4 +208,7 @@ def _sample_first(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], pick
     logprobs = log_probs_of(logits, picks) if asked else torch.zeros_like(picks, dtype=torch.float32)
     most = max((s.sampling.top_logprobs for s in sequences), default=0)
     tops = likeliest(logits, most) if most else ()
-    return PendingPrefill(sequences, DeviceToHost(picks, logprobs, *tops), bool(tops), any(c.is_last for c in chunks))
+    copy = DeviceToHost(picks, logprobs, *tops)
+    resumed = [c.sequence for c in chunks if c.is_last and not c.needs_sample]
+    roots = torch.cat([picks, to_device([s.root for s in resumed], picks.device)]) if resumed else picks
+    return PendingPrefill(sequences, copy, bool(tops), [*sequences, *resumed], roots)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.attention.prefill_metadata import MAX_GATHERED
@@ -53,6 +55,7 @@ class Scheduler:
         self._num_gathered = num_gathered or (lambda context, num_rows: 0)
         self._waiting: WaitingQueue = FirstComeQueue()
         self._running: dict[int, Sequence] = {}  # by slot, oldest first
+        self._ending: list[Sequence] = []  # their slots are free, and their last step is not read yet
         self._free = sorted(range(self.num_slots), reverse=True)
         self._partial: Sequence | None = None  # its prompt is partly computed
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
@@ -180,11 +183,66 @@ class Scheduler:
             None,
         )
 
+    def join(self, batch: DecodeBatch, sequences: list[Sequence], roots: Int[Tensor, " E"]) -> DecodeBatch | None:
+        """Return the batch with sequences whose prompts were launched and whose first tokens only the device knows.
+
+        Those that certainly end with their first token are left out. Returns None if KV blocks may not suffice.
+
+        Args:
+            roots: the last tokens of these sequences.
+        """
+        remaining = [s.remaining_tokens - (not s.output_ids) for s in sequences]
+        members = [i for i, number in enumerate(remaining) if number > 0]
+        joining = [sequences[i] for i in members]
+        lengths = [s.num_to_prefill for s in joining]
+        if not members:
+            return batch
+        columns = [length + self._tree_columns for length in lengths]
+        if not self._blocks.reserve_each([s.slot for s in joining], columns):
+            return None
+        self._blocks.sync_table()
+        slots = [*batch.at.host_slots, *(s.slot for s in joining)]
+        bounds = [*batch.at.host_lengths, *lengths]
+        sequences = [*batch.sequences, *joining]
+        may_produce = [*batch.remaining_tokens, *(remaining[i] for i in members)]
+
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        place = to_device(order, self._device)
+        own = [[s.slot for s in joining], lengths, [remaining[i] for i in members], members]
+        *numbers, rows = to_device(own, self._device)
+        before = (batch.at.slots, batch.at.lengths, batch.remaining_on_device, batch.roots)
+        both = zip(before, (*numbers, roots[rows]), strict=True)
+        at, length_at, remaining_at, root_at = (torch.cat(each)[place] for each in both)
+        slots, bounds, sequences, may_produce = ([x[i] for i in order] for x in (slots, bounds, sequences, may_produce))
+        return DecodeBatch(
+            sequences,
+            DecodeSlots(at, length_at, slots, bounds, max(bounds)),
+            root_at,
+            self._sampling_of(sequences),
+            may_produce,
+            remaining_at,
+            None,
+        )
+
+    def release_ending(self, batch: DecodeBatch) -> None:
+        """Free the slots of sequences that certainly finish in a step of `batch`, which was launched.
+
+        Prompts launched from now on run after that step, so they may use these slots and their blocks. `retire` returns
+        the sequences once the step is read.
+        """
+        for sequence in batch.sequences:
+            if sequence.status is SequenceStatus.RUNNING and sequence.remaining_tokens <= 1:
+                self._release(sequence)
+                self._ending.append(sequence)
+
     def retire(self) -> list[Sequence]:
         """Free the slots of finished sequences and return the sequences."""
         finished = [s for s in self._running.values() if s.status is SequenceStatus.FINISHED]
         for sequence in finished:
             self._release(sequence)
+        finished = [*self._ending, *finished]
+        self._ending = []
+        for sequence in finished:
             self._waiting.observe(sequence)
         return finished
 

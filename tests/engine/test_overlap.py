@@ -86,6 +86,58 @@ def test_a_long_prompt_is_read_behind_steps_that_go_on_being_launched_ahead():
     assert_plain([first, long])
 
 
+@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+def test_prompts_that_end_hold_no_step_back(tree):
+    engine, (prompts, params) = overlapped(tree, num_slots=4), jobs(24)
+    assert_plain(
+        run(engine, prompts, [replace(p, max_tokens=1 + i % 9, ignore_eos=True) for i, p in enumerate(params)])
+    )
+    assert engine.counters.num_ahead >= engine.counters.num_steps - 2
+
+
+def test_first_tokens_that_end_their_sequences_leave_nothing_behind():
+    prompts, params = jobs(24)
+    firsts = [s.output_ids[0] for s in plain(prompts, params)]
+    stops = [
+        replace(p, stop_token_ids=(first,) if i % 3 else ())
+        for i, (p, first) in enumerate(zip(params, firsts, strict=True))
+    ]
+    engine = overlapped(num_slots=4)
+    assert_plain(run(engine, prompts, stops))
+    assert engine.counters.num_ahead > 10
+
+
+def test_a_slot_whose_sequence_ends_by_its_length_is_never_idle():
+    """Two slots and prompts that wait: every step has two sequences, up to the last ones."""
+    engine, lengths = overlapped((0, 0, 0), num_slots=2), [9, 5, 4, 8, 3, 6, 7, 2, 9, 6]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    assert_plain(run(engine, some_prompts(len(lengths)), params))
+    free_at = [0, 0]
+    for length in lengths:
+        free_at = sorted([free_at[0] + length - 1, free_at[1]])
+    assert engine.counters.num_steps == free_at[1]
+    assert engine.counters.num_slot_steps == sum(lengths) - len(lengths)
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+def test_sequences_can_be_aborted_in_the_step_that_they_join(tree):
+    engine = overlapped(tree, num_slots=3)
+    stays, goes, later = (
+        Sequence(name, [5, i], SamplingParams(max_tokens=30 + i, ignore_eos=True)) for i, name in enumerate("abc")
+    )
+    engine.add(stays)
+    engine.step()
+    engine.add(goes)
+    engine.step()
+    assert goes.output_ids and engine.counters.num_ahead == 2
+    engine.abort(goes)
+    engine.add(later)
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert_plain([stays, later])
+
+
 def test_pre_emption_changes_nothing():
     """Four that grow to three blocks each over a pool of six: no step is launched for which there is no room."""
     prompts = [(ids * 30)[: 8 + i] for i, ids in enumerate(some_prompts(4))]
