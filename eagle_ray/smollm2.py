@@ -3,33 +3,26 @@
     >>> target_directory()
     PosixPath('/home/me/.cache/eagle_ray/models/smollm2-1-5b3c...')
 
-The directory's name holds the converter's version and the GGUF file's hash. Processes that start together convert once:
-the first one holds a file lock, the others wait. A directory appears under its name only when it is complete and its
-answers are right. EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray.
+The directory's name holds the converter's version and the GGUF file's hash. It appears under its name only when it is
+complete and its answers are right.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from eagle_ray.cache_directory import cache_home, made_once
 from eagle_ray.config import ConfigError
 from eagle_ray.errors import EngineError, one_line
 from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
 from eagle_ray.gguf.llama_checkpoint import write_checkpoint
 from eagle_ray.models.loader import load_target
-from eagle_ray.planner.cost_cache import cache_home
 from eagle_ray.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.tokenizer import Tokenizer
 
@@ -76,14 +69,13 @@ def _converted(source: Path) -> Path:
     found = source.stat()
     digest = _digest(source, found.st_size, found.st_mtime_ns)
     directory = cache_home() / "models" / f"smollm2-{CONVERTER_VERSION}-{digest[:DIGEST_CHARS]}"
-    if directory.is_dir():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.with_name(f".{directory.name}.lock")):
-        if not directory.is_dir():
-            log.info("converting %s into %s", source, directory)
-            _convert(source, directory)
-    return directory
+
+    def convert(temporary: Path) -> None:
+        log.info("converting %s into %s", source, directory)
+        write_checkpoint(GGUFFile.open(source), temporary)
+        check_target(temporary)
+
+    return made_once(directory, convert, f"another process converts {source}")
 
 
 @lru_cache(maxsize=4)
@@ -94,40 +86,6 @@ def _digest(path: Path, size: int, modified_ns: int) -> str:
         while chunk := file.read(1 << 20):
             sha256.update(chunk)
     return sha256.hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The system releases it if the process is killed."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks: several processes may convert, one result is kept
-            log.warning("%s cannot be locked: %s", path, error)
-        yield
-
-
-def _convert(source: Path, directory: Path) -> None:
-    """Write the target into a temporary directory, check it and rename it to `directory`."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
-    try:
-        write_checkpoint(GGUFFile.open(source), temporary)
-        check_target(temporary)
-        temporary.chmod(0o755)
-        _publish(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _publish(temporary: Path, directory: Path) -> None:
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    try:
-        temporary.rename(directory)
-    except OSError:
-        if not directory.is_dir():  # it is there if another process published it first
-            raise
 
 
 def check_target(directory: Path) -> None:

@@ -19,13 +19,13 @@ from eagle_ray.build import (
     load_draft,
     model_limits,
 )
+from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.cost_cache import cache_home
 from eagle_ray.registry import make_drafter
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.start_log import StartLog

@@ -14,7 +14,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVELS = [
     {"errors", "strict_json", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy"}
     | {"graph_protocol", "gguf", "smollm2_wheel"},
-    {"chat", "model_files"},
+    {"chat", "model_files", "cache_directory"},
     {"config", "kernels", "storage", "tokenizer", "report"},
     {"datastore", "draft_vocab", "sampling"},
     {"tree", "sampling_values"},
@@ -32,7 +32,7 @@ LEVELS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 TORCH_FREE = {"errors", "chat", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
-TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel", "model_files"}
+TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel", "model_files", "cache_directory"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from eagle_ray.cache_directory import cache_home
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
@@ -36,11 +37,6 @@ def cache_path(parts: dict[str, object]) -> Path:
     """parts: whatever the costs depend on, by name."""
     text = json.dumps(parts | {"version": VERSION}, sort_keys=True, default=str)
     return cache_home() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def cache_home() -> Path:
-    """Return the directory of measurements kept between runs."""
-    return Path(os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray")
 
 
 def costs_json(costs: StepCosts) -> dict[str, object]:
