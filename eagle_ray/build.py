@@ -35,7 +35,7 @@ from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.drafters.switch import SwitchDrafter
-from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, warm_up
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,
     USUAL_TOKENS,
@@ -710,7 +710,7 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
-        "blocks": target.cache.blocks.num_blocks,  # with few of them not all slots can be measured at once
+        "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
         "tree": _tree_of(speculative),
     } | ({} if engine.graphs is None else {"graphs": True})
 

@@ -61,6 +61,15 @@ def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, d
     assert parts[0] == parts[1] and parts[0]["device"]
 
 
+def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):
+    model, speculative = ModelConfig(target=str(PAIR / "target"), draft=str(draft)), SpeculativeConfig(budget="uniform")
+    keys = [
+        cost_key(build_engine_from_config(model, speculative, slots=2, kv_tokens=tokens).engine, speculative)
+        for tokens in (4096, 4352, 256)
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
 def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
     raw = json.loads((draft / "config.json").read_text())

@@ -30,6 +30,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
@@ -135,7 +136,7 @@ def calibrate_costs(
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
-    with calibration_mode(engine, scripted_planner(engine, top_k), distinct_prompts=device == "cuda") as bench:
+    with calibration_mode(engine, scripted_planner(engine, top_k), has_distinct_prompts(engine)) as bench:
         sizes = CalibrationSizes(bench.num_slots, max_nodes, max_depth, top_k, device)
         bench.run(sizes.needed())
         batches = sizes.batches()
@@ -284,6 +285,33 @@ def max_rows(num_slots: int, max_nodes: int) -> int:
     return max(ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
+def max_concurrent(scheduler: Scheduler, length: int) -> int:
+    """Return how many measured sequences with distinct prompts of this length can run at once."""
+    return max(scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
+
+
+def context_sizes(scheduler: Scheduler, distinct_prompts: bool) -> tuple[int, int]:
+    """Return the tokens of a long prompt, and how many sequences at most are measured behind such prompts.
+
+    distinct_prompts: as for CalibrationRun.
+    """
+    wanted = LONG_PROMPT if distinct_prompts else SHARED_PROMPT
+    length = max(min(wanted, scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
+    return length, min(max_concurrent(scheduler, length), MAX_DISTINCT if distinct_prompts else MAX_SHARED)
+
+
+def measured_sizes(engine: Engine) -> dict[str, int]:
+    """Return what is measured on this engine as far as its KV cache decides: the same for caches with enough room."""
+    length, behind_context = context_sizes(engine.scheduler, has_distinct_prompts(engine))
+    short = max_concurrent(engine.scheduler, SHORT_PROMPT)
+    return {"sequences": short, "context": length, "behind_context": behind_context}
+
+
+def has_distinct_prompts(engine: Engine) -> bool:
+    """Return whether measured sequences have prompts of their own: a GPU would find shared ones in its cache."""
+    return engine.target.device.type == "cuda"
+
+
 def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
     """Return the number of plain steps before a draft that catches up.
 
@@ -321,7 +349,7 @@ class CalibrationRun:
 
     def max_concurrent(self, length: int) -> int:
         """Return how many sequences with distinct prompts of this length can run at once."""
-        return max(self._engine.scheduler.max_concurrent(length + SHORT_OUTPUT), 1)
+        return max_concurrent(self._engine.scheduler, length)
 
     def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
         """Run the settings in turn until the budget is spent; without a budget, all of them."""
@@ -339,10 +367,8 @@ class CalibrationRun:
         find shared blocks in its cache, so there each sequence has its own prompt, and fewer sequences run if they
         do not fit.
         """
-        wanted = LONG_PROMPT if self._distinct_prompts else SHARED_PROMPT
-        length = max(min(wanted, self._engine.scheduler.max_solo_length - SHORT_OUTPUT), SHORT_PROMPT)
-        most = MAX_DISTINCT if self._distinct_prompts else MAX_SHARED
-        batch_size = min(tree.batch_size, self.max_concurrent(length), most)
+        length, most = context_sizes(self._engine.scheduler, self._distinct_prompts)
+        batch_size = min(tree.batch_size, most)
         self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
         plain, tree = self._context_steps
         for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
