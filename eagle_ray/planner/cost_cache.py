@@ -11,31 +11,80 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle_ray.cache_directory import cache_home
+from eagle_ray.cache_directory import cache_home, locked
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
 
 log = logging.getLogger("eagle_ray")
 VERSION = 7  # of the files; costs of another version are measured again
 CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
+LOCK_LIMIT_S = 120.0  # longer than any measurement takes
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
 
 
+_used: set[Path] = set()  # files of costs that this process has read or measured
+
+
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
-    """Return the costs kept for exactly these parts, or measure and keep them."""
-    costs = _read(cache_path(parts))
+    """Return the costs kept for exactly these parts, or measure and keep them.
+
+    Processes of one machine that start together measure once: the others wait for the first one.
+    """
+    path = cache_path(parts)
+    costs = _read(path)
     if costs is None:
-        costs = measure()
-        keep_costs(parts, costs)
+        with _measuring(path):
+            costs = _read(path)
+            if costs is None:
+                costs = measure()
+                keep_costs(parts, costs)
+    _used.add(path)
     return costs
+
+
+def used_costs() -> list[Path]:
+    """Return the files of costs that this process has read or measured."""
+    return sorted(path for path in _used if path.is_file())
+
+
+def adopt_costs(name: str, data: bytes) -> None:
+    """Keep costs that another machine has kept in a file of this name, unless this machine has some.
+
+    Raises ValueError if they are damaged or of other parts than the name says.
+    """
+    try:
+        kept = json.loads(data)
+        parts, costs = kept["of"], costs_of(kept["costs"])
+        path = cache_path(parts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"it holds no costs of steps ({type(error).__name__}: {error})") from None
+    if path.name != name:
+        raise ValueError("it holds costs of other parts or of another version")
+    if not path.exists():
+        keep_costs(parts, costs)
+
+
+@contextmanager
+def _measuring(path: Path) -> Iterator[None]:
+    """Let one process of this machine measure at a time. Where nothing can be kept, each measures on its own."""
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            waiting = "waiting for another process of this machine, which measures the cost of steps"
+            stack.enter_context(locked(path.with_suffix(".lock"), waiting, LOCK_LIMIT_S))
+        except OSError as error:
+            log.debug("%s: %s", path, error)
+        yield
 
 
 def cache_path(parts: dict[str, object]) -> Path:
     """parts: whatever the costs depend on, by name."""
-    text = json.dumps(parts | {"version": VERSION}, sort_keys=True, default=str)
+    as_read = json.loads(json.dumps(parts, default=str))  # with keys as a file has them, which adopt_costs compares
+    text = json.dumps(as_read | {"version": VERSION}, sort_keys=True)
     return cache_home() / "costs" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,7 +25,7 @@ from eagle_ray.engine.calibrate import (
     warm_up,
 )
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.planner.cost_cache import cache_path, cached_costs, costs_json
+from eagle_ray.planner.cost_cache import adopt_costs, cache_path, cached_costs, costs_json, used_costs
 from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
@@ -243,6 +246,42 @@ def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monk
     assert costs_json(first) == costs_json(again) and len(calls) == 1
     cached_costs({"target": "b"}, measured)
     assert len(calls) == 2
+
+
+def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
+    calls, second_asks = [], threading.Event()
+
+    def measured() -> StepCosts:
+        calls.append(1)
+        assert second_asks.wait(60)
+        return some_costs()
+
+    def second() -> StepCosts:
+        second_asks.set()
+        return cached_costs({"target": "a"}, measured)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(cached_costs, {"target": "a"}, measured)
+        while not calls:
+            time.sleep(0.01)
+        other = threads.submit(second)
+        assert costs_json(first.result()) == costs_json(other.result()) and len(calls) == 1
+
+
+def test_costs_of_another_machine_are_kept_if_they_are_whole_and_what_the_name_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "there"))
+    parts = {"target": {"labels": {number: "x" for number in range(12)}}}
+    cached_costs(parts, some_costs)
+    (file,) = (tmp_path / "there" / "costs").glob("*.json")
+    assert file in used_costs()
+
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "here"))
+    for name, data in [(file.name, b"{"), (file.name, b"[]"), ("00.json", file.read_bytes()), (file.name, b"\xff")]:
+        with pytest.raises(ValueError, match="it holds"):
+            adopt_costs(name, data)
+    adopt_costs(file.name, file.read_bytes())
+    assert costs_json(cached_costs(parts, lambda: pytest.fail("measured"))) == costs_json(some_costs())
 
 
 @pytest.mark.parametrize("damage", ["", "{", json.dumps({"costs": {"verify": 3}}), json.dumps([])])
