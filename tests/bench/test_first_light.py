@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from jobs.bench.gpu.device_checks import run_check
 from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
 from jobs.bench.gpu.plain_rig import MeasuredGraphRunner
-from jobs.bench.gpu.triton_cache import ARCHIVE, triton_cache, unpack
+from jobs.bench.gpu.triton_cache import triton_cache
 from tests.helpers.toy_models import llama
 
 ROOT = Path(__file__).parents[2]
@@ -128,16 +127,10 @@ def test_compiled_kernels_are_found_again_in_another_directory(tmp_path, monkeyp
         kernel = directory / "KEY"
         kernel.mkdir()
         (kernel / "k.cubin").write_bytes(b"code")
-        (kernel / "k.llir").write_text("intermediate")
         (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": {"k.cubin": str(kernel / "k.cubin")}}))
     assert not directory.exists() and "TRITON_CACHE_DIR" not in os.environ
-    with tarfile.open(tmp_path / ARCHIVE) as archive:
-        assert sorted(archive.getnames()) == ["KEY/__grp__k.json", "KEY/k.cubin"]
-
-    again = tmp_path / "again"
-    unpack(tmp_path / ARCHIVE, again)
-    group = json.loads((again / "KEY" / "__grp__k.json").read_text())
-    assert group == {"child_paths": {"k.cubin": str(again / "KEY" / "k.cubin")}}
+    with triton_cache(tmp_path, given=tmp_path) as directory:
+        assert (directory / "KEY" / "k.cubin").read_bytes() == b"code"
 
 
 def test_a_device_check_is_run_by_name_and_fails_if_it_raises():

@@ -1,0 +1,88 @@
+"""Triton's compiled kernels, packed for another machine or a later start.
+
+    data = pack(cache_directory(), entries(cache_directory()))
+    unpack(data, cache_directory())
+
+An entry is a directory named for the source, the options and the compiler of what it holds, so entries of another
+program or version are never loaded. Modules of the host are left out: an archive brings code for the device only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "TRITON_CACHE_DIR"
+OMITTED = (".ttir", ".ttgir", ".llir", ".source")  # intermediate code, which a cached kernel does not need
+HOST_MODULE = ".so"
+UNFINISHED = "tmp."  # how the directory begins in which Triton writes a file
+GROUPS = "__grp__*.json"  # the last file of a kernel to be written
+DAMAGES = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError)
+
+
+def cache_directory() -> Path:
+    """Return where Triton keeps compiled kernels."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get(VARIABLE) or home / ".triton" / "cache")
+
+
+def entries(directory: Path) -> set[str]:
+    """Return the names of the entries that hold a whole kernel."""
+    return {group.parent.name for group in directory.glob(f"*/{GROUPS}")}
+
+
+def pack(directory: Path, names: Iterable[str]) -> bytes:
+    """Return an archive of these entries; no bytes if there is no kernel in them."""
+    files = [path for name in sorted(names) for path in sorted((directory / name).rglob("*")) if _is_kept(path)]
+    if not files:
+        return b""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=4) as archive:
+        for path in files:
+            archive.add(path, path.relative_to(directory))
+    return packed.getvalue()
+
+
+def _is_kept(path: Path) -> bool:
+    is_omitted = path.suffix in (*OMITTED, HOST_MODULE) or path.parent.name.startswith(UNFINISHED)
+    return path.is_file() and not is_omitted
+
+
+def unpack(data: bytes, directory: Path) -> set[str]:
+    """Add an archive's entries that are not there yet, each of them whole, and return the names of all of its entries.
+
+    Raises ValueError if the archive is damaged, or none; then nothing is added.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=directory))
+    try:
+        plain = gzip.decompress(data)  # to its end, where the checksum is
+        with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
+            members = [member for member in archive if member.isfile() and not member.name.endswith(HOST_MODULE)]
+            archive.extractall(temporary, members, filter="data")
+        for group in temporary.rglob(GROUPS):
+            _set_paths(group, directory / group.parent.relative_to(temporary))
+        names = entries(temporary)
+        for name in names - entries(directory):
+            with suppress(OSError):  # another process has made it since
+                (temporary / name).rename(directory / name)
+        return names
+    except DAMAGES as error:
+        raise ValueError(f"it holds no kernels ({type(error).__name__}: {error})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _set_paths(group: Path, directory: Path) -> None:
+    """Write the absolute paths of a group's files again, for the directory in which they will be."""
+    children = json.loads(group.read_text("utf-8"))["child_paths"]
+    group.write_text(json.dumps({"child_paths": {name: str(directory / name) for name in children}}), "utf-8")
