@@ -29,6 +29,7 @@ from eagle_ray.storage.storage_errors import check_bucket
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
+CACHE = "_cache"  # of what starts make again without it; shards share it
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")

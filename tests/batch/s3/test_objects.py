@@ -10,10 +10,15 @@ from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.input.shards import rows_in, scan
 from eagle_ray.batch.job_errors import InputChanged
+from eagle_ray.batch.output.layout import CACHE, RUN
+from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.start_cache import StartCache
 from eagle_ray.config import ConfigError, load_config
+from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.storage import s3
-from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes
+from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
+from tests.kernels.test_triton_cache import make_entry
 from tests.storage.test_path import check_creates_and_replaces
 
 NAMES = (
@@ -194,3 +199,19 @@ def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     rows = [row for _, row in rows_in(found.shards[-1].truncate(2), ["id"])]
     assert rows[1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of two million
+
+
+def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypatch):
+    run = RunHandle(bucket / "out", "run", 1, "hash")
+    write_json(run.output / RUN, {"run_id": "run", "attempt": 1})
+    found = []
+    for machine in ("a", "b"):
+        kernels = tmp_path / machine
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+        cache = StartCache(run, "kernels-0123.tar.gz")
+        cache.load()
+        found.append(entries(kernels))
+        make_entry(kernels, "K1")
+        cache.store()
+    assert found == [set(), {"K1"}]
+    assert (run.output / CACHE).list_names() == ["kernels-0123.tar.gz"]

@@ -1,0 +1,135 @@
+"""What a worker's start leaves in the run's directory, and what later starts on other machines make of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eagle_ray import build
+from eagle_ray.batch.input.plan import plan_input
+from eagle_ray.batch.output.layout import CACHE
+from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.batch.output.manifest import RunHandle, open_run, output_of
+from eagle_ray.batch.start_cache import StartCache
+from eagle_ray.batch.worker import Worker
+from eagle_ray.config import JobConfig
+from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
+from eagle_ray.kernels.triton_cache import entries
+from eagle_ray.planner import cost_cache
+from eagle_ray.storage.path import StoragePath
+from tests.conftest import token_rows
+from tests.kernels.test_triton_cache import make_entry
+
+KERNELS = "kernels-0123.tar.gz"
+
+
+class Machines:
+    """Machines without memory of each other: each has its own cache and processes."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch):
+        self._directory, self._monkeypatch = directory, monkeypatch
+        self.num_measured = 0
+        monkeypatch.setattr(build, "calibrate_costs", self._measure)
+
+    def use(self, name: str) -> Path:
+        """Go on as a new process on the machine of this name; return the directory of its kernels."""
+        kernels = self._directory / name / "triton"
+        self._monkeypatch.setenv("EAGLE_RAY_CACHE", str(self._directory / name))
+        self._monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
+        self._monkeypatch.setattr(cost_cache, "_used", set())
+        return kernels
+
+    def start_worker(self, name: str, config: JobConfig, run: RunHandle) -> int:
+        """Start a worker on the machine, and return how often it measured costs."""
+        before = self.num_measured
+        self.use(name)
+        Worker(config, run, [], threads=1).close()
+        return self.num_measured - before
+
+    def _measure(self, *arguments):
+        self.num_measured += 1
+        return calibrate_costs(*arguments, TimeBudget(0.0))
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch) -> Machines:
+    return Machines(tmp_path, monkeypatch)
+
+
+def start(config: JobConfig) -> RunHandle:
+    with lock_output(output_of(config)):
+        return open_run(config, plan_input(config).fingerprints)
+
+
+def test_workers_of_a_run_measure_once_wherever_and_whenever_they_start(machines, make_job):
+    config = make_job(token_rows(2))
+    run = start(config)
+    assert machines.start_worker("a", config, run) == 1
+    assert machines.start_worker("b", config, run) == 0
+    assert machines.start_worker("b", config, run) == 0
+    again = start(config)
+    assert machines.start_worker("c", config, again) == 0
+    assert machines.start_worker("d", config, run) == 1, "an attempt that was overtaken reads and leaves nothing"
+    (file,) = (run.output / CACHE).glob("*")
+    assert file.name.startswith("costs-") and "verify" in json.loads(file.read_bytes())["costs"]
+
+
+def test_costs_that_the_first_machine_had_are_left_for_others(machines, make_job):
+    config = make_job(token_rows(2))
+    assert machines.start_worker("a", config, start(config)) == 1
+    other = make_job(**{"output.path": f"{config.output.path}-2"})
+    run = start(other)
+    assert machines.start_worker("a", other, run) == 0
+    assert machines.start_worker("b", other, run) == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"of": {}, "costs": {}}', b"\xff" * 100])
+def test_a_damaged_file_is_ignored_with_a_line_and_written_again(machines, make_job, caplog, damage):
+    config = make_job(token_rows(2))
+    run = start(config)
+    machines.start_worker("a", config, run)
+    (file,) = (run.output / CACHE).glob("*")
+    file.write_atomic(damage)
+    assert machines.start_worker("b", config, run) == 1
+    assert f"{file} is ignored: it holds" in caplog.text
+    assert machines.start_worker("c", config, run) == 0
+
+
+def test_a_worker_outside_of_a_run_leaves_nothing(machines, make_job, tmp_path):
+    config = make_job(token_rows(2))
+    run = RunHandle(StoragePath.of(str(tmp_path / "dataset")), "dataset", 1, "hash")
+    assert machines.start_worker("a", config, run) == 1
+    assert not (tmp_path / "dataset").exists()
+
+
+def test_a_cache_that_cannot_be_written_stops_no_worker(machines, make_job):
+    config = make_job(token_rows(2))
+    run = start(config)
+    (run.output / CACHE).write_atomic(b"a file")
+    assert machines.start_worker("a", config, run) == 1
+
+
+def test_kernels_are_compiled_by_one_worker_and_what_is_new_is_added(machines, make_job):
+    run = start(make_job(token_rows(2)))
+
+    def begin(name: str, *compiled: str, owned: tuple[str, ...] = ()) -> set[str]:
+        """Return the kernels that a start on a machine with some of its own has before it compiles others."""
+        kernels = machines.use(name)
+        for entry in owned:
+            make_entry(kernels, entry)
+        cache = StartCache(run, KERNELS)
+        cache.load()
+        found = entries(kernels)
+        for entry in compiled:
+            make_entry(kernels, entry)
+        cache.store()
+        return found
+
+    assert begin("a", "K1", "K2", owned=("another program's",)) == {"another program's"}
+    assert begin("b") == {"K1", "K2"}
+    assert begin("c", "K3") == {"K1", "K2"}
+    (run.output / CACHE / "kernels-of-another-device.tar.gz").write_atomic(b"")
+    assert begin("d") == {"K1", "K2", "K3"}
+    (run.output / CACHE / KERNELS).write_atomic(b"damaged")
+    assert begin("e", "K4") == set()
+    assert begin("f") == {"K4"}
