@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -112,6 +112,7 @@ RECORDING = "recording steps as CUDA graphs"
 MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
+PrefillTokens = int | Auto | Mapping[str, int]  # of a step; auto, or by type of device
 
 
 class ModelUnavailable(ConfigError):
@@ -153,12 +154,13 @@ def build_engine_from_config(
     kv_tokens: int | Auto | None = "auto",
     num_gpus: int = 1,
     start: StartLog | None = None,
+    prefill_tokens: PrefillTokens = "auto",
 ) -> EngineBundle:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in total.
 
     num_gpus: GPUs over which the target is placed; no effect on a CPU, where torch's threads may be reduced to as
-    many as speed the target up. start: times the parts. Raises ConfigError if a name cannot be found or a length
-    does not fit, EngineError if the files are not a target and its draft.
+    many as speed the target up. start: times the parts. prefill_tokens: as of build_engine. Raises ConfigError if a
+    name cannot be found or a length does not fit, EngineError if the files are not a target and its draft.
     """
     start = start or StartLog()
     check_device(model)
@@ -170,7 +172,9 @@ def build_engine_from_config(
             weights = load_draft(model, speculative, causal_lm)
     limits = model_limits(model)
     length = limits.longest(kv_tokens)
-    engine = build_engine(causal_lm, weights, speculative, slots, length, kv_tokens, start, limits.guaranteed)
+    engine = build_engine(
+        causal_lm, weights, speculative, slots, length, kv_tokens, start, limits.guaranteed, prefill_tokens
+    )
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
 
@@ -187,10 +191,12 @@ def build_in_thread(
     kv_tokens: int | Auto | None,
     num_gpus: int,
     threads: int,
+    prefill_tokens: PrefillTokens = "auto",
 ) -> EngineBundle:
     """Build the engine in a thread and run its first steps, so that it can serve at once.
 
-    threads: upper bound of torch's CPU threads. Raises as build_engine_from_config does.
+    threads: upper bound of torch's CPU threads. prefill_tokens: as of build_engine. Raises as build_engine_from_config
+    does.
     """
     for name, number in (("threads", threads), ("num_gpus", num_gpus)):
         if type(number) is not int or number < 1:
@@ -199,7 +205,7 @@ def build_in_thread(
     def make() -> EngineBundle:
         start = StartLog()
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
-        pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start)
+        pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start, prefill_tokens)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine, speculative.top_k)
         start.ready()
@@ -274,6 +280,7 @@ def build_engine(
     kv_tokens: int | Auto | None = None,
     start: StartLog | None = None,
     guaranteed: int | None = None,
+    prefill_tokens: PrefillTokens = "auto",
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
@@ -282,6 +289,7 @@ def build_engine(
         kv_tokens: None lets every slot be full.
         start: times the parts.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
+        prefill_tokens: maximum prompt tokens per step, or those of each type of device; auto is a job's.
 
     Raises:
         ConfigError: kv_tokens are too few for one sequence's tree, or a GPU's memory for one sequence.
@@ -295,8 +303,12 @@ def build_engine(
     layers = feature_layers(weights, config.num_hidden_layers)
     lengths = SequenceLengths(max_model_len, columns, guaranteed)
     logits = _bytes_of_logits(causal_lm, speculative)
-    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers, logits)
-    slots, prefill_tokens = capacity.slots, PREFILL_TOKENS[causal_lm.device.type]
+    if prefill_tokens == "auto":
+        prefill_tokens = PREFILL_TOKENS
+    if not isinstance(prefill_tokens, int):
+        prefill_tokens = prefill_tokens[causal_lm.device.type]
+    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers, logits, prefill_tokens)
+    slots = capacity.slots
     max_model_len = lengths.that_fit(capacity.kv_tokens)
     target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
     if target.device.type == "cpu":
@@ -389,12 +401,13 @@ def _capacity(
     lengths: SequenceLengths,
     layers: tuple[int, ...] | None,
     logits_per_slot: int,
+    prefill_tokens: int,
 ) -> Capacity:
     """Return the slots and KV tokens for these settings and the memory of the target's device."""
     device = causal_lm.device
     memory = None
     if device.type == "cuda" and "auto" in (slots, kv_tokens):
-        of_pass = profile_pass(causal_lm, layers, PREFILL_TOKENS["cuda"])
+        of_pass = profile_pass(causal_lm, layers, prefill_tokens)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         itemsize = _itemsize(causal_lm)

@@ -264,6 +264,18 @@ def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, gua
     assert chosen.max_model_len == chosen.guaranteed == chosen.longest(None) == 1000
 
 
+@pytest.mark.parametrize(("asked", "most"), [(32, 32), ({"cpu": 48, "cuda": 1}, 48), ("auto", 200)])
+def test_a_step_computes_as_many_prompt_tokens_as_asked_for(asked, most):
+    engine = build_engine(llama(), None, PLAIN, 2, 256, prefill_tokens=asked)
+    sequence = Sequence("long", [1 + i % 50 for i in range(200)], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(sequence)
+    engine.step()
+    assert engine.counters.num_prefill_tokens == most
+    while engine.has_work:
+        engine.step()
+    assert engine.counters.num_prefill_tokens == 200 and len(sequence.output_ids) == 3
+
+
 def test_an_engine_takes_prompts_of_more_than_4096_tokens():
     """As many as its cache holds; the limit is cut where it does not hold the target's."""
     toy = llama(max_position_embeddings=8192)

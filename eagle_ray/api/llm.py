@@ -85,7 +85,13 @@ class LLM:
         if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
             log.info("%s: %s", config.model.target, note)
         bundle = build_in_thread(
-            config.model, config.speculative, execution.slots, execution.kv_tokens, plain_value(num_gpus), most_threads
+            config.model,
+            config.speculative,
+            execution.slots,
+            execution.kv_tokens,
+            plain_value(num_gpus),
+            most_threads,
+            execution.prefill_tokens,
         )
         self._config = config
         self._tokenizer = bundle.tokenizer

@@ -27,7 +27,7 @@ ConfigLike = JobConfig | str | os.PathLike | Mapping[str, Any] | None
 
 
 class EngineSettings(TypedDict, total=False):
-    """Keyword arguments of an LLM: keys of `model`, of `speculative`, and slots and kv_tokens of `execution`."""
+    """Keyword arguments of an LLM: keys of `model`, of `speculative`, and capacities of `execution`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: Literal["auto", "cpu", "cuda"]
@@ -47,6 +47,7 @@ class EngineSettings(TypedDict, total=False):
     stats: Literal["summary", "detailed"]
     slots: Literal["auto"] | int
     kv_tokens: Literal["auto"] | int | None
+    prefill_tokens: Literal["auto"] | int
 
 
 _SECTIONS: dict[str, Any] = {"model": ModelConfig, "speculative": SpeculativeConfig, "execution": ExecutionConfig}

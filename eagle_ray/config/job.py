@@ -410,6 +410,7 @@ def _gpus(number: float) -> float:
     return number
 
 
+MAX_PREFILL_TOKENS = 1 << 20  # more than any context; the pass's tensors take memory by it
 Gpus = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_gpus)]
 
 
@@ -422,6 +423,9 @@ class EnginesConfig(StrictModel):
     kv_tokens: KV cache capacity of one engine in tokens. With null, every slot can hold a sequence of full length. auto
         on a CPU has room for max_model_len in every slot, or without it for 4,096 tokens in every slot or 32,768 in
         one; on a GPU it is the memory that weights, one pass and CUDA graphs leave of nine tenths of the card.
+    prefill_tokens: maximum number of prompt tokens that one step computes. Running sequences wait for them: fewer make
+        streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
+        endpoint.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
@@ -430,6 +434,9 @@ class EnginesConfig(StrictModel):
     )
     kv_tokens: Literal["auto"] | Annotated[int, Field(ge=64, lt=2**31)] | None = Field(
         default="auto", description="auto, a number of tokens, 64 or more, or null for every slot at full length"
+    )
+    prefill_tokens: Literal["auto"] | Annotated[int, Field(ge=16, le=MAX_PREFILL_TOKENS)] = Field(
+        default="auto", description=f"auto or a number of prompt tokens in a step, 16 to {MAX_PREFILL_TOKENS}"
     )
 
 

@@ -42,6 +42,7 @@ from eagle_ray.models.loader import load_config, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.registry import method_of_draft
+from eagle_ray.slot_limits import Auto
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # as the loaders look for them, single or with an index
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what is cast to the model's dtype
@@ -179,7 +180,9 @@ class Footprint:
         queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize * len(drafts)
         memory = None
         if card is not None:
-            memory = DeviceMemory(card, card - weights - head, _pass_bytes(shape, dtype), column, queue)
+            memory = DeviceMemory(
+                card, card - weights - head, _pass_bytes(shape, dtype, execution.prefill_tokens), column, queue
+            )
         try:
             capacity = plan_capacity(execution.slots, execution.kv_tokens, lengths, memory)
         except EngineError:  # the remedy says what would help
@@ -206,11 +209,12 @@ class Footprint:
         return replace(self, capacity=capacity, pool=slots * self.per_slot, logits=logits)
 
 
-def _pass_bytes(shape: PretrainedConfig, dtype: torch.dtype) -> int:
+def _pass_bytes(shape: PretrainedConfig, dtype: torch.dtype, prefill_tokens: int | Auto) -> int:
     """Estimate the tensors of a pass over a GPU's prompt tokens: residuals, the MLP's, and rows of logits."""
+    num_tokens = PREFILL_TOKENS["cuda"] if prefill_tokens == "auto" else prefill_tokens
     inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
     of_row = 4 * shape.hidden_size + 3 * inner
-    return dtype.itemsize * (PREFILL_TOKENS["cuda"] * of_row + LOGIT_ROWS * shape.vocab_size)
+    return dtype.itemsize * (num_tokens * of_row + LOGIT_ROWS * shape.vocab_size)
 
 
 def _cells(config: PretrainedConfig) -> int:

@@ -26,6 +26,7 @@ CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has roo
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
 GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs; 0 to 8 MiB each for an 8B on an H200
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
+SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
 LOGIT_ROWS = 1024  # of the largest pass that decodes
 PROFILE_PROMPTS = 8
 

@@ -21,6 +21,7 @@ from eagle_ray.build import build_in_thread
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
 from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar import MAX_COMPILING
@@ -115,7 +116,10 @@ class Service:
         """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        pair = build_in_thread(config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads)
+        prefill_tokens = SERVE_PREFILL_TOKENS if serving.prefill_tokens == "auto" else serving.prefill_tokens
+        pair = build_in_thread(
+            config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads, prefill_tokens
+        )
         return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property

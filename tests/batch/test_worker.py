@@ -36,6 +36,12 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
         worker.close()
 
 
+def test_prompts_in_smaller_pieces_change_no_output(make_job):
+    whole = answers(make_job(token_rows(6), **{"sampling.temperature": 0.8}))
+    pieces = answers(make_job(**{"sampling.temperature": 0.8, "execution.prefill_tokens": 16}))
+    assert outputs(whole) == outputs(pieces)
+
+
 def outputs(rows: list[dict]) -> dict[tuple[str, int], list[int]]:
     return {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows}
 

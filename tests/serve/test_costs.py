@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from eagle_ray.config import load_serve_config
+from eagle_ray.engine.capacity import PREFILL_TOKENS
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services
 from eagle_ray.serve.app import build_app
@@ -212,3 +213,18 @@ def test_eight_megabytes_in_a_parameter_delay_no_other_client_by_a_second(shared
 
     status, worst = asyncio.run(main())
     assert status in (200, 400, 413) and worst < 1.2
+
+
+def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(monkeypatch):
+    asked = []
+
+    def build(*arguments: Any) -> None:
+        asked.append(arguments[-1])
+        raise InterruptedError
+
+    monkeypatch.setattr(services, "build_in_thread", build)
+    for wanted in ("auto", 256):
+        config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted})
+        with pytest.raises(InterruptedError):
+            Service.start(config, threads=1)
+    assert asked[0]["cuda"] < PREFILL_TOKENS["cuda"] and asked[1] == 256
