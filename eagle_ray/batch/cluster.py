@@ -46,6 +46,7 @@ MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is sh
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
+ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOCAL_OPTIONS = {
@@ -57,12 +58,22 @@ LOCAL_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """The minimum and maximum number of engine actors, and GPUs and CPU threads of each."""
+    """The minimum and maximum number of engine actors, and GPUs and CPU threads of each.
+
+    accelerator_type: kind of its GPUs, or None for any.
+    """
 
     fewest: int
     most: int
     num_gpus: float
     threads: int
+    accelerator_type: str | None = None
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """Return Ray's options for a worker. CPUs are for reading and writing; engines divide them by threads."""
+        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_gpus": self.num_gpus, "num_cpus": 0} | kind
 
 
 def connect(address: str) -> None:
@@ -339,17 +350,36 @@ def plan_workers(
     num_rows: more actors than rows would be idle. most_threads: of one worker, if the user set it. Raises
     ClusterUnfit if no node has such GPUs at all, ClusterError if there are too few: a lost node may come back.
     """
+    kind = execution.accelerator_type
+    if kind is not None:
+        nodes = _nodes_with(kind, nodes)
     cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
     gpus = [node.get("GPU", 0) for node in nodes]
     num_gpus = _gpus_per_worker(execution, device, sum(gpus))
+    if kind is not None and not num_gpus:
+        raise ClusterUnfit(
+            f"execution.accelerator_type: {kind}, and workers of this job get no GPU. Leave it out, or change "
+            "model.device or execution.gpus_per_actor."
+        )
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
     fewest, most = _range_of(execution, room, cpus)
     if room is not None and fewest > room:
-        kind = ClusterError if room else ClusterUnfit
-        raise kind(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
+        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
     share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
     most = max(1, min(most, num_rows))
-    return WorkerPlan(min(fewest, most), most, num_gpus, threads=min(share, most_threads or share))
+    return WorkerPlan(min(fewest, most), most, num_gpus, min(share, most_threads or share), kind)
+
+
+def _nodes_with(kind: str, nodes: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Return the nodes with this kind of GPU. Raises ClusterUnfit that names the kinds that the cluster has."""
+    found = [node for node in nodes if ACCELERATOR + kind in node]
+    if found:
+        return found
+    kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
+    there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
+    raise ClusterUnfit(
+        f"execution.accelerator_type: no node of the cluster has {kind!r}; {there}. Set it to one of them, or to null."
+    )
 
 
 def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:

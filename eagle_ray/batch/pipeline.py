@@ -94,8 +94,7 @@ def map_engine(
         zero_copy_batch=True,
         udf_modifying_row_count=True,  # n samples of a row
         compute=_pool(workers, calls),
-        num_gpus=workers.num_gpus,
-        num_cpus=0,  # CPUs are for reading and writing; engines share theirs out by their threads
+        **workers.ray_options,
     )
 
 

@@ -223,6 +223,7 @@ def _workers(config: JobConfig, num_rows: int) -> WorkerPlan:
     """Return the workers of a job on this machine, or as many as the configuration names."""
     execution = config.execution
     gpus = torch.cuda.device_count()
+    execution = execution.model_copy(update={"accelerator_type": None})  # whatever this machine has
     named = execution.actors.max if isinstance(execution.actors, ActorRange) else execution.actors
     node = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
     here = execution if named == "auto" else execution.model_copy(update={"actors": 1})

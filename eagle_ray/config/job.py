@@ -456,6 +456,7 @@ class RestartsConfig(StrictModel):
 class ExecutionConfig(EnginesConfig):
     """Resources and parallelism of a job, which runs one engine per Ray actor. These keys do not change the outputs.
 
+    accelerator_type: the kind of GPU that workers get, by Ray's name for it, such as H100, where a cluster has several.
     price_per_hour: dollars. A price per GPU remains right if gpus_per_actor changes; CPUs are priced by the worker,
         since workers share a machine.
     max_error_rate: fraction of error rows above which the job stops (exit code 4). With 1, the job stops only if every
@@ -469,6 +470,9 @@ class ExecutionConfig(EnginesConfig):
     )
     gpus_per_actor: Literal["auto"] | Gpus = Field(
         default="auto", description="auto or a number, 0 or more: a share of one GPU or whole ones"
+    )
+    accelerator_type: Name | None = Field(
+        default=None, description="a kind of GPU by Ray's name, such as H100 or L40S, or null for any"
     )
     rows_per_file: PositiveInt = Field(default=1000, description="a number of rows, 1 or more")
     preserve_order: bool = Field(default=False, description="true or false")

@@ -54,7 +54,15 @@ def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, Workers |
 
 
 def _here() -> list[Mapping[str, float]]:
-    return [{"CPU": num_cores(), "GPU": torch.cuda.device_count()}]
+    node: dict[str, float] = {"CPU": num_cores(), "GPU": torch.cuda.device_count()}
+    if node["GPU"]:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+
+        from eagle_ray.batch.cluster import ACCELERATOR
+
+        kind = get_accelerator_manager_for_resource("GPU").get_current_node_accelerator_type()
+        node |= {ACCELERATOR + kind: 1} if kind else {}
+    return [node]
 
 
 def _there(address: str) -> list[Mapping[str, float]]:

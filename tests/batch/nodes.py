@@ -33,8 +33,9 @@ def cluster_of(num_workers: int) -> Iterator:
         cluster.shutdown()
 
 
-def add_node(cluster):
-    return cluster.add_node(**MODEST | {"num_gpus": 1})
+def add_node(cluster, kind: str | None = None):
+    resources = {"resources": {f"accelerator_type:{kind}": 1}} if kind else {}
+    return cluster.add_node(**MODEST | {"num_gpus": 1} | resources)
 
 
 def start_run(config: JobConfig, directory: Path, *flags: str) -> subprocess.Popen:

@@ -61,6 +61,26 @@ def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
     assert plan_workers(ExecutionConfig.model_validate(settings), device, nodes, num_rows=1000) == wanted
 
 
+MIXED = [
+    {"CPU": 8, "GPU": 4, "accelerator_type:H100": 1},
+    {"CPU": 4, "GPU": 2, "accelerator_type:L40S": 1},
+    {"CPU": 64},
+]
+
+
+def test_only_gpus_of_the_wanted_kind_are_counted():
+    plan = partial(plan_workers, device="auto", nodes=MIXED, num_rows=1000)
+    assert plan(ExecutionConfig(accelerator_type="L40S")) == WorkerPlan(2, 2 * GROWTH, 1, 2, "L40S")
+    assert plan(ExecutionConfig(accelerator_type="H100")).ray_options["accelerator_type"] == "H100"
+    assert plan(ExecutionConfig()).fewest == 6 and "accelerator_type" not in plan(ExecutionConfig()).ray_options
+    with pytest.raises(ClusterUnfit, match=r"no node of the cluster has 'A100'; it has H100, L40S"):
+        plan(ExecutionConfig(accelerator_type="A100"))
+    with pytest.raises(ClusterError, match=r"3 actors .* room for 2 \(GPUs by node: 2\)"):
+        plan(ExecutionConfig(accelerator_type="L40S", actors=3, gpus_per_actor=1))
+    with pytest.raises(ClusterUnfit, match=r"workers of this job get no GPU"):
+        plan_workers(ExecutionConfig(accelerator_type="L40S"), "cpu", MIXED, 1000)
+
+
 def test_there_are_never_more_actors_than_rows():
     assert plan_workers(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).most == 3
 

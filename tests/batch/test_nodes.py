@@ -69,6 +69,20 @@ def test_a_node_that_dies_and_is_not_replaced_costs_time_and_no_row(make_job, tm
     assert ids_of(config) == sorted(row["id"] for row in rows)
 
 
+def test_workers_are_placed_on_the_wanted_kind_of_gpu(make_job, tmp_path):
+    with cluster_of(0) as cluster:
+        nodes = [add_node(cluster, kind) for kind in ("L40S", "H100")]
+        settings = {"execution.ray_address": cluster.address, "execution.accelerator_type": "H100"}
+        config = make_job(token_rows(20), **ON_FAKE_GPUS | settings)
+        driver = start_run(config, tmp_path)
+        until(lambda: nodes_used(config, nodes) == {1}, driver)
+        _, err = driver.communicate(timeout=PATIENCE_S)
+        assert driver.returncode == 0, err
+        refused = start_run(config, tmp_path, "--overwrite", "--set", "execution.accelerator_type=A100")
+        _, err = refused.communicate(timeout=PATIENCE_S)
+    assert refused.returncode == 2 and "no node of the cluster has 'A100'; it has H100, L40S" in err
+
+
 def test_a_cluster_that_is_lost_is_exit_5_in_one_line(make_job, tmp_path):
     """Ray itself would end the process after a minute, with exit code 1 and without a word."""
     settings = {"sampling.max_tokens": 200, "sampling.ignore_eos": True, "execution.rows_per_file": 1}

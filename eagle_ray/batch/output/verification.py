@@ -117,7 +117,7 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
     execution, device = config.execution, config.model.device
     num_rows = usual_slots(execution.slots, on_gpu=False)
     workers = plan_workers(execution, device, nodes(), num_rows, threads_wanted(os.environ))
-    task = ray.remote(num_gpus=workers.num_gpus, num_cpus=0, max_retries=RETRIES)(_check)
+    task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
     try:
         with log_while_waiting("decoding them"):
             return ray.get(task.remote(config, chosen, workers.threads))
