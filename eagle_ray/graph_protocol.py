@@ -35,9 +35,8 @@ class PaddedInput:
 
 @runtime_checkable
 class GraphRunner(Protocol):
-    @property
-    def is_enabled(self) -> bool:
-        """Return whether `run` still replays."""
+    def replays(self, kind: Hashable) -> bool:
+        """Return whether passes of this kind, the first part of their keys, may be replayed."""
 
     def batch_size(self, num_sequences: int) -> int:
         """Return the padded number of sequences of a plain pass."""

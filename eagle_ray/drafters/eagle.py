@@ -65,20 +65,18 @@ class EagleDrafter(PairDrafter):
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> Grown | None:
-        """Return a replayed draft of the plan's full depth for the whole batch, or None if replaying fails."""
+        """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
             return super()._replayed(at, roots, plan, sampling, graphs)
         draft = self._padded_draft(len(roots), plan, sampling, graphs)
         bound, num, depth = graphs.context(at.max_length), len(roots), plan.max_depth
         level = self._level_pass(draft, bound)
-        if depth > 1 and not self._record_level(draft, bound):  # before the draft, which recording overwrites
-            return None
-        widest = self._widest_draft(len(roots), plan, sampling, graphs)
-        graphs.run(*self._first_pass(widest, at, roots, sampling, bound))
+        first = self._first_pass(self._widest_draft(len(roots), plan, sampling, graphs), at, roots, sampling, bound)
+        if not graphs.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
+            return None  # both are recorded before the draft, which recording overwrites
+        graphs.run(*first)
         for _ in range(depth - 1):
             graphs.run(*level)
-        if not graphs.is_enabled:
-            return None
         kinds = (sampling.temperature > 0).long()
         lesson = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)

@@ -281,16 +281,17 @@ class PairDrafter(ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _is_replayed(self, plan: DraftPlan) -> bool:
-        """Return whether graphs are enabled and the draft's shape is known in advance."""
-        return self._graphs is not None and self._graphs.is_enabled and plan.has_known_shape
+        """Return whether there are graphs and the draft's shape is known in advance."""
+        return self._graphs is not None and plan.has_known_shape
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
     ) -> Grown | None:
-        """Return a draft that is one recorded pass of this plan for the whole batch, or None if replaying fails."""
-        grown = graphs.run(*self._draft_pass(at, roots, plan, sampling, graphs))
-        if not graphs.is_enabled:
+        """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
+        draft = self._draft_pass(at, roots, plan, sampling, graphs)
+        if not graphs.record(*draft):
             return None
+        grown = graphs.run(*draft)
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
         return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)

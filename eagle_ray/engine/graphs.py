@@ -15,15 +15,17 @@ On a CPU nothing can be captured: the function is called again on the same input
 into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
 
 If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the pass is captured once
-more on the portable path. If that fails, or CUDA refuses, all later passes run eagerly. Either is logged once.
+more on the portable path. If that fails, or CUDA refuses, this pass runs eagerly and all others are still captured:
+MoE layers of a target, for example, copy to the host on some GPUs, but its draft head does not. Either is logged once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -49,6 +51,7 @@ ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are man
 TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
 DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
 MAX_GRAPHS = 128  # the one that was not used for longest is dropped
+MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
@@ -68,6 +71,7 @@ class CudaGraphRunner:
         contexts: buckets of the context length, ascending.
         num_captured, num_replayed: numbers of captures and replays.
         seconds, bytes: time and device memory that captures took.
+        failures: why captures failed, by key; these passes run eagerly.
     """
 
     def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
@@ -78,7 +82,8 @@ class CudaGraphRunner:
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
-        self.is_enabled = True
+        self.failures: dict[tuple[Hashable, ...], str] = {}
+        self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass
 
     @classmethod
     def of(cls, target: TargetModel) -> CudaGraphRunner:
@@ -154,7 +159,7 @@ class CudaGraphRunner:
 
     def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
         """Capture a pass if that has not been done; return whether it can be replayed."""
-        if not self.has(key) and self.is_enabled:
+        if not self.has(key) and self._may_capture(key):
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
 
@@ -169,9 +174,22 @@ class CudaGraphRunner:
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = InputBuffers(inputs)
-        graph = self._capture(key, function, buffers) if self.is_enabled else None
+        graph = self._capture(key, function, buffers) if self._may_capture(key) else None
         buffers.fill(inputs)
         return function(*buffers.tensors) if graph is None else graph.replay()
+
+    def replays(self, kind: Hashable) -> bool:
+        """Return whether passes of this kind, key[0], may be replayed: captures of it have not always failed."""
+        return self._refusals[kind] < MAX_FAILURES
+
+    @property
+    def failure(self) -> str | None:
+        """Return which passes run eagerly since their capture failed, with the first reason, or None if none do."""
+        if not self.failures:
+            return None
+        counts = Counter(key[0] for key in self.failures)
+        passes = [f"{count if self.replays(kind) else 'all'} {kind!r}" for kind, count in counts.items()]
+        return f"capturing {' and '.join(passes)} passes failed ({next(iter(self.failures.values()))})"
 
     @property
     def summary(self) -> str:
@@ -182,7 +200,7 @@ class CudaGraphRunner:
     def _capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
-        """Capture a pass. Return None if that fails, and disable graphs."""
+        """Capture a pass, or return None if that fails."""
         started, before = time.monotonic(), self._used_bytes()
         graph = self._try_capture(key, function, inputs)
         if graph is None:
@@ -198,18 +216,29 @@ class CudaGraphRunner:
     def _try_capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
-        """Capture a pass, on the portable path if Triton fails; return None and disable graphs if CUDA fails."""
+        """Capture a pass, on the portable path if Triton fails; return None if CUDA fails."""
         if not self._on_cuda:
             return EagerGraph(function, inputs)
         try:
-            return CudaGraph(function, inputs, self._pool(key[0]))
+            graph = CudaGraph(function, inputs, self._pool(key[0]))
         except Exception as error:
             if is_triton_error(error) and turn_off(error):
                 return self._try_capture(key, function, inputs)
-            self.is_enabled = False
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            log.warning("CUDA graphs are off from here on: recording %s failed (%s)", key, reason)
+            self._note_failure(key, error)
             return None
+        self._refusals[key[0]] = 0
+        return graph
+
+    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+        return key not in self.failures and self.replays(key[0])
+
+    def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
+        """Remember that a capture failed; log the first of each kind of pass."""
+        is_first = all(other[0] != key[0] for other in self.failures)
+        self.failures[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._refusals[key[0]] += not isinstance(error, torch.OutOfMemoryError)
+        level = logging.WARNING if is_first else logging.INFO
+        log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
 
     @property
     def _on_cuda(self) -> bool:
@@ -282,6 +311,13 @@ class CudaPool:
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
 
+    def end_failed_capture(self) -> None:
+        """Let the allocator leave the pool, which torch does after a capture, but not after one that failed."""
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # the allocator has left it
+            torch._C._cuda_endAllocateToPool(device, self.handle)
+            torch._C._cuda_releasePool(device, self.handle)
+
 
 class CudaGraph:
     """One capture. Only its results keep their memory; the function keeps whatever else the capture reads."""
@@ -298,8 +334,12 @@ class CudaGraph:
         recording = torch.cuda.graph(
             self._graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
         )
-        with recording:
-            self._results = function(*inputs.tensors)
+        try:
+            with torch.cuda.stream(here), recording:  # a failed capture leaves its own stream as the current one
+                self._results = function(*inputs.tensors)
+        except Exception:
+            pool.end_failed_capture()
+            raise
 
     def replay(self) -> Any:
         self._graph.replay()

@@ -207,7 +207,7 @@ class Verifier:
         """
         shape = _shape(batch, draft, allocation)
         controlled = ControlledRows.of(batch, draft.tree, allocation.keep, shape.num_nodes)
-        if self._replay is None or not self._replay.is_enabled:
+        if self._replay is None or not self._replay.replays("verify" if controlled is None else "forward"):
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
             rest = shape, mark, prompts, allocation.sizes, controlled

@@ -85,8 +85,6 @@ class WatchPython(TorchFunctionMode):
 class Watched:
     """A Replay that calls each function once, as a warm-up, and then watches it."""
 
-    is_enabled = True
-
     def __init__(self):
         self.seen: dict[str, list[str]] = {}
 
@@ -104,8 +102,14 @@ class Watched:
     def sampling_kind(self, kind: tuple) -> tuple:
         return kind
 
+    def replays(self, kind: str) -> bool:
+        return True
+
     def has(self, key: tuple) -> bool:
-        return True  # a level is recorded when it is first run
+        return True  # a pass is recorded when it is first run
+
+    def record(self, *recorded: object) -> bool:
+        return True
 
     def context(self, longest: int) -> int:
         return 64

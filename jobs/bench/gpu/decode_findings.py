@@ -112,7 +112,7 @@ def _measure_decoding(
     findings.add(
         "plain decoding",
         batch=batch,
-        steps="graphs" if graphs is not None and graphs.is_enabled else "eager",
+        steps="graphs" if graphs is not None and graphs.failure is None else "eager",
         step_ms=1e3 * seconds,
         step_ms_windows=[round(1e3 * s, 3) for s in windows],
         ms_per_token=1e3 * seconds / batch,

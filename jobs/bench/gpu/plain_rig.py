@@ -81,12 +81,12 @@ class MeasuredGraphRunner(CudaGraphRunner):
         if key in self._keys:  # a replay is timed, so nothing is measured in it
             return super().run(key, function, inputs)
         self._keys.add(key)
-        num_before, was_enabled = self.num_captured, self.is_enabled
+        num_before, num_failures = self.num_captured, len(self.failures)
         free_before, seconds_before, bytes_before = free_bytes(self._target_device), self.seconds, self.bytes
         result = super().run(key, function, inputs)
         if self.num_captured > num_before:
             self._record(key, self.seconds - seconds_before, self.bytes - bytes_before, free_before)
-        elif was_enabled and not self.is_enabled:
+        elif len(self.failures) > num_failures:
             self._findings.add("failed graph capture", batch=self._batch, key=str(key), reason=self._last_warning.text)
         return result
 
