@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,9 +49,10 @@ from eagle_ray.engine.capacity import (
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
-from eagle_ray.errors import EngineError
+from eagle_ray.errors import EngineError, UnfitDevice
+from eagle_ray.kernels.availability import why_not
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -89,7 +91,6 @@ from eagle_ray.tokenizer import ChatTemplateError, Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
-GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
 COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
@@ -192,11 +193,12 @@ def build_in_thread(
     num_gpus: int,
     threads: int,
     prefill_tokens: PrefillTokens = "auto",
+    require_kernels: bool = False,
 ) -> EngineBundle:
     """Build the engine in a thread and run its first steps, so that it can serve at once.
 
     threads: upper bound of torch's CPU threads. prefill_tokens: as of build_engine. Raises as build_engine_from_config
-    does.
+    does, and UnfitDevice if require_kernels and Triton's kernels or CUDA graphs do not run.
     """
     for name, number in (("threads", threads), ("num_gpus", num_gpus)):
         if type(number) is not int or number < 1:
@@ -204,14 +206,36 @@ def build_in_thread(
 
     def make() -> EngineBundle:
         start = StartLog()
+        if require_kernels:  # before the weights are read
+            check_device(model)
+            _refuse_fallbacks({"kernels": why_not(torch.device(_device_type(model)))})
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
         pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start, prefill_tokens)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine, speculative.top_k)
+        if require_kernels:
+            _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
         return pair
 
     return run_in_temporary_thread(make)
+
+
+def _refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
+    """Raise UnfitDevice if there is a reason why Triton's kernels or CUDA graphs do not run."""
+    texts = [f"{name} are off ({reason})" for name, reason in reasons.items() if reason is not None]
+    if texts:
+        raise UnfitDevice(
+            f"require_kernels: true, but on {platform.node()} {' and '.join(texts)}. `eagle-ray doctor` on that "
+            "machine names the fix; require_kernels: false decodes without, and slower."
+        )
+
+
+def _device_type(model: ModelConfig) -> str:
+    """Return where the model is loaded on this machine: cuda or cpu."""
+    if model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return model.device
 
 
 def load_causal_lm(
@@ -229,8 +253,7 @@ def load_causal_lm(
     start = start or StartLog()
     check_device(model)
     tokenizer = tokenizer or load_tokenizer(model)
-    device = "cuda" if model.device == "auto" and torch.cuda.is_available() else model.device
-    device = "cpu" if device == "auto" else device
+    device = _device_type(model)
     is_spread = device == "cuda" and num_gpus > 1
     path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
@@ -504,9 +527,9 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
         raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
     if wish is None and target.device.type != "cuda":
         return None
-    reason = f"{GRAPHS}=off" if wish == "off" else unsupported_reason(target, drafter)
-    if reason is not None:
-        log.info("steps are not replayed: %s", reason)
+    if (reason := unsupported_reason(target, drafter)) is not None:
+        level = logging.WARNING if target.device.type == "cuda" else logging.INFO
+        log.log(level, "steps are not replayed as CUDA graphs: %s", reason)
         return None
     return CudaGraphRunner.of(target)
 

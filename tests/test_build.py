@@ -23,6 +23,8 @@ from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
+from eagle_ray.engine.engine import Engine
+from eagle_ray.errors import UnfitDevice
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
@@ -189,6 +191,23 @@ def test_a_device_that_is_not_there_is_refused():
 def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
     with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
         build_in_thread(ModelConfig(), PLAIN, 1, None, num_gpus, threads)
+
+
+def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
+    """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
+    model = ModelConfig(device="cpu", max_model_len=64)
+    asked = model, PLAIN, 2, None, 1, 1
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UnfitDevice, match=r"kernels are off \(cpu is no CUDA device\)"),
+    ):
+        patched.setattr(pair_module, "build_engine_from_config", None)
+        build_in_thread(*asked, require_kernels=True)
+    monkeypatch.setattr(pair_module, "why_not", lambda device: None)
+    monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
+    with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
+        build_in_thread(*asked, require_kernels=True)
+    assert build_in_thread(*asked).engine.fallbacks
 
 
 def test_a_missing_head_is_asked_for():

@@ -48,6 +48,7 @@ class EngineSettings(TypedDict, total=False):
     slots: Literal["auto"] | int
     kv_tokens: Literal["auto"] | int | None
     prefill_tokens: Literal["auto"] | int
+    require_kernels: bool
 
 
 _SECTIONS: dict[str, Any] = {"model": ModelConfig, "speculative": SpeculativeConfig, "execution": ExecutionConfig}

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from eagle_ray.batch.job_errors import outcome_of
-from eagle_ray.errors import EngineError
+from eagle_ray.errors import EngineError, UnfitDevice
 from eagle_ray.storage.storage_errors import StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
@@ -57,6 +57,8 @@ def classify_error(error: Exception) -> Fault:
     if isinstance(error, WorkerError):
         return error.fault
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
+    if isinstance(cause, UnfitDevice):
+        return Fault(_told(cause), is_local=True)
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):
         return Fault(f"its memory is too small ({told}): {SMALLER}", is_local=True, is_transient=True)

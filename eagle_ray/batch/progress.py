@@ -47,6 +47,7 @@ class WorkerReport:
         work: WORK of the engine.
         planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
         method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
+        fallbacks: why kernels or CUDA graphs do not run on the worker's CUDA device, by "kernels" and "graphs".
     """
 
     worker_id: str
@@ -62,6 +63,7 @@ class WorkerReport:
     planner_error: str | None = None
     method: str | None = None
     method_rates: dict[str, float] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
@@ -77,6 +79,7 @@ class WorkerReport:
             planner_error=counters.planner_error,
             method=counters.method,
             method_rates=counters.method_rates,
+            fallbacks=counters.fallbacks,
         )
 
     def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
@@ -179,6 +182,11 @@ class Progress:
     def planner_errors(self) -> dict[str, str]:
         """Return why planners failed, by worker."""
         return {name: report.planner_error for name, report in self.workers.items() if report.planner_error}
+
+    @property
+    def fallbacks(self) -> dict[str, dict[str, str]]:
+        """Return why kernels or CUDA graphs do not run on CUDA devices, by worker."""
+        return {name: report.fallbacks for name, report in self.workers.items() if report.fallbacks}
 
     def _sum(self, name: str) -> float:
         return sum(getattr(report, name) for report in self.workers.values())

@@ -40,6 +40,7 @@ from eagle_ray.batch.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.batch.usage_meter import USAGE, UsageMeter
 from eagle_ray.config.records import ProgressRecord
 from eagle_ray.engine.counters import choice_text
+from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -115,6 +116,7 @@ class ProgressMonitor:
         self._num_start_lines = 0
         self._choices: set[str] = set()  # workers whose choice of a method was logged
         self._planner_errors: set[str] = set()  # workers whose planner's failure was logged
+        self._fallbacks: set[tuple[str, str]] = set()  # what does not run and why, as it was logged
         self._started, self._ready_at = time.monotonic(), None
         self._latest = Progress()  # what the workers last reported
         self._num_rows_seen, self._advanced_at = 0, self._started
@@ -185,6 +187,7 @@ class ProgressMonitor:
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
         self._log_choices(progress)
         self._log_planner_errors(progress)
+        self._log_fallbacks(progress)
         if self._ready_at is None:
             self._ready_at = progress.ready_at
         self._check_limits(progress)
@@ -203,6 +206,14 @@ class ProgressMonitor:
             error = progress.planner_errors[name]
             log.warning("worker %s drafts nothing from now on: its planner failed (%s)", name, error)
             self._planner_errors.add(name)
+
+    def _log_fallbacks(self, progress: Progress) -> None:
+        """Warn of kernels or CUDA graphs that do not run on CUDA devices, once for each reason."""
+        for name, reasons in progress.fallbacks.items():
+            for part, reason in reasons.items() - self._fallbacks:
+                self._fallbacks.add((part, reason))
+                if not any(reason in line for _, line in progress.start_lines):  # else the worker warned at its start
+                    log.warning("worker %s runs without %s: %s", name, FALLBACK_NAMES[part], reason)
 
     def _count_files(self) -> None:
         """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
@@ -255,6 +266,7 @@ class ProgressMonitor:
             "engine": progress.work,
             "methods": progress.method_choices,
             "planner_errors": progress.planner_errors,
+            "fallbacks": progress.fallbacks,
             USAGE: self._meter.usage(),  # of all attempts
             "seconds_left": rows_left * running / progress.rows
             if progress.rows and running >= MIN_RATE_WINDOW_S

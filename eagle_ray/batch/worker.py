@@ -190,8 +190,9 @@ def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
     """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    slots, kv_tokens, prefill_tokens = execution.slots, execution.kv_tokens, execution.prefill_tokens
-    bundle = build_in_thread(config.model, config.speculative, slots, kv_tokens, gpus, threads, prefill_tokens)
+    sizes = execution.slots, execution.kv_tokens, gpus, threads
+    rest = execution.prefill_tokens, execution.require_kernels
+    bundle = build_in_thread(config.model, config.speculative, *sizes, *rest)
     if execution.order == "auto":
         bundle.engine.scheduler.order_for_throughput()
     return bundle

@@ -426,6 +426,7 @@ class EnginesConfig(StrictModel):
     prefill_tokens: maximum number of prompt tokens that one step computes. Running sequences wait for them: fewer make
         streams steadier, more use a GPU better. auto is 512 on a CPU; on a GPU 4,096 for a job and 1,024 for an
         endpoint.
+    require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
@@ -438,6 +439,7 @@ class EnginesConfig(StrictModel):
     prefill_tokens: Literal["auto"] | Annotated[int, Field(ge=16, le=MAX_PREFILL_TOKENS)] = Field(
         default="auto", description=f"auto or a number of prompt tokens in a step, 16 to {MAX_PREFILL_TOKENS}"
     )
+    require_kernels: bool = Field(default=False, description="true or false")
 
 
 class RestartsConfig(StrictModel):

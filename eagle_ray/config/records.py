@@ -185,6 +185,13 @@ class _MethodChoice(Record):
     method: str
 
 
+class FallbacksRecord(Record):
+    """Why Triton's kernels or CUDA graphs do not run on a worker's CUDA device; None for what runs."""
+
+    kernels: str | None = None
+    graphs: str | None = None
+
+
 class ProgressRecord(RunIdentity):
     """``_progress.json``."""
 
@@ -204,6 +211,7 @@ class ProgressRecord(RunIdentity):
     engine: dict[str, int] | None = None
     methods: dict[str, _MethodChoice] = {}
     planner_errors: dict[str, str] = {}
+    fallbacks: dict[str, FallbacksRecord] = {}
     usage: UsageRecord | None = None
 
 

@@ -136,7 +136,7 @@ class StepLoop:
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
         engine = self.engine
-        return self._last[0] if engine is None else replace(engine.counters)
+        return self._last[0] if engine is None else replace(engine.counters, fallbacks=engine.fallbacks)
 
     def occupancy(self) -> Occupancy:
         """Return the current occupancy, possibly in the middle of a step."""

@@ -17,6 +17,7 @@ class EngineCounters:
     planner_error: why the planner failed, if it has: nothing is drafted from then on.
     method: what `speculative.method: auto` chose, once it has. method_rates: decoded tokens per second of the methods
     that it tried.
+    fallbacks: why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs".
     """
 
     num_slots: int
@@ -36,6 +37,7 @@ class EngineCounters:
     planner_error: str | None = None
     method: str | None = None
     method_rates: dict[str, float] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_planner_failures(self) -> int:

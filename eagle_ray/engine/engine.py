@@ -39,7 +39,7 @@ from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.drafters.drafter import Draft, Drafter
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.grammar_drafts import GrammarChains
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
@@ -112,6 +112,11 @@ class Engine:
         self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
         self._unflushed = UnflushedStats(target.cache.num_slots, num_spec_tokens)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Return why Triton's kernels or CUDA graphs do not run on a CUDA device, by "kernels" and "graphs"."""
+        return fallbacks(self.target, self.drafter, self.graphs)
 
     @property
     def has_work(self) -> bool:

@@ -22,6 +22,7 @@ MoE layers of a target, for example, copy to the host on some GPUs, but its draf
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.attention.triton_attention import uses_triton, why_no_triton
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM
 from eagle_ray.graph_protocol import Kind, PaddedInput
@@ -45,6 +46,7 @@ from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 
+GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
 ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
 LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
 ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
@@ -347,7 +349,9 @@ class CudaGraph:
 
 
 def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
-    """Return why passes of this target and drafter cannot be captured, or None."""
+    """Return why passes of this target and drafter are not captured, or None."""
+    if os.environ.get(GRAPHS) == "off":
+        return f"{GRAPHS}=off"
     devices = {parameter.device for parameter in target.model.parameters()}
     if len(devices) > 1:
         return f"the target lies on {len(devices)} devices"
@@ -356,6 +360,18 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
     if not drafter.supports_graphs:
         return f"{type(drafter).__name__} works on the host"
     return None
+
+
+def fallbacks(target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None) -> dict[str, str]:
+    """Return why Triton's kernels or CUDA graphs do not run, by "kernels" and "graphs".
+
+    Empty if both run, and on a CPU, where neither is expected.
+    """
+    if target.device.type != "cuda":
+        return {}
+    no_graphs = unsupported_reason(target, drafter) if graphs is None else graphs.failure
+    reasons = {"kernels": why_no_triton(target.cache), "graphs": no_graphs}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def tensors_of(results: Any) -> Iterator[Tensor]:

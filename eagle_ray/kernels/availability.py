@@ -49,12 +49,14 @@ def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> 
     if reason is None:
         log.info("Triton kernels on %s", device)
     elif device.type != "cpu" or choice == "triton":  # on a CPU they are not expected
-        log.info("portable path on %s, no Triton kernels: %s", device, reason)
+        log.warning("portable path on %s, no Triton kernels: %s", device, reason)
     return reason is None
 
 
 def why_not(device: torch.device) -> str | None:
     """Return why Triton's kernels do not run on this device, or None."""
+    if _failure:
+        return _failure[0]
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "portable", "triton"):
         return f"{CHOICE}={choice} is none of auto, portable, triton"

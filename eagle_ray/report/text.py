@@ -17,6 +17,7 @@ from eagle_ray.report.cost import cost_lines
 ABSENT = "-"
 TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
+FALLBACK_NAMES = {"kernels": "Triton's kernels", "graphs": "CUDA graphs"}
 MOST_DIFFERENCES = 10
 # Error codes of rows that are too long, each with the key that decides how long a row may be.
 TOO_LONG = {"prompt_too_long": "model.max_model_len", "kv_space": "execution.kv_tokens"}
@@ -62,6 +63,7 @@ def run_table(summary: dict[str, Any]) -> str:
         _steps(work),
         _methods(work),
         _planner_errors(work),
+        *_fallbacks(work),
         *drafts,
         *checks,
         _tally("finished by", "finish_reasons", summary),
@@ -187,6 +189,17 @@ def _planner_errors(work: dict[str, Any] | None) -> str:
     """Return the workers that drafted nothing more because their planner failed, with the first reason."""
     errors = (work or {}).get("planner_errors", {})
     return f"no drafts after the planner failed in {', '.join(errors)}: {next(iter(errors.values()))}" if errors else ""
+
+
+def _fallbacks(work: dict[str, Any] | None) -> list[str]:
+    """Return how many workers ran without kernels or CUDA graphs on a CUDA device, with the first reason of each."""
+    by_worker = (work or {}).get("fallbacks", {}).values()
+    reasons = {part: [found[part] for found in by_worker if part in found] for part in FALLBACK_NAMES}
+    return [
+        f"WARNING: slower, without {FALLBACK_NAMES[part]} in {len(found)} workers: {found[0]} (see `eagle-ray doctor`)"
+        for part, found in reasons.items()
+        if found
+    ]
 
 
 def _off(share: float, num_probes: int) -> str:

@@ -117,9 +117,8 @@ class Service:
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
         prefill_tokens = SERVE_PREFILL_TOKENS if serving.prefill_tokens == "auto" else serving.prefill_tokens
-        pair = build_in_thread(
-            config.model, config.speculative, serving.slots, serving.kv_tokens, gpus, threads, prefill_tokens
-        )
+        sizes = serving.slots, serving.kv_tokens, gpus, threads
+        pair = build_in_thread(config.model, config.speculative, *sizes, prefill_tokens, serving.require_kernels)
         return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property

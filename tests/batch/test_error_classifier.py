@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.batch.error_classifier import LOOK, SMALLER, classify_error
-from eagle_ray.errors import EngineError
+from eagle_ray.errors import EngineError, UnfitDevice
 
 
 def engine_error(cause: Exception) -> EngineError:
@@ -24,6 +24,7 @@ def engine_error(cause: Exception) -> EngineError:
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), LOOK, True),
         (RuntimeError("CUDA error: device-side assert triggered"), LOOK, True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), LOOK, True),
+        (UnfitDevice("require_kernels: true"), "require_kernels: true", True),
         (IndexError("list index out of range"), "IndexError: list index out of range", False),
         (EngineError("target and head are not a pair"), "target and head are not a pair", False),
     ],

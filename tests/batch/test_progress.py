@@ -56,6 +56,15 @@ def test_a_planners_failure_stands_by_worker_and_is_counted():
     assert progress.work["num_planner_failures"] == 1
 
 
+def test_what_does_not_run_on_a_gpu_stands_by_worker():
+    progress, counters = Progress(), EngineCounters(num_slots=4)
+    progress.add(WorkerReport.of("a", counters))
+    assert progress.fallbacks == {}
+    counters.fallbacks = {"kernels": "there is no C compiler"}
+    progress.add(WorkerReport.of("b", counters))
+    assert progress.fallbacks == {"b": {"kernels": "there is no C compiler"}}
+
+
 def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
     progress = Progress()
     for _ in range(3):

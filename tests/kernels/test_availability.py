@@ -1,6 +1,7 @@
 """Where kernels run, where they do not and why, and that what cannot have them goes on without."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import TreeMetadata
 from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
 from eagle_ray.kernels import availability, cpu_ops, tile_config
 from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton, why_not
 from eagle_ray.kv.block_manager import BlockManager
@@ -48,8 +50,20 @@ def test_an_old_gpu_and_a_missing_triton_are_said_once(gpu, monkeypatch, message
     caplog.set_level("INFO", "eagle_ray")
     assert not use_triton(GPU) and not use_triton(GPU)
     assert [m for m in messages if "compute capability 7.5 is under 8.0" in m and "portable" in m] == messages
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
     assert why_not(GPU) == "triton is not installed"
+
+
+@pytest.mark.parametrize("graphs, no_graphs", [(None, "EAGLE_RAY_GRAPHS=off"), (CudaGraphRunner("cpu", 4, 64), None)])
+def test_an_engine_names_what_does_not_run_on_a_gpu(gpu, monkeypatch, graphs, no_graphs):
+    """Nothing on a CPU, where neither kernels nor graphs are expected."""
+    monkeypatch.setenv("EAGLE_RAY_GRAPHS", "off")
+    keys = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 64))
+    target = SimpleNamespace(device=GPU, cache=SimpleNamespace(keys=keys, values=keys))
+    kernels = {"kernels": "compute capability 7.5 is under 8.0"}
+    assert fallbacks(target, None, graphs) == kernels | ({"graphs": no_graphs} if no_graphs else {})
+    assert fallbacks(SimpleNamespace(device=CPU), None, None) == {}
 
 
 @pytest.mark.parametrize("choice, says", [("portable", "=portable"), ("cuda", "is none of")])

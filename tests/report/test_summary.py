@@ -99,6 +99,7 @@ def test_the_table_shows_the_summary(run):
     work = {"tokens_per_s": 1234.5, "busy_slots": 0.93}
     work["methods"] = {"a": {"method": "suffix"}, "b": {"method": "none"}, "c": {"method": "suffix"}}
     work["planner_errors"] = {"b": "ZeroDivisionError: no seconds"}
+    work["fallbacks"] = {"a": {"kernels": "no C compiler", "graphs": "off"}, "b": {"kernels": "no C compiler"}}
     lines = run_table(summary_json(summarise(reader(run), "category"), "category") | {"last_work": work}).splitlines()
     assert lines[0].split() == [
         "category",
@@ -122,6 +123,8 @@ def test_the_table_shows_the_summary(run):
         "speed: 1,234 tokens/s, all workers together, slots 93% busy",
         "speculative.method auto: suffix in 2 of 3 workers, none in 1 of 3 workers",
         "no drafts after the planner failed in b: ZeroDivisionError: no seconds",
+        "WARNING: slower, without Triton's kernels in 2 workers: no C compiler (see `eagle-ray doctor`)",
+        "WARNING: slower, without CUDA graphs in 1 workers: off (see `eagle-ray doctor`)",
         "steps that accepted depth 1, 2, ...: 29%",
         "finished by: length 3",
         "errors: prompt_too_long 1",
