@@ -18,6 +18,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.doctor.check_result import Finding, counted, gib
 from eagle_ray.doctor.system import free_memory, num_cores, total_memory
+from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.models.cpu_runtime import cpu_name
@@ -66,6 +67,11 @@ def _gpu_todo(has_driver: bool) -> str | None:
         return None
     if torch.version.cuda is None:
         return f"there is an NVIDIA driver, but torch {torch.__version__} is a CPU build: install torch's CUDA build"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        if "driver" in str(error) and "too old" in str(error):
+            return f"{str(error).partition('. ')[0]}: torch's CUDA {torch.version.cuda} needs a newer NVIDIA driver"
     return "there is an NVIDIA driver, but torch sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
 
 
@@ -82,8 +88,11 @@ def threads(num_workers: int, per_worker: int) -> Finding:
     return Finding("threads", says, facts, advice=advice)
 
 
-def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Finding:
-    """Return the kernels of a target's attention and linear layers on a device. shape: the target's configuration."""
+def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_required: bool = False) -> Finding:
+    """Return the kernels of a target's attention and linear layers on a device.
+
+    shape: the target's configuration. is_required: execution.require_kernels.
+    """
     missing = why_not(torch.device(device)) or tile_config.why_not(dtype, *head_dims(shape))
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
     why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
@@ -99,18 +108,22 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype) -> Findi
     linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
     ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
     says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
-    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype) or _kernels_todo(device, missing))
+    todo = _kernels_todo(missing) if missing and device == "cuda" else None
+    if missing and is_required:
+        problem = f"{todo or missing}; execution.require_kernels refuses to start without kernels"
+        return Finding("attention", says, facts, problem=problem)
+    return Finding("attention", says, facts, advice=_slow_dtype(device, dtype) or todo)
 
 
-def _kernels_todo(device: str, missing: str | None) -> str | None:
-    """Return what a GPU user can do for speed, or None."""
-    if device != "cuda" or missing is None:
-        return None
+def _kernels_todo(missing: str) -> str | None:
+    """Return what makes Triton's kernels run, or None if nothing does."""
     if "not installed" in missing:
         return "install triton, which comes with torch's CUDA build, for the kernels"
     if CHOICE in missing:
         return f"unset {CHOICE} for the kernels"
-    return "give Triton a C compiler (CC) and a writable ~/.triton" if "fails here" in missing else None
+    if "C compiler" in missing or "gcc" in missing or "cc'" in missing:
+        return "install a C compiler (`apt-get install gcc libc6-dev`), with which Triton builds its driver module"
+    return "give Triton a writable ~/.triton, or name another in TRITON_CACHE_DIR" if "fails here" in missing else None
 
 
 def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
@@ -132,17 +145,27 @@ def _packs(device: str, dtype: torch.dtype) -> bool:
 
 def trial(device: str) -> Finding:
     """Decode a few tokens of the embedded pair with drafts and without; check for equal tokens and fewer passes."""
-    drafted, plain = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
+    (drafted, fallbacks), (plain, _) = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
     same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
     tokens, steps = sum(len(s.output_ids) for s in drafted), sum(s.stats.num_steps for s in drafted)
     identical = f"{same} of {len(plain)} outputs are plain decoding's"
     says = f"the embedded pair on {device}: {identical}, {tokens} tokens in {steps} target passes"
     facts = {"device": device, "same": same, "outputs": len(plain), "tokens": tokens, "steps": steps}
     problem = None if same == len(plain) else "outputs differ in fp32 on this device: report it with this page"
-    return Finding("trial", says, facts, problem)
+    advice = _graphs_todo(fallbacks.get("graphs"))
+    return Finding("trial", says, facts | {"fallbacks": fallbacks}, problem, advice)
 
 
-def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
+def _graphs_todo(missing: str | None) -> str | None:
+    """Return what makes CUDA graphs run, or None if they do."""
+    if missing is None:
+        return None
+    todo = f"unset {GRAPHS}" if GRAPHS in missing else "report it with this page"
+    return f"CUDA graphs do not run here, which makes every step slower: {missing}; {todo}"
+
+
+def _decoded(device: str, settings: dict[str, Any]) -> tuple[list[Sequence], dict[str, str]]:
+    """Return the sequences, and the fallbacks of their engine."""
     model = ModelConfig(device=device, dtype="float32", max_model_len=64)
     engine = build_engine_from_config(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
     params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
@@ -151,4 +174,4 @@ def _decoded(device: str, settings: dict[str, Any]) -> list[Sequence]:
         engine.add(sequence)
     while engine.has_work:
         engine.step()
-    return sequences
+    return sequences, engine.fallbacks

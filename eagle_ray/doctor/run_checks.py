@@ -47,7 +47,7 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     if here is not None:
         dtype = model_checks.dtype_of(config.model.dtype, device, here)
         if planned is None or planned.is_here:
-            yield devices.attention(here.shape, device, dtype)
+            yield devices.attention(here.shape, device, dtype, config.execution.require_kernels)
         if planned is not None:
             yield model_checks.memory(here, planned, device, dtype)
     if planned is None or planned.is_here:

@@ -25,6 +25,36 @@ def test_a_gpu_without_kernels_is_explained(monkeypatch):
     assert "larger than 256" in huge.says and huge.advice is None
 
 
+@pytest.mark.parametrize(
+    "reason, fix",
+    [
+        (
+            "Triton 3.7.1 fails here: Failed to find C compiler. Please specify via CC",
+            "`apt-get install gcc libc6-dev`",
+        ),
+        ("Triton 3.7.1 fails here: [Errno 30] Read-only file system: '/root/.triton'", "TRITON_CACHE_DIR"),
+        ("triton is not installed", "install triton"),
+    ],
+)
+def test_what_kernels_lack_is_named_and_is_a_problem_where_they_are_required(reason, fix, monkeypatch):
+    monkeypatch.setattr(compute, "_packs", lambda *_: False)
+    monkeypatch.setattr(compute, "why_not", lambda device: reason)
+    finding, required = (attention(LlamaConfig(), "cuda", torch.float32, must) for must in (False, True))
+    assert fix in finding.advice and finding.problem is None
+    assert fix in required.problem and "execution.require_kernels" in required.problem
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_a_driver_too_old_for_torch_is_told_by_its_version(monkeypatch):
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update ...")
+
+    monkeypatch.setattr(compute.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert "too old (found version 12040): torch's CUDA 13.0 needs a newer" in (devices("cuda").problem or "")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 @pytest.mark.parametrize("wanted, level", [("auto", "advice"), ("cuda", "problem")])
 def test_a_driver_that_torch_cannot_use_is_told(wanted, level, monkeypatch):
