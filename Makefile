@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo check test test-ray test-rest test-slow chaos chaos-at-scale clients bench-serve soak lint style types install clean
+.PHONY: help demo check test test-ray test-rest test-slow chaos chaos-at-scale clients bench-serve soak image-root lint style types install clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ bench-serve: $(VENV)/.installed ## many streams against a real endpoint, specula
 
 soak: $(VENV)/.installed        ## ten minutes of mixed traffic against a real endpoint: nothing grows, nothing is left
 	$(BIN)/python -m jobs.soak
+
+image-root: $(VENV)/.installed   ## the image of infra/Dockerfile as a root directory, without docker; a kernel is compiled in it; as root
+	rm -rf runs/image-root && mkdir -p runs/image-root
+	EAGLE_RAY_IMAGE_ROOT=$(CURDIR)/runs/image-root $(BIN)/python -m pytest tests/infra/test_dockerfile.py -m slow -k compiles
 
 clients: $(VENV)/.installed $(VENV)-clients/.installed   ## openai, instructor, langchain, litellm, curl, lm-eval, aiperf, schemathesis on a real server
 	$(BIN)/python -m jobs.check_clients --python $(VENV)-clients/bin/python
