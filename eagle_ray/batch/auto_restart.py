@@ -133,7 +133,7 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
     """Run one attempt to its end. An interrupt is passed on, and the child's end is awaited."""
     with tempfile.TemporaryDirectory(prefix="eagle-ray-") as directory:
         path = Path(directory) / "ending.json"
-        flags = ["--no-keep-going", "--parent", str(os.getpid()), "--ending", str(path)]
+        flags = ["--no-keep-going", "--no-exit-zero-if-permanent", "--parent", str(os.getpid()), "--ending", str(path)]
         command = [sys.executable, "-m", "eagle_ray.cli", "run", *arguments, *flags]
         child = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
         is_interrupted = False

@@ -45,6 +45,9 @@ BUSY = Outcome(7, "busy", "another live driver writes this output")
 INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same command resumes")
 OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
 
+# Another attempt of the same command would end in them again.
+PERMANENT = frozenset({DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, MISMATCH})
+
 
 class JobError(Exception):
     """The job ends before it is done. Only subclasses are raised; each has its outcome in OUTCOME_BY_ERROR."""

@@ -24,7 +24,15 @@ import sys
 from collections.abc import Sequence
 
 from eagle_ray import __version__
-from eagle_ray.batch.job_errors import CONFIGURATION, EXPECTED_ERRORS, INTERRUPTED, TRANSIENT, outcome_of
+from eagle_ray.batch.job_errors import (
+    CONFIGURATION,
+    EXPECTED_ERRORS,
+    INTERRUPTED,
+    PERMANENT,
+    TRANSIENT,
+    outcome_by_code,
+    outcome_of,
+)
 from eagle_ray.batch.signals import ignore_until_exit, interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
@@ -49,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = Stdout.over(sys.stdout)
     args.arguments = list(sys.argv[1:] if argv is None else argv)[1:]  # without the command
     try:
-        return _exit_code_of(args)
+        code = _exit_code_of(args)
+        return _code_for_supervisor(code) if getattr(args, "exit_zero_if_permanent", False) else code
     finally:
         if argv is None:
             ignore_until_exit()
@@ -79,6 +88,15 @@ def _exit_code_of(args: argparse.Namespace) -> int:
             raise
         print(f"eagle-ray: {words}", file=sys.stderr)
         return TRANSIENT.code
+
+
+def _code_for_supervisor(code: int) -> int:
+    """Return 0 in place of an exit code that another attempt would end with again."""
+    outcome = outcome_by_code(code)
+    if outcome not in PERMANENT:
+        return code
+    print(f"eagle-ray: exit 0 in place of {code} ({outcome.name}): no attempt would change it", file=sys.stderr)
+    return 0
 
 
 def _print_anything() -> None:
@@ -250,6 +268,13 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="restart the run while it ends with exit 5 (execution.restarts: how often, and after which wait)",
+    )
+    parser.add_argument(
+        "--exit-zero-if-permanent",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="exit 0 in place of 1, 2, 3, 4 and 6, for what retries every other exit code, such as a RayJob; "
+        "the output has _SUCCESS only if the run is done",
     )
     parser.add_argument("--ending", metavar="FILE", help=argparse.SUPPRESS)  # for keep_going's child
     parser.add_argument("--parent", type=int, metavar="PID", help=argparse.SUPPRESS)

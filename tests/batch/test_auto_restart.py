@@ -103,11 +103,13 @@ def test_a_transient_end_is_restarted_up_to_the_limit_and_told_once(flags, tmp_p
     assert (told["exit_code"], told["outcome"], told["restarts"]) == (5, "transient", 1)
 
 
-def test_a_permanent_end_is_not_restarted(flags, tmp_path):
-    run = start(*flags, "-i", "/nowhere/*.jsonl")
+@pytest.mark.parametrize("more, code", [([], 2), (["--exit-zero-if-permanent"], 0)])
+def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code):
+    run = start(*flags, "-i", "/nowhere/*.jsonl", *more)
     _, said = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 2 and "restart" not in said and said.count("reading the input") == 1
-    assert json.loads((tmp_path / "told").read_text())["restarts"] == 0
+    assert run.returncode == code and "restart" not in said and said.count("reading the input") == 1
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["restarts"], told["exit_code"]) == (0, 2)
 
 
 def test_a_busy_output_is_not_waited_for(flags, tmp_path):

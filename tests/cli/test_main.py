@@ -194,6 +194,17 @@ def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
     assert capsys.readouterr().err == "eagle-ray: interrupted\n"
 
 
+def test_a_supervisor_gets_exit_0_for_what_no_further_attempt_would_change(job, monkeypatch, capsys):
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    wrong = ["run", *job, "--set", "seed=x"]
+    assert cli.main(wrong) == 2 and cli.main([*wrong, "--exit-zero-if-permanent"]) == 0
+    assert "exit 0 in place of 2 (configuration)" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "load_config", interrupt)
+    assert cli.main([*wrong, "--exit-zero-if-permanent"]) == 130
+
+
 def test_validate_needs_no_ray(job):
     code = f"import sys; from eagle_ray.cli import main; main.main(['validate', *{job}]); print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
