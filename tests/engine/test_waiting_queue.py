@@ -8,9 +8,39 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.waiting_queue import PATIENCE, TURN, FirstComeQueue, LengthEstimate, ThroughputQueue
 from eagle_ray.kv.block_manager import BlockManager
+from eagle_ray.kv.prefix_cache import split_blocks
 from eagle_ray.sampling.sampler import SamplingParams
 
 SIZE = 4
+
+
+class RegroupedQueue(ThroughputQueue):
+    """A ThroughputQueue that sorts and groups all entries anew if some were added."""
+
+    def __init__(self, block_size: int):
+        super().__init__(block_size)
+        self._hashes_of: dict[Sequence, list[int]] = {}
+        self._group_of: dict[Sequence, list[Sequence]] = {}
+        self._is_grouped = True
+
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
+        self._hashes_of[sequence] = [hash(block) for block in split_blocks(sequence.prompt_ids, self._block_size)]
+        self._is_grouped = False
+
+    def _waiting_of(self, sequence: Sequence) -> list[Sequence]:
+        if not self._is_grouped:
+            self._is_grouped = True
+            before, group = [], []
+            for each in sorted(self._entries, key=self._hashes_of.__getitem__):
+                blocks = self._hashes_of[each]
+                half = (max(len(before), len(blocks)) + 1) // 2
+                if not half or before[:half] != blocks[:half]:
+                    group = []
+                group.append(each)
+                self._group_of[each], before = group, blocks
+        members = set(self._group_of[sequence])
+        return [each for each in self._entries if each in members]
 
 
 def sequence(name: str, ids: list[int] | None = None, max_tokens: int = 100, category: str = "", **params) -> Sequence:
@@ -94,6 +124,45 @@ def test_a_short_sequence_is_not_passed_for_ever_while_longer_ones_arrive():
         queue.add(sequence(f"new{i}", max_tokens=50, ignore_eos=True))
         passed.append(queue.pop().request_id)
     assert PATIENCE * 200 < passed.index("short") < PATIENCE * 200 + TURN + 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_order_is_that_of_grouping_all_entries_anew(seed):
+    """Prompts of up to six blocks that share any number of them, which come, go, return and are aborted at random."""
+    source, queues = random.Random(seed), (ThroughputQueue(SIZE), RegroupedQueue(SIZE))
+    waiting, running, popped = [], [], []
+    for i in range(1500):
+        arriving = source.random() < (0.8 if i % 500 < 250 else 0.2)
+        for _ in range(source.randint(1, 4) if arriving else 0):
+            ids = [source.randrange(2) for _ in range(source.randrange(7))]
+            new = sequence(str(i), [x for x in ids for _ in range(SIZE)] + [i], max_tokens=source.randrange(1, 99))
+            new.category = source.choice("ab")
+            waiting.append(new)
+            for queue in queues:
+                queue.add(new)
+        if waiting and source.random() < 0.1:
+            gone = waiting.pop(source.randrange(len(waiting)))
+            for queue in queues:
+                queue.remove(gone)
+        if running and source.random() < 0.1:
+            back = running.pop()
+            waiting.append(back)
+            for queue in queues:
+                queue.put_back(back)
+        if waiting and not arriving:
+            one, other = (queue.pop() for queue in queues)
+            assert one is other
+            waiting.remove(one)
+            running.append(one)
+            popped.append(one)
+        if running and source.random() < 0.3:
+            done = running.pop(0)
+            done.output_ids = [0] * source.randrange(1, 60)
+            for queue in queues:
+                queue.observe(done)
+        assert [len(queue) for queue in queues] == [len(waiting)] * 2
+    rest = [[queue.pop() for _ in range(len(queue))] for queue in queues]
+    assert rest[0] == rest[1] and len(popped) > 300
 
 
 @pytest.mark.parametrize("make", [FirstComeQueue, lambda: ThroughputQueue(SIZE)])
