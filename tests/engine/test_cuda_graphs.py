@@ -123,10 +123,21 @@ class Watched:
         return results
 
 
+SENDERS = (
+    "async_copy",
+    "attention.prefill_metadata",
+    "drafters.eagle",
+    "engine.scheduler",
+    "kv.block_manager",
+    "models.target",
+    "sampling.sampler",
+)  # modules that import copy_to_device
+
+
 @contextmanager
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where whatever is sent to the device arrives there, which a CPU is spared."""
-    for module in ("async_copy", "kv.block_manager", "attention.prefill_metadata", "models.target", "drafters.eagle"):
+    for module in SENDERS:
         monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
     monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
