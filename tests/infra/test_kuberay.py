@@ -21,7 +21,9 @@ from eagle_ray.config import load_config
 INFRA = Path(__file__).parent.parent.parent / "infra"
 RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
 NETWORKPOLICY = INFRA / "kuberay" / "networkpolicy.yaml"
+LARGE = INFRA / "kuberay" / "70b" / "kustomization.yaml"
 MANIFESTS = [RAYJOB, RAYSERVICE, NETWORKPOLICY, INFRA / "prometheus" / "podmonitor.yaml"]
+MANIFESTS += [INFRA / "kuberay" / "kustomization.yaml", LARGE]
 SCHEMA = yaml.safe_load((INFRA / "kuberay" / "schema.yaml").read_text())
 
 
@@ -36,7 +38,13 @@ def problems(document: dict[str, Any]) -> list[str]:
 
 
 def rayjob() -> dict[str, Any]:
-    return documents(RAYJOB)[1]
+    return ray_resource(RAYJOB)
+
+
+def ray_resource(file: Path) -> dict[str, Any]:
+    """Return the RayJob or RayService of a manifest."""
+    (found,) = [document for document in documents(file) if document["apiVersion"] == "ray.io/v1"]
+    return found
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -69,7 +77,7 @@ def test_pods_keep_to_kubernetes_own_schema(file):
         return Resource.from_contents(json.loads((folder / Path(uri).name).read_text()), default_specification=DRAFT4)
 
     validator = Draft4Validator({"$ref": "podtemplatespec-v1.json"}, registry=Registry(retrieve=retrieve))
-    for pod in pods(documents(file)[-1]):
+    for pod in pods(ray_resource(file)):
         assert [error.message for error in validator.iter_errors({"spec": pod})] == []
 
 
@@ -94,7 +102,7 @@ def set_at(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("spec.deletionStrategy.deletionRules.0.condition.jobDeploymentStatus", "Failed"),
         ("spec.rayClusterSpec.authOptions.mode", "tokens"),
         ("spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus", 0),
-        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.0.emptyDir", {}),
+        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.1.emptyDir", {}),
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits.memory", "48 GB"),
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.volumeMount", []),
     ],
@@ -107,11 +115,94 @@ def test_the_job_is_one_that_eagle_ray_takes(tmp_path):
     config_map = documents(RAYJOB)[0]
     (mount,) = [m for m in pods(rayjob())[0]["containers"][0]["volumeMounts"] if m["name"] == "job"]
     ((name, text),) = config_map["data"].items()
-    assert rayjob()["spec"]["entrypoint"] == f"eagle-ray run --keep-going -c {mount['mountPath']}/{name}"
+    command = ["eagle-ray", "run", "--keep-going", "--exit-zero-if-permanent", "-c", f"{mount['mountPath']}/{name}"]
+    assert rayjob()["spec"]["entrypoint"].split() == command
     (tmp_path / name).write_text(text)
     models_of_here = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
     config = load_config(str(tmp_path / name), env={}, overrides=models_of_here)
     assert config.output.path.startswith("s3://") and config.model.device == "cuda"
+    assert config.execution.slots == "auto" and config.execution.require_kernels
+
+
+BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+RESTRICTED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def num_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * BYTES[quantity[-2:]]
+
+
+def ray_groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the head's group and the workers'."""
+    cluster = resource["spec"].get("rayClusterSpec") or resource["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def large_job() -> dict[str, Any]:
+    """Return the RayJob as kustomize patches it for several GPUs in a pod."""
+    (patch,) = documents(LARGE)[0]["patches"]
+    job = rayjob()
+    for change in yaml.safe_load(patch["patch"]):
+        assert change["op"] == "replace"
+        job = set_at(job, change["path"].lstrip("/").replace("/", "."), change["value"])
+    return job
+
+
+RAY_RESOURCES = [lambda: ray_resource(RAYJOB), lambda: ray_resource(RAYSERVICE), large_job]
+each_ray_resource = pytest.mark.parametrize("resource", RAY_RESOURCES, ids=["rayjob", "rayservice", "70b"])
+
+
+@each_ray_resource
+def test_rays_objects_fit_into_shared_memory_and_this_into_the_pods(resource):
+    """Ray goes to the container's disk if they do not, and says so in a log that is rarely read."""
+    for group in ray_groups(resource()):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"] and shm["medium"] == "Memory"
+        memory = num_bytes(container["resources"]["limits"]["memory"])
+        assert int(group["rayStartParams"]["object-store-memory"]) < 0.95 * num_bytes(shm["sizeLimit"]) < memory / 2
+        assert container["resources"]["requests"]["ephemeral-storage"]
+
+
+@each_ray_resource
+def test_pods_without_a_gpu_see_none(resource):
+    """A node's runtime may show all its GPUs to a pod that asks for none, and Ray would give them to workers."""
+    head, worker = ray_groups(resource())
+    assert head["rayStartParams"]["num-gpus"] == "0" and "num-gpus" not in worker["rayStartParams"]
+    submitter = resource()["spec"].get("submitterPodTemplate")
+    for template in filter(None, [head["template"], submitter]):
+        (container,) = template["spec"]["containers"]
+        assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in container["env"]
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+@each_ray_resource
+def test_pods_keep_to_the_restricted_level_and_are_not_moved_while_they_work(resource):
+    groups = [group["template"] for group in ray_groups(resource())]
+    submitter = resource()["spec"].get("submitterPodTemplate")
+    for template in filter(None, [*groups, submitter]):
+        (container,) = template["spec"]["containers"]
+        assert template["spec"]["securityContext"] == RESTRICTED
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    for template in groups:
+        marks = template["metadata"]["annotations"]
+        assert marks["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+        assert marks["karpenter.sh/do-not-disrupt"] == "true"
+        assert template["spec"]["terminationGracePeriodSeconds"] > 60
+
+
+def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_memory_for_its_weights():
+    job = large_job()
+    assert problems(job) == []
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    entrypoint = job["spec"]["entrypoint"].split()
+    assert entrypoint[:6] == rayjob()["spec"]["entrypoint"].split()
+    assert entrypoint[6:] == ["--set", f"execution.gpus_per_actor={container['resources']['limits']['nvidia.com/gpu']}"]
+    weights = 141 * 10**9  # of Llama-3.3-70B in bf16
+    objects = int(workers["rayStartParams"]["object-store-memory"])
+    assert num_bytes(container["resources"]["limits"]["memory"]) > weights + objects
 
 
 def test_the_rays_are_the_locked_one():
@@ -122,7 +213,7 @@ def test_the_rays_are_the_locked_one():
 
 @pytest.mark.parametrize("file", [RAYJOB, RAYSERVICE], ids=lambda file: file.name)
 def test_every_mount_has_its_volume_and_every_pod_its_metrics(file):
-    for pod in pods(documents(file)[-1]):
+    for pod in pods(ray_resource(file)):
         (container,) = pod["containers"]
         assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
         assert "metrics" in {port["name"] for port in container["ports"]}
@@ -144,7 +235,7 @@ def test_the_services_api_keys_are_a_secret_on_every_node():
         [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == str(path.parent)]
         [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
         assert volume["secret"]["secretName"] and mount["readOnly"]
-        assert {"eagle_ray.serve.proxy_errors.middlewares"} == {variable["value"] for variable in container["env"]}
+        assert "eagle_ray.serve.proxy_errors.middlewares" in {variable["value"] for variable in container["env"]}
 
 
 RAYS_METRICS, DASHBOARD, HTTP = 8080, 8265, 8000
@@ -159,7 +250,7 @@ def policy_of(manifest: Path) -> dict[str, Any]:
     (policy,) = [
         policy["spec"]
         for policy in documents(NETWORKPOLICY)
-        if all(selects(policy["spec"]["podSelector"], template) for template in templates(documents(manifest)[-1]))
+        if all(selects(policy["spec"]["podSelector"], template) for template in templates(ray_resource(manifest)))
     ]
     return policy
 
@@ -204,7 +295,7 @@ def test_the_policies_ports_are_ports_of_the_pods():
     for manifest in (RAYJOB, RAYSERVICE):
         policy = policy_of(manifest)
         named = {port["port"] for rule in policy["ingress"] for port in rule.get("ports", [])}
-        head = pods(documents(manifest)[-1])[0]["containers"][0]
+        head = pods(ray_resource(manifest))[0]["containers"][0]
         assert named <= {port["containerPort"] for port in head["ports"]}
 
 
