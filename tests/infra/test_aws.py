@@ -40,6 +40,16 @@ def test_every_node_has_the_token_and_an_endpoint_for_metrics(cluster):
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
+def test_nodes_are_what_their_type_has(cluster):
+    """Ray believes the numbers; a GPU that is not in them is never used."""
+    node_types = cluster["available_node_types"]
+    sizes = {name: (each["node_config"]["InstanceType"], each["resources"]) for name, each in node_types.items()}
+    assert sizes["gpu"] == ("g6e.2xlarge", {"CPU": 8, "GPU": 1})
+    assert sizes["h100"] == ("p5.48xlarge", {"CPU": 192, "GPU": 8})
+    market = node_types["h100"]["node_config"]["InstanceMarketOptions"]
+    assert market == {"MarketType": "capacity-block"}
+
+
 def test_the_heads_boto3_leaves_the_locked_botocore(cluster):
     (line,) = cluster["head_setup_commands"]
     (pin,) = [word for word in line.split() if word.startswith("botocore==")]
