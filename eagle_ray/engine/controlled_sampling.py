@@ -21,7 +21,7 @@ from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.sampling.adjustments import Adjustments, Paths
 from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, sample
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
@@ -63,7 +63,7 @@ class ControlledRows:
         members, indices = to_device(list(zip(*nodes, strict=True)), logits.device)
         own = rows.row_of[members, indices]
         sequences = list(zip(self._states, paths, strict=True))
-        fresh = sample_adjusted(logits[own], sequences, sampling, members, rows.positions[own] + 1)
+        fresh = sample_adjusted(logits, own, sequences, sampling, members, rows.positions[own] + 1)
         return picks.index_copy(0, own, fresh)
 
     def _paths(self) -> list[Paths]:
@@ -92,18 +92,37 @@ def synced(sequence: TokenSequence) -> ControlState:
 
 def sample_adjusted(
     logits: Float[Tensor, "R V"],
+    rows: Int[Tensor, " C"],
     sequences: Sequence[tuple[ControlState, Paths]],
     sampling: SamplingBatch,
-    seq: Int[Tensor, " R"],
-    positions: Int[Tensor, " R"],
-) -> Int[Tensor, " R"]:
-    """Return the token that each row's target samples with controls.
+    seq: Int[Tensor, " C"],
+    positions: Int[Tensor, " C"],
+) -> Int[Tensor, " C"]:
+    """Return the token that the target samples after each of some rows with controls.
 
     Args:
-        logits: the target's own; they stay as they are.
+        logits: the target's own; they stay as they are. Few sequences' rows are copied at a time.
         sequences: states and paths, as many paths in all as there are rows, in their order.
         seq, positions: see sampler.sample.
     """
-    adjusted = logits.to(torch.float32, copy=True)
-    Adjustments.of(sequences, logits.device).apply(adjusted)
-    return sample(adjusted, sampling, seq, positions)
+    picks, start = [], 0
+    for group in _groups_of(sequences):
+        part = slice(start, start + sum(len(paths) for _, paths in group))
+        adjusted = logits[rows[part]].float()
+        Adjustments.of(group, logits.device).apply(adjusted)
+        picks.append(sample(adjusted, sampling, seq[part], positions[part]))
+        start = part.stop
+    return torch.cat(picks)
+
+
+def _groups_of(sequences: Sequence[tuple[ControlState, Paths]]) -> list[list[tuple[ControlState, Paths]]]:
+    """Return the sequences in groups of at most SLICE_ROWS paths, or of one sequence."""
+    groups: list[list[tuple[ControlState, Paths]]] = [[]]
+    num_rows = 0
+    for state, paths in sequences:
+        if groups[-1] and num_rows + len(paths) > SLICE_ROWS:
+            groups.append([])
+            num_rows = 0
+        groups[-1].append((state, paths))
+        num_rows += len(paths)
+    return groups

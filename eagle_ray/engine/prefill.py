@@ -23,7 +23,7 @@ from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
-from eagle_ray.sampling.sampler import SamplingBatch, log_probs_of, sample
+from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, log_probs_of, sample
 
 
 class DraftPrefixState:
@@ -176,14 +176,16 @@ class Prefiller:
         states = [synced(chunks[ends[place]].sequence) for place in own]
         places, rows = self._tensor([own, [ends[place] for place in own]])
         paths = [(state, [[]]) for state in states]
-        fresh = retry_portable(lambda: sample_adjusted(logits[rows], paths, sampling, rows, positions[places]))
+        fresh = retry_portable(lambda: sample_adjusted(logits, rows, paths, sampling, rows, positions[places]))
         return picks.index_copy(0, places, fresh)
 
     def _record(self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput) -> None:
         """Record the chunk's log-probabilities for sequences that request their prompt's."""
-        for chunk, rows in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
-            if chunk.sequence.sampling.prompt_logprobs:
-                record_prompts(chunk.sequence, chunk.start, self._target.logits(rows))
+        for chunk, hidden in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
+            if not chunk.sequence.sampling.prompt_logprobs:
+                continue
+            for i, rows in enumerate(hidden.split(SLICE_ROWS)):
+                record_prompts(chunk.sequence, chunk.start + i * SLICE_ROWS, self._target.logits(rows))
 
     def _attach_prefixes(self, chunks: list[PrefillChunk], firsts: list[int]) -> None:
         """Attach cached prefixes in the drafter, with the pair after each of them."""

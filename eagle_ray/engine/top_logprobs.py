@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.sampling.sampler import log_probs_of
+from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of
 
 
 def tops(logits: Float[Tensor, "R V"], most: int) -> list[TopLogprobs]:
@@ -22,8 +22,22 @@ def tops(logits: Float[Tensor, "R V"], most: int) -> list[TopLogprobs]:
 
 def likeliest(logits: Float[Tensor, "R V"], most: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
     """Return the likeliest ids and their log-probabilities, on the device."""
-    values, ids = logits.float().log_softmax(-1).topk(min(most, logits.shape[-1]))
-    return ids, values
+    parts = [rows.float().log_softmax(-1).topk(min(most, rows.shape[-1])) for rows in logits.split(SLICE_ROWS)]
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
+
+
+def log_probs_at(
+    logits: Float[Tensor, "R V"], rows: Int[Tensor, " P"], tokens: Int[Tensor, " P"], num_tops: int
+) -> tuple[Float[Tensor, " P"], tuple[Int[Tensor, "P K"], Float[Tensor, "P K"]] | None]:
+    """Return the log-probability of a token after each of some rows, and the num_tops likeliest there; None for 0."""
+    log_probs, tops = [], []
+    for part, picked in zip(rows.split(SLICE_ROWS), tokens.split(SLICE_ROWS), strict=True):
+        slice_logits = logits[part]
+        log_probs.append(log_probs_of(slice_logits, picked))
+        if num_tops:
+            tops.append(likeliest(slice_logits, num_tops))
+    columns = tuple(torch.cat(column) for column in zip(*tops, strict=True))
+    return torch.cat(log_probs), (columns[0], columns[1]) if columns else None
 
 
 def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:

@@ -23,13 +23,13 @@ from eagle_ray.drafters.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.drafters.idle_batch import idle_batch
 from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.step_output import step_record
-from eagle_ray.engine.top_logprobs import likeliest
+from eagle_ray.engine.top_logprobs import log_probs_at
 from eagle_ray.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, log_probs_of, sample
+from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
@@ -165,10 +165,10 @@ def accept_and_commit(
     logprobs = tops = None
     if shape.logprobs:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
-        path = logits[path_rows.flatten()]
-        logprobs = log_probs_of(path, result.tokens.flatten()).view_as(path_rows)
-        if shape.num_tops:
-            tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest(path, shape.num_tops))
+        logprobs, likeliest = log_probs_at(logits, path_rows.flatten(), result.tokens.flatten(), shape.num_tops)
+        logprobs = logprobs.view_as(path_rows)
+        if likeliest is not None:
+            tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest)
     return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed.prompted)
 
 

@@ -1,9 +1,15 @@
 """Log-probabilities of prompts, outputs and alternatives: those of one plain pass over the whole text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.engine import controlled_sampling, prefill, top_logprobs
 from eagle_ray.models.target import PrefillBatch
+from eagle_ray.sampling import sampler
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
 
@@ -16,6 +22,38 @@ def plain_log_probs(ids):
     target.cache.blocks.reserve(0, len(ids))
     with torch.inference_mode():
         return target.logits(target.prefill(PrefillBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
+
+
+class WatchRows(TorchDispatchMode):
+    """The most rows of logits of which log-probabilities are computed at once."""
+
+    num_rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "log_softmax" in func.__name__:
+            self.num_rows = max(self.num_rows, len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
+def test_few_rows_are_copied_at_a_time(tree, monkeypatch):
+    """As many as the slice has, of prompts, of outputs and of sequences with controls, whose tokens stay."""
+    params = [replace(ASKING, seed=i, controls=Controls(presence_penalty=0.5) if i > 1 else None) for i in range(4)]
+    prompts = [[5 + i, 9, 33, 7, 21, 40, 2] for i in range(4)]
+    whole = run(llama_engine(4, *tree), prompts, params)
+    for module in (sampler, top_logprobs, prefill, controlled_sampling):
+        monkeypatch.setattr(module, "SLICE_ROWS", 3)
+    applied, apply = [], controlled_sampling.sample
+    monkeypatch.setattr(controlled_sampling, "sample", lambda x, *rest: applied.append(len(x)) or apply(x, *rest))
+    with WatchRows() as watch:
+        sliced = run(llama_engine(4, *tree), prompts, params)
+    assert [s.output_ids for s in sliced] == [s.output_ids for s in whole]
+    for ours, theirs in zip(sliced, whole, strict=True):
+        assert ours.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-4)
+        pairs = zip(ours.output_tops + ours.prompt_tops, theirs.output_tops + theirs.prompt_tops, strict=True)
+        assert all([token for token, _ in a] == [token for token, _ in b] for a, b in pairs)
+    assert 1 < max(applied) <= (9 if any(tree) else 3)  # all rows of a tree, which are 9 at most
+    assert any(tree) or watch.num_rows == 3  # heads rank their tokens by log-probabilities, too
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
