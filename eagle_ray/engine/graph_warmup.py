@@ -80,7 +80,8 @@ def _run(graphs: CudaGraphRunner, parts: list[Callable[[], None]]) -> None:
         if now - logged > LOG_EVERY_S:
             log.info("recording ahead: %d of %d passes, %s", i, len(parts), graphs.summary)
             logged = now
-        part()
+        with graphs.keeping():
+            part()
     log.info("recorded ahead in %.1f s: %s", time.monotonic() - started, graphs.summary)
 
 

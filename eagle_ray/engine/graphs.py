@@ -26,7 +26,7 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -52,8 +52,8 @@ LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
 ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
 TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
 DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
-MAX_GRAPHS = 128  # the one that was not used for longest is dropped
 MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
+MAX_GRAPHS = 64  # besides those captured ahead; the one that was not used for longest is dropped
 WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
 MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
@@ -81,6 +81,8 @@ class CudaGraphRunner:
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
         self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
         self._most = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
+        self._kept: set[Hashable] = set()  # never dropped
+        self._is_keeping = False
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
         self.seconds = 0.0
@@ -193,6 +195,21 @@ class CudaGraphRunner:
         passes = [f"{count if self.replays(kind) else 'all'} {kind!r}" for kind, count in counts.items()]
         return f"capturing {' and '.join(passes)} passes failed ({next(iter(self.failures.values()))})"
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Never drop a pass that is captured meanwhile: those ahead of the first request, which every job replays."""
+        self._is_keeping = True
+        try:
+            yield
+        finally:
+            self._is_keeping = False
+
+    def _drop_one(self) -> None:
+        """Drop the pass that was not used for longest if there are too many besides those that are kept."""
+        others = [key for key in self._graphs if key not in self._kept]
+        if len(others) >= self._most:
+            del self._graphs[others[0]]
+
     @property
     def summary(self) -> str:
         """Return a line of text: number of captures, seconds, memory, replays."""
@@ -207,9 +224,10 @@ class CudaGraphRunner:
         graph = self._try_capture(key, function, inputs)
         if graph is None:
             return None
-        if len(self._graphs) >= self._most:  # only now: a pool without any graph takes no further capture
-            self._graphs.popitem(last=False)
+        self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
+        if self._is_keeping:
+            self._kept.add(key)
         seconds, size = time.monotonic() - started, self._used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)

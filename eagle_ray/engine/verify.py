@@ -30,6 +30,7 @@ from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
@@ -246,7 +247,12 @@ class Verifier:
         self._replay.record(*self._pass(drafter, batch, tree, tree.valid, shape, self._replay))
 
     def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
-        """Return the next larger of the captured shapes; a plain step has rows for the batch only."""
+        """Return the next larger of the captured shapes; a plain step has rows for the batch only.
+
+        All numbers of the likeliest tokens up to MAX_TOP_LOGPROBS share a shape.
+        """
+        if shape.num_tops:
+            shape = replace(shape, num_tops=max(shape.num_tops, MAX_TOP_LOGPROBS))
         if not shape.max_depth:
             return replace(shape, num_rows=replay.batch_size(batch_size))
         num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
@@ -279,6 +285,7 @@ class Verifier:
         replay: GraphRunner,
     ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
         """Return key, function and inputs of the pass up to the target's logits."""
+        shape = replace(shape, logprobs=False, num_tops=0)  # of no use up to the logits
         sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
 
         def half(*tensors: Tensor) -> TargetPass:

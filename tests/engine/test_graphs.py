@@ -20,7 +20,9 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
@@ -274,6 +276,29 @@ def test_the_graph_unused_for_longest_is_dropped(monkeypatch):
     assert graphs.num_captured == 4 and graphs.num_replayed == 2  # b again
     assert graphs.has(("a",)) and graphs.run(("c",), lambda: torch.zeros(1), []) is not None
     assert graphs.has(("a",)) and not graphs.has(("b",))  # what was asked for is about to be used
+
+
+def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
+    """However many numbers of alternatives a job asks for, with and without controls."""
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
+    ours = engine((12, 4, 4), 2, fused=True)
+    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
+    capture(ours, 12, 4)
+    ahead, captured = ours.graphs.num_captured, []
+    record = ours.graphs._try_capture
+    monkeypatch.setattr(ours.graphs, "_try_capture", lambda key, *x: captured.append(key) or record(key, *x))
+    prompts, params = some_prompts(8), some_params(8, 12)
+    asking = [
+        replace(p, logprobs=True, top_logprobs=i, controls=Controls(presence_penalty=0.5) if i % 2 else None)
+        for i, p in enumerate(params)
+    ]
+    for each in (asking, params):
+        outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, each)]
+        assert [s.output_ids for s in run(ours, prompts, each)] == outputs
+    assert ours.graphs.num_captured > ahead + 2
+    shapes = {(key[0], key[-1].logprobs, key[-1].num_tops) for key in captured if key[0] in ("forward", "verify")}
+    assert {key[0] for key in captured} <= {"forward", "verify", "first level", "further level"}
+    assert shapes <= {("forward", False, 0), ("verify", True, 0), ("verify", True, MAX_TOP_LOGPROBS)}
 
 
 @pytest.mark.parametrize("most", [2, 3])
