@@ -25,7 +25,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.attention.backend import backend_name
-from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ConfigError, DeviceTooSmall, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
@@ -441,7 +441,7 @@ def _capacity(
     try:
         capacity = plan_capacity(slots, kv_tokens, lengths, memory)
     except EngineError as error:
-        raise ConfigError(str(error)) from error
+        raise DeviceTooSmall(str(error)) from error
     if memory is not None:
         log.info("%s on %.0f GB: %s", model_text(causal_lm), memory.total / 1e9, capacity)
     return capacity

@@ -1,8 +1,8 @@
 """Classify a worker's failure: whether other workers would meet it too, and what to do about it.
 
-A fault of a device or its memory is local: the process ends, Ray starts another, and the rows go there. A failure
-that any worker would meet, such as a missing model, ends the job. Errors are recognized by name and text, so the
-driver can classify them without torch.
+A fault of a device or its memory is local, and so is a device that is too small for the model: the process ends, Ray
+starts another, and the rows go there. A failure that any worker would meet, such as a missing model, ends the job.
+Errors are recognized by name and text, so the driver can classify them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_local=True)
@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 
 from eagle_ray.batch.job_errors import outcome_of
+from eagle_ray.config import DeviceTooSmall
 from eagle_ray.errors import EngineError, UnfitDevice
 from eagle_ray.storage.storage_errors import StorageError
 
@@ -59,6 +60,8 @@ def classify_error(error: Exception) -> Fault:
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     if isinstance(cause, UnfitDevice):
         return Fault(_told(cause), is_local=True)
+    if isinstance(cause, DeviceTooSmall):
+        return Fault(str(cause), is_local=True)
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):
         return Fault(f"its memory is too small ({told}): {SMALLER}", is_local=True, is_transient=True)

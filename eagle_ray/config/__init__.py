@@ -4,6 +4,7 @@ from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import (
     ColumnsConfig,
     ConfigError,
+    DeviceTooSmall,
     ExecutionConfig,
     InputConfig,
     JobConfig,
@@ -28,6 +29,7 @@ from eagle_ray.config.serve import ServeConfig, ServingConfig
 __all__ = [
     "ColumnsConfig",
     "ConfigError",
+    "DeviceTooSmall",
     "ExecutionConfig",
     "InputConfig",
     "JobConfig",

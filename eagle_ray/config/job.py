@@ -84,6 +84,10 @@ class ConfigError(Exception):
     """Invalid usage or configuration: the job did not start (exit code 2)."""
 
 
+class DeviceTooSmall(ConfigError):
+    """This worker's devices have no room for the model; those of another worker may have."""
+
+
 class StrictModel(BaseModel):
     """Frozen section of the configuration that rejects unknown keys and values of another type ("3" for 3)."""
 

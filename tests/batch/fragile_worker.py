@@ -13,10 +13,10 @@ import torch
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_subprocess import main
-from eagle_ray.config import JobConfig
+from eagle_ray.config import DeviceTooSmall, JobConfig
 from eagle_ray.errors import EngineError
 
-TOO_LARGE, CRASHES, IS_BUGGY, LOGS = "too large", "crashes", "is buggy", "logs"  # names of jobs
+TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
 LOGGED = "measuring the cost of steps: for up to 5 s"
 KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 
@@ -27,6 +27,8 @@ class FragileWorker(Worker):
     def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if config.name == TOO_SMALL:
+            raise DeviceTooSmall("the GPU has 24 GB")
         mark = run.output / "_loaded_once"
         if config.name == CRASHES and not mark.exists():
             mark.write_atomic(b"")

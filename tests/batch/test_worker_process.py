@@ -17,9 +17,10 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch import worker_process
-from eagle_ray.batch.error_classifier import WorkerError, classify_error
+from eagle_ray.batch.actor import as_config_error
+from eagle_ray.batch.error_classifier import Fault, WorkerError, classify_error
 from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.batch.job_errors import ClusterError
+from eagle_ray.batch.job_errors import ClusterError, ModelUnusable
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.process_id import _start_time
@@ -29,7 +30,7 @@ from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.errors import EngineError
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
-from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE
+from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
 from tests.batch.test_worker import answers, outputs
 from tests.conftest import PAIR, token_rows
 
@@ -189,6 +190,13 @@ def test_memory_that_is_too_small_is_this_workers_own_fault(fragile, make_job):
         pass
     fault = classify_error(found.value)
     assert fault.is_local and fault.line.startswith("its memory is too small (OutOfMemoryError: CUDA out of memory)")
+
+
+def test_a_card_without_room_for_the_model_is_this_workers_own_fault(fragile, make_job):
+    with pytest.raises(WorkerError) as found, process_of(make_job(token_rows(1), name=TOO_SMALL)):
+        pass
+    assert classify_error(found.value) == Fault("the GPU has 24 GB", is_local=True)
+    assert type(as_config_error(found.value)) is ModelUnusable
 
 
 def test_what_killed_the_engine_is_told(fragile, make_job):
