@@ -64,7 +64,7 @@ from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
-from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers
+from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers, room_beside
 from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -265,7 +265,8 @@ def load_causal_lm(
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).longest(kv_tokens))
-        _dispatch(causal_lm, num_gpus, KV_MARGIN * tokens * _bytes_of_token(causal_lm))
+        reserved = KV_MARGIN * tokens * _bytes_of_token(causal_lm)
+        _dispatch(causal_lm, num_gpus, int(reserved), is_firm=kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
@@ -700,16 +701,34 @@ def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn
     return weights
 
 
-def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: float) -> None:
-    """Place the target over the first num_gpus devices. reserved: bytes of the first one that are not for weights."""
+def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: int, is_firm: bool) -> None:
+    """Place the target over the first num_gpus devices.
+
+    Args:
+        reserved: bytes of the first one for keys and values.
+        is_firm: not less than that; otherwise as much of it as the layers leave.
+
+    Raises:
+        ConfigError: there are not as many devices.
+        DeviceTooSmall: the layers do not fit.
+    """
     if torch.cuda.device_count() < num_gpus:
         raise ConfigError(
             f"execution.gpus_per_actor: {num_gpus}, but a worker sees {torch.cuda.device_count()} GPUs: set it to less"
         )
     devices = [torch.device("cuda", i) for i in range(num_gpus)]
     room = [int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) for device in devices]
-    room[0] = max(0, room[0] - int(reserved) - other_size(causal_lm))
-    dispatch(causal_lm, devices, place_layers(layer_sizes(causal_lm), room))
+    room[0] = max(0, room[0] - other_size(causal_lm))
+    sizes = layer_sizes(causal_lm)
+    room[0] = max(0, room[0] - (reserved if is_firm else min(reserved, room_beside(sizes, room))))
+    try:
+        places = place_layers(sizes, room)
+    except EngineError as error:
+        raise DeviceTooSmall(
+            f"execution.gpus_per_actor: {error}. Set it to more, execution.kv_tokens to less, or take a smaller or a "
+            "quantised model."
+        ) from error
+    dispatch(causal_lm, devices, places)
 
 
 def _bytes_of_token(causal_lm: nn.Module) -> int:

@@ -40,6 +40,11 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     return places
 
 
+def room_beside(sizes: Sequence[int], room: Sequence[int]) -> int:
+    """Return the bytes that layers of these sizes leave free in all, but for what no whole layer fills."""
+    return max(0, sum(room) - sum(sizes) - len(room) * max(sizes))
+
+
 def _is_full(used: int, size: int, fair: float, room: int) -> bool:
     """Return whether the next layer belongs to the next device: it does not fit, or most of it exceeds the share."""
     return used + size > room or used + size / 2 > fair

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 from eagle_ray import build
-from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config import DeviceTooSmall, SpeculativeConfig
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,
@@ -87,6 +88,22 @@ def test_on_a_cpu_auto_is_what_it_was():
 def test_a_model_too_large_is_refused_with_what_would_help():
     with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
         plan_capacity("auto", "auto", LENGTHS, card(24, weights=22 * GB))
+
+
+@pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])
+def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, monkeypatch):
+    """On cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card has. Nothing is moved here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (84 * GB, 85 * GB))
+    monkeypatch.setattr(build, "layer_sizes", lambda model: [int(1.71 * GB)] * 80)
+    monkeypatch.setattr(build, "other_size", lambda model: int(4.2 * GB))
+    placed = []
+    monkeypatch.setattr(build, "dispatch", lambda model, devices, places: placed.append(places))
+    build._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    on_first = placed[0].count(0) * 1.71 + 4.2
+    assert least_free < 0.9 * 84 - on_first < 76
+    with pytest.raises(DeviceTooSmall, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
+        build._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
 def test_it_says_what_it_is():
