@@ -75,6 +75,8 @@ class BaselineComparison:
             self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, 0, graphs=graphs
         )
         self._plain_engine.grammars = self._draft_engine.grammars
+        if config.execution.order == "auto":
+            self._plain_engine.order_for_throughput()  # as build_engine_bundle does
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.

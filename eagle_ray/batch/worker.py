@@ -194,7 +194,7 @@ def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
     rest = execution.prefill_tokens, execution.require_kernels
     bundle = build_in_thread(config.model, config.speculative, *sizes, *rest)
     if execution.order == "auto":
-        bundle.engine.scheduler.order_for_throughput()
+        bundle.engine.order_for_throughput()
     return bundle
 
 

@@ -162,6 +162,12 @@ class Engine:
         self.scheduler.add(sequence)
         sequence.arrived_at = time.monotonic()
 
+    def order_for_throughput(self) -> None:
+        """Admit sequences from now on in an order and in groups that serve throughput, not latency."""
+        self.scheduler.order_for_throughput()
+        if not self.mixed_prefill:
+            self.scheduler.group_admissions()
+
     def compile_grammar(self, sequence: Sequence) -> None:
         """Compile the sequence's grammar, if it has one and that has not been done. Any thread may call this.
 

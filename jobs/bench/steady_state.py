@@ -168,7 +168,7 @@ def make_engine(slots: int, tree: tuple[int, int, int], is_recorded: bool = Fals
         target, drafter, UniformPlanner(*tree), MAX_MODEL_LEN, tree[1], PREFILL_TOKENS, graphs=graphs, trees=sizes
     )
     engine.grammars = grammar_compiler(Tokenizer.load(path), target)
-    engine.scheduler.order_for_throughput()
+    engine.order_for_throughput()
     return engine
 
 

@@ -14,8 +14,10 @@ from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.engine.scheduler import GROUP_STEPS, Scheduler
 from eagle_ray.errors import RequestError
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
 from tests.helpers.toy_models import llama, llama_engine
@@ -163,6 +165,78 @@ def test_short_prompts_share_a_steps_budget():
     step(engine)
     assert [s.status for s in added[:2]] == [SequenceStatus.RUNNING] * 2
     assert added[2].num_prefilled == 4 and added[3].status is SequenceStatus.WAITING
+
+
+class GroupedSlots:
+    """A scheduler of 36 slots, whose groups are of two, each slot with a sequence that never ends by itself."""
+
+    def __init__(self, num_blocks: int | None = None, groups: bool = True, prompt_tokens: int = 2):
+        self.scheduler = Scheduler(BlockManager(36, 64, num_blocks, size=8), prefill_tokens=200, tree_columns=1)
+        if groups:
+            self.scheduler.group_admissions()
+        self.num_added, self.prompt_tokens = 0, prompt_tokens
+        self.add(36)
+        while self.admitted():
+            pass
+
+    @property
+    def running(self) -> list[Sequence]:
+        return list(self.scheduler._running.values())
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            prompt = [1 + self.num_added, *[0] * (self.prompt_tokens - 1)]
+            self.scheduler.add(Sequence(str(self.num_added), prompt, SamplingParams(), max_tokens=20))
+            self.num_added += 1
+
+    def end(self, count: int) -> None:
+        for sequence in self.running[:count]:
+            self.scheduler.abort(sequence)
+
+    def admitted(self) -> int:
+        """Return how many sequences the next step admits."""
+        return len(self.scheduler.chunks())
+
+
+def test_a_prompt_waits_for_another_while_the_batch_is_nearly_full():
+    slots = GroupedSlots()
+    slots.add(4)
+    slots.end(1)
+    assert [slots.admitted() for _ in range(3)] == [0, 0, 0]
+    slots.end(1)
+    assert slots.admitted() == 2
+    slots.end(1)
+    assert [slots.admitted() for _ in range(GROUP_STEPS + 2)] == [0] * GROUP_STEPS + [1, 0]
+
+
+def test_a_prompt_is_admitted_at_once_where_many_slots_are_free_or_latency_matters():
+    slots = GroupedSlots()
+    slots.end(10)
+    slots.admitted()
+    slots.add(1)
+    assert slots.admitted() == 1
+    endpoint = GroupedSlots(groups=False)
+    endpoint.add(1)
+    endpoint.end(1)
+    assert endpoint.admitted() == 1
+
+
+def test_prompts_that_fill_a_pass_wait_for_no_others():
+    slots = GroupedSlots(num_blocks=36 * 8, prompt_tokens=60)
+    slots.scheduler._prefill_tokens = 60
+    slots.add(1)
+    slots.end(1)
+    assert slots.admitted() == 1
+
+
+def test_a_batch_that_is_full_by_its_blocks_is_refilled_in_groups():
+    """No more than 19 have a block each and one to grow: then a group is two of them."""
+    slots = GroupedSlots(num_blocks=38)
+    assert len(slots.running) == 19
+    slots.end(1)
+    assert slots.admitted() == 0
+    slots.end(1)
+    assert slots.admitted() == 2
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
