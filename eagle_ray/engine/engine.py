@@ -368,11 +368,10 @@ class Engine:
         """Read a step's results and pass them to its sequences and its planner."""
         record, *tops = pending.copy.arrays()
         pending.timer.arrived()
-        num_cached = sum(sequence.num_cached for sequence in pending.batch.sequences)
         num_accepted = self._commit(pending, StepOutput.of(record, pending.shape.max_depth), tops)
         seconds = pending.timer.read(followed=self._pending is not None)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
-        outcome = pending.outcome(num_cached, num_accepted, num_prompt_tokens, seconds)
+        outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
         self._observe(pending.planner, outcome)
 
@@ -405,11 +404,14 @@ class Engine:
         return num_accepted
 
     def _sync_lengths(self, pending: PendingStep) -> None:
-        """Tell the drafter the lengths of a step that was launched before they were known."""
+        """Note the lengths of a step that was launched before they were known, and tell the drafter."""
+        sequences = pending.batch.sequences
+        lengths = [sequence.num_cached for sequence in sequences]
+        pending.num_cached = sum(lengths)
         if not pending.plan.is_drafting:
             return
-        sequences = [s for s in pending.batch.sequences if s.status is SequenceStatus.RUNNING]
-        num_pairs = self.drafter.mark_consumed([s.slot for s in sequences], [s.num_cached for s in sequences])
+        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
+        num_pairs = self.drafter.mark_consumed([sequences[i].slot for i in running], [lengths[i] for i in running])
         pending.draft = replace(pending.draft, num_catch_up=num_pairs)
 
     def _finish_prefill(self, prefill: PendingPrefill | None) -> None:

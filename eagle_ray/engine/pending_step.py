@@ -27,6 +27,7 @@ class PendingStep:
         result: on the device, until the next step is launched.
         copy: the results on their way to the host.
         is_first, num_level_rows: see StepOutcome.
+        num_cached: tokens cached before the step if it was launched ahead, once they are known.
     """
 
     planner: Planner
@@ -40,6 +41,7 @@ class PendingStep:
     timer: StepTimer
     is_first: bool
     num_level_rows: int | None
+    num_cached: int | None = None
 
     @property
     def has_running(self) -> bool:
@@ -63,12 +65,12 @@ class PendingStep:
         passes[slice(None) if self.plan.members is None else list(self.plan.members)] = self.draft.num_passes
         return passes
 
-    def outcome(self, num_cached: int, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
+    def outcome(self, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
         """Return what the planner observes once the step is read."""
         return StepOutcome(
             plan=self.plan,
             batch_size=len(self.batch),
-            num_cached=num_cached,
+            num_cached=self.batch.num_cached if self.num_cached is None else self.num_cached,
             depth=len(self.draft.levels),
             num_catch_up=self.draft.num_catch_up,
             num_rows=self.shape.num_rows,
