@@ -249,7 +249,7 @@ class EagleDrafter(PairDrafter):
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
     ) -> None:
-        firsts = [self._first[slot] for slot in slots]
+        firsts = self._first[slots].tolist()
         layout = prefill_metadata(self.cache, slots, firsts, columns, counts, chain_rows=sys.maxsize)  # few layers
         places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
         features = self.head.project_features(features)

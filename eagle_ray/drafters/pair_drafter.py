@@ -20,11 +20,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.feature_buffer import FeatureBuffer
@@ -134,8 +135,8 @@ class PairDrafter(ABC):
         )
         self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
-        self._first = [head.first_column] * num_lists  # the first column that each slot's sequence sees
-        self._end = [head.first_column] * num_lists  # the first column that the head has not read yet
+        self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
+        self._end = self._first.copy()  # the first column that the head has not read yet
 
     def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
@@ -193,7 +194,7 @@ class PairDrafter(ABC):
         reads.
         """
         self._register(prompts)
-        columns = [self._end[slot] for slot in prompts.slots]
+        columns = self._end[prompts.slots].tolist()
         waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
         queued = self._queued(prompts.slots, columns, waiting)
         self._enqueue(prompts, next_tokens, features)
@@ -218,9 +219,8 @@ class PairDrafter(ABC):
     ) -> Draft:
         """Read the pending pairs and grow the plan's trees."""
         at = batch if plan.members is None else batch.select(plan.members)
-        for slot, length in zip(at.host_slots, at.host_lengths, strict=True):
-            self._evict(slot, length)
-        grown, num_pairs, before = None, sum(self._waiting(at)), False
+        self._evict(at.host_slots, at.host_lengths)
+        grown, num_pairs, before = None, int(self._waiting(at).sum()), False
         if self._is_replayed(plan):
             before = self._read_all_but(self._most_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self._graphs)
@@ -236,17 +236,16 @@ class PairDrafter(ABC):
 
         Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
         """
-        if not self._is_replayed(plan) or max(self._waiting(at)) > self._most_pairs(plan):
+        if not self._is_replayed(plan) or self._waiting(at).max() > self._most_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling, self._graphs)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
         """Record that the pairs up to these slots' roots have been read. Return how many of them had waited."""
-        ends = [length + 1 for length in lengths]
-        num_pairs = sum(ends) - sum(self._end[slot] for slot in slots)
-        for slot, end in zip(slots, ends, strict=True):
-            self._end[slot] = end
+        index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
+        num_pairs = int((ends - self._end[index]).sum())
+        self._end[index] = ends
         return num_pairs
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
@@ -329,7 +328,7 @@ class PairDrafter(ABC):
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
                 self._first[slot] = self._end[slot] = self.head.first_column
-            self._evict(slot, start)
+        self._evict(prompts.slots, prompts.starts)
         if self.head.first_column == 0:
             self._queue_first_tokens(prompts)
 
@@ -341,11 +340,11 @@ class PairDrafter(ABC):
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
         self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
-    def _evict(self, slot: int, newest: int) -> None:
-        """Drop pairs that are no longer in the queue, of which position `newest` is the last."""
-        oldest = newest + 1 - self._queue.window
-        if oldest > self._end[slot]:
-            self._first[slot] = self._end[slot] = oldest
+    def _evict(self, slots: list[int], newest: list[int]) -> None:
+        """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
+        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self._queue.window
+        is_late = oldest > self._end[index]
+        self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
     def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
@@ -380,32 +379,33 @@ class PairDrafter(ABC):
         for slot, column, count in spans:
             self._end[slot] = column + count
 
-    def _waiting(self, at: DecodeSlots) -> list[int]:
+    def _waiting(self, at: DecodeSlots) -> Int[np.ndarray, " B"]:
         """Return the number of queued pairs of each sequence, root included."""
-        return [length + 1 - self._end[slot] for slot, length in zip(at.host_slots, at.host_lengths, strict=True)]
+        return np.array(at.host_lengths) + 1 - self._end[at.host_slots]
 
     def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """Return each sequence's first visible position and its first unread position."""
-        return to_device([[of[slot] for slot in at.host_slots] for of in (self._first, self._end)], at.slots.device)
+        columns = np.stack([self._first, self._end])[:, at.host_slots]
+        return copy_to_device(torch.from_numpy(columns), at.slots.device)
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
-        counts, (first, starts) = self._waiting(at), self._columns(at)
+        counts, (first, starts) = self._waiting(at).tolist(), self._columns(at)
         longest, unpack = max(counts), None
         if min(counts) < longest:
             rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
             unpack = to_device(rows, at.slots.device)
-        return PendingPairs(first, starts, [self._end[slot] for slot in at.host_slots], longest, unpack)
+        return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
 
     def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
         """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps.
 
         Returns whether that was necessary.
         """
-        counts = [count - 1 for count in self._waiting(at)]
+        counts = (self._waiting(at) - 1).tolist()
         if max(counts) < most:
             return False
-        columns = [self._end[slot] for slot in at.host_slots]
+        columns = self._end[at.host_slots].tolist()
         tokens, features = self._queued(at.host_slots, columns, counts)
         self._read_prompts(at.host_slots, columns, counts, tokens, features)
         return True
