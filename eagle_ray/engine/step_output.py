@@ -37,7 +37,7 @@ class StepOutput:
     num_accepted: Int[np.ndarray, " B"]
     tokens: Int[np.ndarray, "B D1"]
     drafted_by_depth: Int[np.ndarray, "B D"]
-    confidences: Int[np.ndarray, "B 6K"]
+    confidences: Int[np.ndarray, "B C"]
     logprobs: Float[np.ndarray, "B _"]
 
     @classmethod

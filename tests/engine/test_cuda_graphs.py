@@ -127,6 +127,7 @@ SENDERS = (
     "async_copy",
     "attention.prefill_metadata",
     "drafters.eagle",
+    "drafters.pair_drafter",
     "engine.scheduler",
     "kv.block_manager",
     "models.target",

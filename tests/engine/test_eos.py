@@ -4,7 +4,7 @@ import pytest
 
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.sampling.sampler import SamplingParams, SamplingTable
 from tests.engine.test_drafters import engine_for, oracle_of
 from tests.engine.test_lossless import differing, some_prompts
 from tests.helpers.toy_models import LLAMA, llama, llama_engine, run
@@ -53,7 +53,8 @@ def test_an_end_has_no_children_but_where_it_is_ignored(name):
     params = [SamplingParams(i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0) for i in range(4)]
     _, _, plain = oracle_of(prompts, params)
     engine, planner = ENGINES[name](), Watching()
-    engine.planner, engine.scheduler._eos_ids = planner, ENDS
+    engine.planner = planner
+    engine.scheduler._params = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
     sequences = run(engine, prompts, params)
     assert differing([s.output_ids for s in sequences], plain) == []
     assert planner.num_past_ends[True] > 0 and planner.num_past_ends[False] == 0

@@ -9,7 +9,7 @@
     prefix            short questions behind one shared prefix: seconds and memory of the prompt steps
     single            one sequence in windows of seconds: our budget and fixed trees, with the parts of a step
     batches           64 and 256 sequences: no drafts, a chain, our budget
-    start             how long the parts of a start take, and planned memory beside what is taken
+    start             how long the parts of a start take, and the memory taken
     real              SmolLM2 in fp32 and bf16: drafts decode plain decoding's tokens, and tau is a CPU's
 
 --model is SmolLM2's directory, as `eagle_ray.gguf` writes it; without it the embedded tiny pair stands in, which says
@@ -387,7 +387,7 @@ def measure_start(scale: Scale, findings: Findings) -> None:
 
 
 def measure_real(scale: Scale, findings: Findings) -> None:
-    """Drafts and plain decoding of the same chats, in fp32 and bf16, beside the CPU's tau."""
+    """Drafts and plain decoding of the same chats, in fp32 and bf16, and tau."""
     number, output = (4, 12) if scale.is_smoke else (64, 64)
     prompts = chat_prompts(scale, 400)[:number]
     for dtype in (torch.float32, torch.bfloat16):

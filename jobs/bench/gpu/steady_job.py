@@ -55,7 +55,7 @@ class SteadyJob:
 
     def __post_init__(self) -> None:
         if self.in_flight is None:
-            self.engine.scheduler.order_for_throughput()
+            self.engine.order_for_throughput()
 
     def run(self, seconds: float) -> None:
         """Take steps for so long; at least one."""
