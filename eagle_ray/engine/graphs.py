@@ -283,19 +283,24 @@ class InputBuffers:
     def __init__(self, inputs: Sequence[PaddedInput]):
         self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
         self._given: list[Tensor | None] = [None] * len(inputs)
+        self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]  # the corners that inputs are in
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
         """Copy the inputs into the corners of the buffers and pad the rest."""
         for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
             if self._given[i] is not padded.tensor:
-                _fill(buffer, padded)
+                _fill(buffer, padded, self._filled[i])
+                self._filled[i] = padded.tensor.shape
             self._given[i] = padded.tensor if padded.is_fixed else None
 
 
-def _fill(buffer: Tensor, padded: PaddedInput) -> None:
-    if buffer.shape != padded.tensor.shape:
+def _fill(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> None:
+    """Copy an input into a buffer's corner. filled: the corner that holds the input before it."""
+    shape = padded.tensor.shape
+    if any(size < before for size, before in zip(shape, filled, strict=True)):
         buffer.fill_(padded.fill)
-        buffer = buffer[tuple(slice(size) for size in padded.tensor.shape)]
+    if buffer.shape != shape:
+        buffer = buffer[tuple(slice(size) for size in shape)]
     buffer.copy_(padded.tensor, non_blocking=True)
 
 

@@ -352,6 +352,15 @@ def test_inputs_are_padded_anew_and_results_stand_until_the_next_run():
     assert second[0].tolist() == [10, 200, 200, 200] and state.item() == 305
     assert all(a is b for a, b in zip(first, second, strict=True))
     assert (graphs.num_captured, graphs.num_replayed) == (1, 1)
+    for numbers in ((7.0, 8.0), (1.0, 2.0, 3.0), (4.0, 5.0), (6.0, 7.0)):
+        assert ran(*numbers)[0].tolist() == [2 * number for number in numbers] + [200] * (4 - len(numbers))
+
+
+def test_a_corner_that_shrinks_in_one_direction_leaves_padding():
+    graphs = CudaGraphRunner("cpu", 4, 64)
+    for rows, columns in ((2, 3), (3, 2), (3, 3), (4, 4), (1, 4)):
+        seen = graphs.run("key", lambda x: x + 0, [PaddedInput(torch.ones(rows, columns), (4, 4), -1.0)])
+        assert (seen == 1).sum() == rows * columns and (seen[:rows, :columns] == 1).all()
 
 
 def test_a_result_that_is_kept_elsewhere_is_spoiled():
