@@ -13,7 +13,9 @@ from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.capacity import PREFILL_TOKENS
+from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.scheduler import Scheduler
+from eagle_ray.graph_protocol import PaddedInput
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
@@ -154,3 +156,19 @@ def test_where_rows_lie_is_found_without_a_look_at_them():
     assert (operations.seen, copies.seen) == ([], [])
     rows = PackedRows.of(seq, 4)
     assert rows.starts.tolist() == [0, 2, 3, 3] and rows.counts.tolist() == [2, 1, 0, 2]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a GPU's captures")
+def test_a_capture_that_fails_leaves_the_stream_and_the_pool_to_the_next():
+    """A copy to the host is refused in a capture; it runs eagerly, and the next capture of its kind succeeds."""
+    graphs, stream = CudaGraphRunner(DEVICE, 4, 64, fused=True), torch.cuda.current_stream()
+    numbers = torch.arange(4.0, device=DEVICE)
+
+    def results(name: str, function: object) -> list[float]:
+        return graphs.run(("verify", name), function, [PaddedInput(numbers, (4,))]).tolist()
+
+    for _ in range(2):
+        assert results("copies", lambda x: x + x.sum().item()) == [6, 7, 8, 9]
+        assert torch.cuda.current_stream() == stream
+        assert results("doubles", lambda x: x * 2) == [0, 2, 4, 6]
+    assert list(graphs.failures) == [("verify", "copies")] and graphs.num_captured == graphs.num_replayed == 1
