@@ -31,17 +31,17 @@ from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
 from eagle_ray.engine.capacity import (
     PREFILL_TOKENS,
     USUAL_TOKENS,
     Capacity,
-    DeviceMemory,
+    EngineSizes,
     SequenceLengths,
     plan_capacity,
     profile_pass,
@@ -52,7 +52,7 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.errors import EngineError, UnfitDevice
-from eagle_ray.kernels.availability import why_not
+from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -326,12 +326,12 @@ def build_engine(
         _check_kv_tokens(kv_tokens, columns)
     layers = feature_layers(weights, config.num_hidden_layers)
     lengths = SequenceLengths(max_model_len, columns, guaranteed)
-    logits = _bytes_of_logits(causal_lm, speculative)
+    sizes = _sizes(causal_lm, weights, speculative, layers)
     if prefill_tokens == "auto":
         prefill_tokens = PREFILL_TOKENS
     if not isinstance(prefill_tokens, int):
         prefill_tokens = prefill_tokens[causal_lm.device.type]
-    capacity = _capacity(causal_lm, weights, slots, kv_tokens, lengths, layers, logits, prefill_tokens)
+    capacity = _capacity(causal_lm, slots, kv_tokens, lengths, layers, sizes, prefill_tokens)
     slots = capacity.slots
     max_model_len = lengths.that_fit(capacity.kv_tokens)
     target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
@@ -419,12 +419,11 @@ def _method_trial(
 
 def _capacity(
     causal_lm: nn.Module,
-    weights: nn.Module | None,
     slots: int | Auto,
     kv_tokens: int | Auto | None,
     lengths: SequenceLengths,
     layers: tuple[int, ...] | None,
-    logits_per_slot: int,
+    sizes: EngineSizes,
     prefill_tokens: int,
 ) -> Capacity:
     """Return the slots and KV tokens for these settings and the memory of the target's device."""
@@ -434,11 +433,7 @@ def _capacity(
         of_pass = profile_pass(causal_lm, layers, prefill_tokens)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        itemsize = _itemsize(causal_lm)
-        per_token = _bytes_of_token(causal_lm) + _bytes_of_draft_token(weights, itemsize)
-        hidden = causal_lm.config.get_text_config(decoder=True).hidden_size
-        queued = 0 if weights is None else QUEUE_WINDOW * hidden * len(layers or [0]) * itemsize
-        memory = DeviceMemory(total, free, of_pass, per_token, queued + logits_per_slot)
+        memory = sizes.memory(total, free, of_pass, lengths.max_model_len)
     try:
         capacity = plan_capacity(slots, kv_tokens, lengths, memory)
     except EngineError as error:
@@ -470,9 +465,28 @@ def model_text(causal_lm: nn.Module) -> str:
     return f"{size} {str(dtype).removeprefix('torch.')}"
 
 
-def _bytes_of_draft_token(weights: nn.Module | None, itemsize: int) -> int:
-    specs = [getattr(part, "kv_spec", None) for part in parts_of(weights)]  # Medusa heads keep no keys
-    return sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) * itemsize for s in specs if s is not None)
+def _sizes(
+    causal_lm: nn.Module, weights: nn.Module | None, speculative: SpeculativeConfig, layers: tuple[int, ...] | None
+) -> EngineSizes:
+    """Return the sizes on which the engine's memory depends."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    parts = parts_of(weights)
+    specs = [getattr(part, "kv_spec", None) for part in parts]  # Medusa heads keep no keys
+    of_drafts = sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) for s in specs if s is not None)
+    layer_kv = kv_elements_per_token(config)
+    top_k = min(speculative.top_k, config.vocab_size)
+    return EngineSizes(
+        itemsize=_itemsize(causal_lm),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layer_kv=layer_kv,
+        kv=config.num_hidden_layers * layer_kv + of_drafts,
+        feature=config.hidden_size * len(layers or [0]),
+        num_drafters=len(parts),
+        drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
+        logits_per_slot=_bytes_of_logits(causal_lm, speculative),
+        explicit_scores=not use_triton(causal_lm.device),
+    )
 
 
 def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:

@@ -22,13 +22,13 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_parts, draft_requirement
+from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.eagle import tree_columns
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.engine.capacity import (
     LOGIT_ROWS,
     PREFILL_TOKENS,
     Capacity,
-    DeviceMemory,
+    EngineSizes,
     SequenceLengths,
     plan_capacity,
 )
@@ -36,6 +36,7 @@ from eagle_ray.engine.graphs import ROWS_PER_SLOT
 from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.dflash_spec import layer_config
+from eagle_ray.models.eagle_heads import NUM_FEATURES
 from eagle_ray.models.head_checkpoint import read_config
 from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.loader import load_config, quantisation_of
@@ -177,12 +178,11 @@ class Footprint:
         method, execution = config.speculative, config.execution
         column = dtype.itemsize * (_cells(shape) + _draft_cells(drafts, method.method, shape))
         lengths = SequenceLengths(max_model_len, _columns(method, shape.vocab_size), guaranteed)
-        queue = QUEUE_WINDOW * shape.hidden_size * dtype.itemsize * len(drafts)
         memory = None
         if card is not None:
-            memory = DeviceMemory(
-                card, card - weights - head, _pass_bytes(shape, dtype, execution.prefill_tokens), column, queue
-            )
+            sizes = _engine_sizes(drafts, method, shape, dtype)
+            of_pass = _pass_bytes(shape, dtype, execution.prefill_tokens)
+            memory = sizes.memory(card, card - weights - head, of_pass, max_model_len)
         try:
             capacity = plan_capacity(execution.slots, execution.kv_tokens, lengths, memory)
         except EngineError:  # the remedy says what would help
@@ -207,6 +207,24 @@ class Footprint:
         """Return the footprint with this many full slots."""
         capacity, logits = Capacity(slots, None), slots * self.logits // self.slots
         return replace(self, capacity=capacity, pool=slots * self.per_slot, logits=logits)
+
+
+def _engine_sizes(
+    drafts: Sequence[Path], method: SpeculativeConfig, shape: PretrainedConfig, dtype: torch.dtype
+) -> EngineSizes:
+    """Return the sizes on which an engine's memory depends, from configs."""
+    kinds = [draft_requirement(part) for part in draft_parts(method.method)] if method.method != AUTO else []
+    top_k = min(method.top_k, shape.vocab_size)
+    return EngineSizes(
+        itemsize=dtype.itemsize,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        layer_kv=kv_elements_per_token(shape),
+        kv=_cells(shape) + _draft_cells(drafts, method.method, shape),
+        feature=shape.hidden_size * (NUM_FEATURES if HEAD_3 in kinds else 1),
+        num_drafters=len(drafts),
+        drafts=DraftShape(1, top_k, top_k, method.max_depth) if drafts else None,
+    )
 
 
 def _pass_bytes(shape: PretrainedConfig, dtype: torch.dtype, prefill_tokens: int | Auto) -> int:

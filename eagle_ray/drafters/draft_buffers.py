@@ -52,6 +52,14 @@ class DraftShape:
         """Return the positions of all frontiers; one draft of a single level has none that are used."""
         return max(self.depth - 1, 1) * self.width
 
+    def num_bytes(self, hidden_size: int, itemsize: int) -> int:
+        """Return about the bytes of DraftBuffers of this shape. itemsize: of a number of the features."""
+        of_nodes = (2 * 8 + 2 * 4) * self.num_nodes
+        of_frontiers = (2 * 8 * (self.depth + 1) + 8 * (num_words(self.num_columns) + 2)) * self.width
+        of_levels = (8 + 4) * self.depth * self.width * self.children
+        of_features = itemsize * hidden_size * self.depth * self.width
+        return self.batch * (of_nodes + of_frontiers + of_levels + of_features)
+
 
 class DraftBuffers:
     """Tensors of the largest draft; `view` returns those of fewer sequences or a narrower frontier, in place.

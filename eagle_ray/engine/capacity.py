@@ -4,7 +4,8 @@
     str(capacity)                                       # "256 slots, 412,000 KV tokens"
 
 On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's tensors, which
-`profile_pass` measures as vLLM does, and the CUDA graphs. There are as many slots, up to MAX_SLOTS, as sequences of
+`profile_pass` measures as vLLM does, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt
+chunks gather, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of
 USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the
 guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 """
@@ -16,18 +17,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from eagle_ray.attention.metadata import MAX_SCORES
+from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
+from eagle_ray.drafters.draft_buffers import DraftShape
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.sampling.sampler import SLICE_ROWS
 from eagle_ray.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
-GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs; 0 to 8 MiB each for an 8B on an H200
+GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs and some more; 0 to 8 MiB each for an 8B on an H200
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
 SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
 LOGIT_ROWS = 1024  # of the largest pass that decodes
+SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
+SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
 PROFILE_PROMPTS = 8
 
 
@@ -82,9 +90,10 @@ class DeviceMemory:
 
     Attributes:
         total, free: of the card, when the weights are loaded.
-        of_pass: tensors of the largest pass.
-        per_token: keys and values of one token, of target and draft.
-        per_slot: what else each slot takes, such as the draft's queue of features.
+        of_pass: tensors of the largest pass, without a context.
+        per_token: what each token of the cache takes.
+        per_slot: what else each slot takes.
+        temporary: what passes need at times in addition to of_pass.
     """
 
     total: int
@@ -92,12 +101,64 @@ class DeviceMemory:
     of_pass: int
     per_token: int
     per_slot: int = 0
+    temporary: int = 0
 
     @property
     def for_slots(self) -> int:
         """Return the bytes that slots and their KV cache may take."""
         used, passes = self.total - self.free, 2 * self.of_pass  # graphs keep a pass's tensors too
-        return int(MEMORY_SHARE * self.total) - used - passes - GRAPH_BYTES
+        return int(MEMORY_SHARE * self.total) - used - passes - self.temporary - GRAPH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The numbers of a target and its drafters on which an engine's memory depends, weights and passes left out.
+
+    Attributes:
+        itemsize: bytes of a number.
+        vocab_size, hidden_size: of the target.
+        layer_kv: numbers in the keys and values of one token in one layer of the target.
+        kv: the same in all layers of target and drafters.
+        feature: numbers of a token's feature.
+        num_drafters: those that queue features.
+        drafts: of one sequence; None if nothing is drafted.
+        logits_per_slot: bytes of the logits that each slot adds to a pass.
+        explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
+    """
+
+    itemsize: int
+    vocab_size: int
+    hidden_size: int
+    layer_kv: int
+    kv: int
+    feature: int
+    num_drafters: int = 0
+    drafts: DraftShape | None = None
+    logits_per_slot: int = 0
+    explicit_scores: bool = False
+
+    @property
+    def per_token(self) -> int:
+        """Return the bytes of keys and values, and of the feature that each block keeps of its last token."""
+        return self.itemsize * (self.kv + -(-self.feature // BLOCK_SIZE))
+
+    @property
+    def per_slot(self) -> int:
+        """Return the bytes of queued features, of a draft and of logits."""
+        queued = QUEUE_WINDOW * self.feature * self.itemsize
+        drafted = 0 if self.drafts is None else self.drafts.num_bytes(self.hidden_size, self.itemsize)
+        return self.num_drafters * (queued + drafted) + self.logits_per_slot
+
+    def temporary(self, max_model_len: int) -> int:
+        """Return the bytes of gathered contexts, of copied logits and of scores."""
+        longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)  # chunks of a step that are too long for a chain
+        gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv * self.itemsize
+        copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
+        return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
+
+    def memory(self, total: int, free: int, of_pass: int, max_model_len: int) -> DeviceMemory:
+        """Return the memory of a card; total, free and of_pass are DeviceMemory's."""
+        return DeviceMemory(total, free, of_pass, self.per_token, self.per_slot, self.temporary(max_model_len))
 
 
 @dataclass(frozen=True, slots=True)

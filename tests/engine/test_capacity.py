@@ -1,5 +1,7 @@
 """Slots and KV tokens on made-up cards, and the settings that are kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,13 +11,15 @@ from eagle_ray.config import DeviceTooSmall, SpeculativeConfig
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,
+    EngineSizes,
     SequenceLengths,
     plan_capacity,
     profile_pass,
 )
 from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from tests.helpers.toy_models import llama
+from eagle_ray.sampling.sampler import SamplingParams
+from tests.helpers.toy_models import head3, llama, llama_engine, run
 
 GB = 10**9
 WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head
@@ -109,6 +113,35 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
 def test_it_says_what_it_is():
     assert str(Capacity(256, 412_000)) == "256 slots, 412,000 KV tokens"
     assert str(Capacity(1, None)) == "1 slot, room for full sequences"
+
+
+def test_what_an_engine_allocates_is_what_was_planned():
+    """Of an EAGLE-3 head over a replayed engine: caches, queued features, those of blocks, and drafts."""
+    weights = head3()
+    ours = llama_engine(4, 12, 4, 4, weights=weights, graphs=True, fused=True, num_hidden_layers=7, vocab_size=97)
+    run(ours, [[5, 6, 7] * 20, [8, 9]], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2)
+    target, drafter = ours.target, ours.drafter
+    speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
+    sizes = build._sizes(target.model, weights, speculative, weights.feature_layers(7))
+    caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
+    kept = ours.prefiller._blocks._last_features.nbytes
+    tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
+    assert caches + kept == pytest.approx(tokens * sizes.per_token, rel=0.05)  # and a null block
+    (buffers,) = drafter._buffers.values()
+    drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
+    queued = drafter._queue._features.nbytes
+    assert queued * 4 / 5 + drafted == pytest.approx(4 * sizes.per_slot, rel=0.05)  # and a queue for padding
+
+
+def test_contexts_and_copies_of_logits_are_counted():
+    """Of an 8B: 0.5 GB of gathered contexts, and 128 rows of 128k logits."""
+    sizes = EngineSizes(2, 128_256, 4096, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
+    gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
+    assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
+    assert sizes.temporary(100) == 63 * 100 * 4096 + copied
+    assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
+    memory = sizes.memory(80 * GB, 60 * GB, GB, 8192)
+    assert memory.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
 
 
 def test_a_pass_is_run_and_measured(monkeypatch):
