@@ -147,7 +147,8 @@ class Prefiller:
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[picking], picks)
         self._blocks.fill(chunks, features)
         self._attach_prefixes(chunks, self._blocks.read(chunks, drafting))
-        (self._drafter.prefill if drafting else self._drafter.prefill_deferred)(prompts, next_tokens, features)
+        read = self._drafter.prefill if drafting else self._drafter.prefill_deferred
+        retry_portable(lambda: read(prompts, next_tokens, features))
         return _sample_first(chunks, logits[picking], picks)
 
     def mark_prefilled(self, chunks: list[PrefillChunk], features: Float[Tensor, "R H"]) -> None:

@@ -140,6 +140,25 @@ def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, 
     assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
 
 
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_kernel_that_fails_over_a_shared_prefix_changes_no_token(after, monkeypatch, caplog):
+    """In the target's second layer, or in the head: that is run again by the portable path."""
+    monkeypatch.setattr(availability, "_failure", [])
+    prompts = [[3 + i * 7 % 90 for i in range(35)] + [5 + j] * (2 + j) for j in range(2)]
+    portable = run(engine("uniform"), prompts, PARAMS[:2])
+    monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
+    calls, attend = [], prefill_metadata.attend_trees
+
+    def attended(*args):
+        calls.append(1)
+        return compile_fails() if len(calls) > after else attend(*args)
+
+    monkeypatch.setattr(prefill_metadata, "attend_trees", attended)
+    kernels = run(engine("uniform"), prompts, PARAMS[:2])
+    assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
+    assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
+
+
 def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
     made = llama_engine(2, *(() if planner == "plain" else (6, 3, 3)), device=DEVICE)
