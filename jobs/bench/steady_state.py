@@ -178,7 +178,7 @@ def measure(engine: Engine, work: Workload) -> SteadyState:
     requests, unfinished = work.requests(engine.target.vocab_size), 0
 
     def run(num_sequences: int) -> float:
-        """Return the seconds of the steps in which so many sequences finish."""
+        """Return the seconds of the steps until this number of sequences have finished."""
         nonlocal unfinished
         num_finished, seconds = 0, 0.0
         while num_finished < num_sequences:
@@ -247,7 +247,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tree", type=int, nargs=3, default=[0] * 3, help="nodes, depth and width; all 0 drafts nothing"
     )
-    parser.add_argument("--schema-every", type=int, default=0, help="one request in so many has a JSON schema; 0: none")
+    parser.add_argument(
+        "--schema-every", type=int, default=0, help="one request in this many has a JSON schema; 0 is none"
+    )
     parser.add_argument("--sequences", type=int, default=3, help="sequences per slot that finish while counting")
     parser.add_argument("--null-device", action="store_true", help="measure the host's time alone")
     parser.add_argument("--threads", type=int, default=1)
