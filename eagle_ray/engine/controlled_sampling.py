@@ -5,7 +5,9 @@
     picks = controlled.resample(picks, logits, sampling, rows)
 
 The copy of the trees to the host starts before the target's pass, so on a GPU the host works out the adjustments while
-the pass runs. Other rows keep their picks: nothing of theirs is read or written.
+the pass runs. `resample` needs the tokens of the step before, which may be read after `of`: a pass that is launched
+ahead has a sequence that finished meanwhile, and its rows keep their picks. So do all rows of other sequences: nothing
+of theirs is read or written.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from eagle_ray.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
+from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.sampling.adjustments import Adjustments, Paths
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, sample
@@ -28,9 +31,9 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 class ControlledRows:
     """The controlled sequences of one step and the copy of their trees to the host. Use `of` to build it."""
 
-    def __init__(self, members: list[int], states: list[ControlState], trees: DeviceToHost | None):
+    def __init__(self, members: list[int], sequences: list[TokenSequence], trees: DeviceToHost | None):
         self._members = members
-        self._states = states
+        self._sequences = sequences
         self._trees = trees
 
     @classmethod
@@ -46,24 +49,27 @@ class ControlledRows:
         members = batch.controlled
         if not members:
             return None
-        states = [synced(batch.sequences[i]) for i in members]
+        sequences = [batch.sequences[i] for i in members]
         if tree.num_nodes == 1:
-            return cls(members, states, None)
+            return cls(members, sequences, None)
         rows = to_device(members, keep.device)
         verified = DraftTree(*(column[rows] for column in tree.tensors)).rerank(keep[rows], num_nodes)
         columns = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
-        return cls(members, states, DeviceToHost(columns))
+        return cls(members, sequences, DeviceToHost(columns))
 
     def resample(
         self, picks: Int[Tensor, " R"], logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows
     ) -> Int[Tensor, " R"]:
         """Return the picks of all rows, those of controlled sequences sampled from adjusted logits."""
-        paths = self._paths()
-        nodes = [(member, node) for member, each in zip(self._members, paths, strict=True) for node in range(len(each))]
+        each = zip(self._members, self._sequences, self._paths(), strict=True)
+        running = [(i, synced(s), paths) for i, s, paths in each if s.status is SequenceStatus.RUNNING]
+        if not running:
+            return picks
+        nodes = [(member, node) for member, _, paths in running for node in range(len(paths))]
         members, indices = to_device(list(zip(*nodes, strict=True)), logits.device)
         own = rows.row_of[members, indices]
-        sequences = list(zip(self._states, paths, strict=True))
-        fresh = sample_adjusted(logits, own, sequences, sampling, members, rows.positions[own] + 1)
+        states = [(state, paths) for _, state, paths in running]
+        fresh = sample_adjusted(logits, own, states, sampling, members, rows.positions[own] + 1)
         return picks.index_copy(0, own, fresh)
 
     def _paths(self) -> list[Paths]:

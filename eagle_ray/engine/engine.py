@@ -15,8 +15,10 @@ many tokens each sequence accepted and the last of them. The device does not wai
 
 A sequence that finishes in step t still occupies a row of step t+1; its result is discarded. If it certainly finishes
 there, by its length, it has no row, and its slot takes a new sequence at once. Sequences whose prompts are launched
-before step t+1 are part of it: their first tokens, too, are on the device. If steps are not replayed as CUDA graphs,
-prompt chunks go through the target in the same pass as the decoding rows, so that its weights are read once.
+before step t+1 are part of it: their first tokens, too, are on the device. If a sequence has controls, the last part of
+step t+1, from its samples on, is launched once step t is read, while the target's pass runs. If steps are not replayed
+as CUDA graphs, prompt chunks go through the target in the same pass as the decoding rows, so that its weights are read
+once.
 """
 
 from __future__ import annotations
@@ -134,11 +136,13 @@ class Engine:
         started, num_before = time.monotonic(), self.counters.num_prefill_tokens
 
         pending, prefill = self._launch()
+        ahead = None
         if pending is not None:
-            self._pending = self._launch_ahead(pending, prefill)
-            self._finish(pending, self.counters.num_prefill_tokens - num_before)
+            ahead = self._launch_ahead(pending, prefill)
+            self._finish(pending, self.counters.num_prefill_tokens - num_before, followed=ahead is not None)
         self._finish_prefill(prefill)
-        if self._pending is not None:
+        if ahead is not None:
+            self._pending = ahead()
             self._sync_lengths(self._pending)
 
         finished = self._retire()
@@ -252,7 +256,7 @@ class Engine:
         batch = replace(batch, num_prefill_rows=sum(chunk.num_tokens for chunk in chunks))
         timer = StepTimer(self.target.device)
         plan, draft = self._draft(batch)
-        pending, output = self._launch_verify(batch, plan, draft, timer, prompts)
+        pending, output = self._start_verify(batch, plan, draft, timer, prompts)()
         if output is None:
             return pending, None
 
@@ -288,16 +292,17 @@ class Engine:
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
         return min(self.num_spec_tokens, self.verifier.max_nodes - 1) if on_host else 0
 
-    def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> PendingStep | None:
-        """Launch the step after `pending`, or return None if it must wait until `pending` is read."""
+    def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> Callable[[], PendingStep] | None:
+        """Launch the step after `pending`, or return None if it must wait until `pending` is read.
+
+        Returns a function that launches the rest of the step, once `pending` and the prompts are read: if a sequence
+        has controls, its tokens depend on theirs.
+        """
         if not self.overlap or self.graphs is None:
-            return None
-        ended = [] if prefill is None else prefill.ended
-        if any(sequence.controls is not None for sequence in (*pending.batch.sequences, *ended)):
             return None
         batch = self.scheduler.next_batch(pending.batch, pending.result, pending.max_new_tokens)
         if batch is not None and prefill is not None:
-            batch = self.scheduler.join(batch, ended, prefill.roots)
+            batch = self.scheduler.join(batch, prefill.ended, prefill.roots)
         if batch is None:
             return None
         timer = StepTimer(self.target.device, pending.timer if prefill is None else None)
@@ -310,20 +315,29 @@ class Engine:
             self._postponed = batch.sequences, plan  # a probe that was planned must run
             return None
         self.counters.num_ahead += 1
-        return self._launch_verify(batch, plan, draft, timer)[0]
+        finish = self._start_verify(batch, plan, draft, timer)
+        if batch.controlled:
+            return lambda: finish()[0]
+        step, _ = finish()
+        return lambda: step
 
-    def _launch_verify(
+    def _start_verify(
         self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, timer: StepTimer, prompts: PrefillBatch | None = None
-    ) -> tuple[PendingStep, PrefillOutput | None]:
-        """Allocate rows, verify them, and start the copy of the results to the host."""
+    ) -> Callable[[], tuple[PendingStep, PrefillOutput | None]]:
+        """Allocate rows and verify them. Return a function that launches what is left and the copy to the host."""
         timer.mark()
-        allocation = self._allocate(draft, plan, batch)
-        shape, output = self.verifier.run(self.drafter, batch, draft, allocation, timer.mark, prompts)
-        copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
-        timer.mark()
-        self.drafter.on_verified(output.result)
-        parts = batch, plan, draft, allocation, shape, output.result, copy, timer
-        return PendingStep(self.planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
+        planner, allocation = self.planner, self._allocate(draft, plan, batch)
+        started = self.verifier.start(self.drafter, batch, draft, allocation, timer.mark, prompts)
+
+        def finish() -> tuple[PendingStep, PrefillOutput | None]:
+            output = started.finish()
+            copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
+            timer.mark()
+            self.drafter.on_verified(output.result)
+            parts = batch, plan, draft, allocation, started.shape, output.result, copy, timer
+            return PendingStep(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
+
+        return finish
 
     def _launch_prefill(self) -> PendingPrefill | None:
         """Launch this step's prompt chunks in a pass of their own."""
@@ -364,12 +378,16 @@ class Engine:
 
     # Finish: what the host does with the results.
 
-    def _finish(self, pending: PendingStep, num_prompt_tokens: int) -> None:
-        """Read a step's results and pass them to its sequences and its planner."""
+    def _finish(self, pending: PendingStep, num_prompt_tokens: int, followed: bool) -> None:
+        """Read a step's results and pass them to its sequences and its planner.
+
+        Args:
+            followed: another step was launched after it.
+        """
         record, *tops = pending.copy.arrays()
         pending.timer.arrived()
         num_accepted = self._commit(pending, StepOutput.of(record, pending.shape.max_depth), tops)
-        seconds = pending.timer.read(followed=self._pending is not None)
+        seconds = pending.timer.read(followed)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)

@@ -7,6 +7,7 @@ sync with the host. It changes the KV caches and the drafter's queue in place.
 
 If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by the paths of its
 tree (`controlled_sampling`). Then only the first half, up to the target's pass, is replayed, and the rest runs eagerly.
+The rest needs the tokens of the step before, and the first half does not: `Verifier.start` launches what it can.
 """
 
 from __future__ import annotations
@@ -94,6 +95,14 @@ class TargetPass:
     logits: Float[Tensor, "R V"]
     features: Float[Tensor, "R H"]
     prompted: PrefillOutput | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartedPass:
+    """A launched verify step. finish: launches what is left of it, once the tokens of the step before are committed."""
+
+    shape: StepShape
+    finish: Callable[[], VerifyStepOutput]
 
 
 def verify_step(
@@ -192,7 +201,7 @@ class Verifier:
         """Return the verified nodes of the largest tree, root included; 1 if that is not known."""
         return self._trees.nodes
 
-    def run(
+    def start(
         self,
         drafter: Drafter,
         batch: DecodeBatch,
@@ -200,8 +209,10 @@ class Verifier:
         allocation: Allocation,
         mark: Callable[[], None],
         prompts: PrefillBatch | None = None,
-    ) -> tuple[StepShape, VerifyStepOutput]:
-        """Return the sizes of one step and its output. A replayed output is overwritten by the next step.
+    ) -> StartedPass:
+        """Launch one step, or its first half if steps are replayed and a sequence has controls.
+
+        A replayed output is overwritten by the next step.
 
         Args:
             prompts: prompt chunks for the same pass; None if steps are replayed.
@@ -212,18 +223,19 @@ class Verifier:
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
             parts = batch.at, batch.sampling, draft.tree, allocation.keep
             rest = shape, mark, prompts, allocation.sizes, controlled
-            return shape, retry_portable(lambda: verify_step(self._target, drafter, *parts, *rest))
+            output = retry_portable(lambda: verify_step(self._target, drafter, *parts, *rest))
+            return StartedPass(shape, lambda: output)
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
         rest = batch, draft.tree, allocation.keep, shape, self._replay
         if controlled is None:
-            verdict = self._replay.run(*self._pass(drafter, *rest))
+            output = self._replay.run(*self._pass(drafter, *rest))
             mark()
-            return shape, verdict
+            return StartedPass(shape, lambda: output)
         passed = self._replay.run(*self._half_pass(*rest))
         mark()
-        return shape, accept_and_commit(self._target, drafter, passed, shape, controlled)
+        return StartedPass(shape, lambda: accept_and_commit(self._target, drafter, passed, shape, controlled))
 
     def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""

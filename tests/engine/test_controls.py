@@ -87,6 +87,7 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     engine = llama_engine(6, *TREES[tree], graphs=True, overlap=overlap)
     assert_equal(run(engine, prompts, params), plain)
     assert engine.graphs.num_replayed > 0
+    assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
 
 
 def test_logprobs_are_those_of_the_targets_own_logits(oracle):
@@ -208,9 +209,10 @@ def test_controls_that_the_target_cannot_take_are_refused(controls, stops, messa
     assert str(error.value).startswith(message)
 
 
-def test_aborted_and_added_sequences_do_not_mix_their_counts():
+@pytest.mark.parametrize("graphs", [False, True])
+def test_aborted_and_added_sequences_do_not_mix_their_counts(graphs):
     rng, model = random.Random(0), llama()
-    engine = llama_engine(3, 12, 4, 4)
+    engine = llama_engine(3, 12, 4, 4, graphs=graphs, overlap=graphs)
     prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=14)
     sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
     waiting, done = list(sequences), []

@@ -14,6 +14,7 @@ import torch
 from eagle_ray.async_copy import DeviceToHost
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
+from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner import probe_schedule
@@ -21,6 +22,7 @@ from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.probe_schedule import REVIEW_EVERY
 from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
@@ -261,12 +263,30 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
     engine, told = overlapped(num_slots=2), []
     engine.add(Sequence("a", [5, 6], SamplingParams(max_tokens=60, ignore_eos=True)))
     engine.step()
-    verify, read = engine.verifier.run, DeviceToHost.arrays
-    monkeypatch.setattr(engine.verifier, "run", lambda *args: told.append("launch") or verify(*args))
+    verify, read = engine.verifier.start, DeviceToHost.arrays
+    monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or verify(*args))
     monkeypatch.setattr(DeviceToHost, "arrays", lambda copy: told.append("read") or read(copy))
     for _ in range(4):
         engine.step()
     assert told == ["launch", "read"] * 4
+
+
+@pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
+def test_the_pass_of_a_sequence_with_controls_is_launched_before_the_last_step_is_read(tree, monkeypatch):
+    """Its samples are launched after that: they depend on the tokens that are read."""
+    engine, told = overlapped(tree, num_slots=2), []
+    controls = Controls.of(frequency_penalty=1.0)
+    for i in range(2):
+        params = SamplingParams(max_tokens=60, ignore_eos=True, controls=controls if i else None)
+        engine.add(Sequence(str(i), [5, 6], params))
+    engine.step()
+    start, resample, commit = engine.verifier.start, ControlledRows.resample, engine._commit
+    monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or start(*args))
+    monkeypatch.setattr(engine, "_commit", lambda *args: told.append("read") or commit(*args))
+    monkeypatch.setattr(ControlledRows, "resample", lambda *args: told.append("sample") or resample(*args))
+    for _ in range(4):
+        engine.step()
+    assert told == ["launch", "read", "sample"] * 4
 
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)

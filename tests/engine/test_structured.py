@@ -111,6 +111,7 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     engine = engine_with_grammars(6, *TREES[tree], graphs=True, overlap=overlap)
     assert_equal(run(engine, prompts, params), plain)
     assert engine.graphs.num_replayed > 0
+    assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
 
 
 def test_outputs_are_what_their_grammars_say(oracle):
