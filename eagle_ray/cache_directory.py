@@ -31,8 +31,8 @@ def cache_home() -> Path:
 
 
 @contextmanager
-def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on a file. The system releases it if the process is killed.
+def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, and tell whether it is held. The system releases it if the process is killed.
 
     Without a lock in limit_s, or on a file system that has none, go on without it: the caller's result must be right if
     several processes make it.
@@ -43,23 +43,24 @@ def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[N
     """
     with path.open("ab") as file:
         with log_while_waiting(waiting):
-            _lock(file, limit_s)
-        yield
+            is_held = _lock(file, limit_s)
+        yield is_held
 
 
-def _lock(file: BinaryIO, limit_s: float | None) -> None:
+def _lock(file: BinaryIO, limit_s: float | None) -> bool:
     ends_at = None if limit_s is None else time.monotonic() + limit_s
     try:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if ends_at is None else fcntl.LOCK_NB))
-                return
+                return True
             except BlockingIOError:
                 if ends_at is not None and time.monotonic() > ends_at:
                     raise
                 time.sleep(ASK_AGAIN_S)
     except OSError as error:
         log.warning("%s cannot be locked: %s", file.name, error)
+        return False
 
 
 def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Path:
@@ -70,9 +71,11 @@ def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Pa
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with locked(directory.with_name(f".{directory.name}.lock"), waiting):
+    with locked(directory.with_name(f".{directory.name}.lock"), waiting) as is_alone:
         if directory.is_dir():
             return directory
+        for unfinished in directory.parent.glob(f".{directory.name}.*.tmp") if is_alone else ():  # of killed processes
+            shutil.rmtree(unfinished, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
         try:
             make(temporary)

@@ -16,7 +16,7 @@ LEVELS = [
     | {"graph_protocol", "gguf", "smollm2_wheel"},
     {"chat", "model_files", "cache_directory"},
     {"config", "kernels", "storage", "tokenizer", "report"},
-    {"datastore", "draft_vocab", "sampling"},
+    {"datastore", "draft_vocab", "sampling", "model_store"},
     {"tree", "sampling_values"},
     {"kv"},
     {"attention", "core"},
@@ -32,7 +32,7 @@ LEVELS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 TORCH_FREE = {"errors", "chat", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
-TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel", "model_files", "cache_directory"}
+TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel", "model_files", "cache_directory", "model_store"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},

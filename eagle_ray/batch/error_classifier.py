@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from eagle_ray.batch.job_errors import outcome_of
 from eagle_ray.config import DeviceTooSmall
 from eagle_ray.errors import EngineError, UnfitDevice
-from eagle_ray.storage.storage_errors import StorageError
+from eagle_ray.storage.storage_errors import DISK_FULL, StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
@@ -67,7 +67,8 @@ def classify_error(error: Exception) -> Fault:
         return Fault(f"its memory is too small ({told}): {SMALLER}", is_local=True, is_transient=True)
     if DEVICE.search(told):
         return Fault(f"device fault ({told}): {LOOK}", is_local=True, is_transient=True)
-    return Fault(_told(error), is_local=False, is_transient=_may_pass(cause))
+    is_disk_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
+    return Fault(_told(error), is_local=is_disk_full, is_transient=_may_pass(cause))
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -31,7 +31,8 @@ class TargetConfig(StrictModel):
 
     target: Name = Field(
         default="embedded:tiny",
-        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
+        description="embedded:tiny, embedded:smollm2, a local directory, a URL such as "
+        "s3://bucket/path, or a hub id such as org/name",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"

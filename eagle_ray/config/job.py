@@ -163,12 +163,14 @@ class ModelConfig(StrictModel):
 
     target: Name = Field(
         default="embedded:tiny",
-        description="embedded:tiny, embedded:smollm2, a local directory or a hub id such as org/name",
+        description="embedded:tiny, embedded:smollm2, a local directory, a URL such as "
+        "s3://bucket/path, or a hub id such as org/name",
     )
     draft: Name | Annotated[list[Name], Field(min_length=1)] | None = Field(
         default=None,
         description="embedded:tiny, embedded:smollm2 (an EAGLE-3 head), embedded:smollm2/eagle2, a local directory, a "
-        "hub id such as org/name, a list of these for several in one tree, or null with method none",
+        "URL such as s3://bucket/path, a hub id such as org/name, a list of these for several in one tree, or null "
+        "with method none",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto, float32, bfloat16 or float16"

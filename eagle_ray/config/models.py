@@ -24,6 +24,7 @@ NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are no
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/].*")
 
 
 def resolve_paths(config: Config) -> Config:
@@ -92,9 +93,14 @@ def check_target_name(name: str) -> None:
     _check_name("target", name)
 
 
+def is_url(name: str) -> bool:
+    """Return whether a model is named by a URL, such as s3://bucket/path."""
+    return URL.fullmatch(name) is not None
+
+
 def _check_name(part: str, name: str) -> None:
     embedded = EMBEDDED_NAMES[part]
-    if name in embedded or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    if name in embedded or is_url(name) or os.path.isdir(name) or (HUB_ID.fullmatch(name) and not os.path.exists(name)):
         return
     near = difflib.get_close_matches(name, [*embedded, *_siblings(name)], 1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -13,9 +13,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.build import EMBEDDED, check_models, download, model_limits
+from eagle_ray.build import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import reads_draft
+from eagle_ray.config.models import is_url
 from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.cluster_checks import Workers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
@@ -24,6 +25,7 @@ from eagle_ray.doctor.system import free_memory
 from eagle_ray.errors import EngineError
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import load_config
+from eagle_ray.storage.storage_errors import StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,16 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
 def directory_of(name: str, part: str) -> Path | None:
     """Return a model's directory on this machine, or None. Does not contact the hub.
 
-    Raises ConfigError if an embedded model is missing.
+    A target in object storage is there without its weights. Raises ConfigError if an embedded model is missing or
+    storage cannot be read.
     """
     if name.startswith(EMBEDDED) or Path(name).is_dir():
         return download(name, part)
+    if is_url(name):
+        try:
+            return (download_metadata if part == "target" else download)(name, part)
+        except StorageError as error:
+            raise ConfigError(str(error)) from error
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):

@@ -14,6 +14,7 @@ import pytest
 
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.config import ConfigError, load_config
+from eagle_ray.model_store import fetch_model
 from eagle_ray.storage import remote
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import NotFound, NotSupported, StorageError
@@ -127,3 +128,16 @@ def test_output_is_refused():
         load_config(None, env={}, overrides={"input.path": "a.jsonl", "output.path": "gs://b/a"})
     with pytest.raises(NotSupported, match="read only"):
         StoragePath("hf://datasets/o/n/a").write_atomic(b"")
+
+
+def test_a_model_of_a_server_is_downloaded_as_it_is(url, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    for name, size in (("config.json", 10), ("model.safetensors", 300_000)):
+        (tmp_path / "model" / name).write_bytes(bytes(size))
+    found = fetch_model(f"{url}/model", [])
+    assert {path.name: path.stat().st_size for path in found.iterdir()} == {
+        "config.json": 10,
+        "model.safetensors": 300_000,
+    }
+    assert fetch_model(f"{url}/model", []) == found
