@@ -38,7 +38,8 @@ class Room:
         """Return whether weights and cache fit; the KV caches and the draft head are on the first device."""
         if len(self.devices) == 1:
             return footprint.total <= self.total
-        first = KV_MARGIN * footprint.pool + footprint.draft + footprint.logits
+        margin = 1.0 if footprint.is_planned else KV_MARGIN
+        first = margin * footprint.pool + footprint.draft + footprint.logits
         return footprint.total <= self.total and first <= GPU_SHARE * self.devices[0]
 
 

@@ -130,6 +130,7 @@ class Footprint:
         logits: of the largest pass over all slots.
         process: before anything is loaded.
         capacity: slots, and tokens of the pool.
+        is_planned: the tokens of the pool are chosen by the memory that there is.
     """
 
     target: int
@@ -139,6 +140,7 @@ class Footprint:
     logits: int
     process: int
     capacity: Capacity
+    is_planned: bool = False
 
     @property
     def slots(self) -> int:
@@ -160,6 +162,7 @@ class Footprint:
         max_model_len: int,
         card: int | None = None,
         guaranteed: int | None = None,
+        elsewhere: int = 0,
     ) -> Footprint | None:
         """Return the footprint, or None if weights are missing.
 
@@ -169,6 +172,7 @@ class Footprint:
             max_model_len, guaranteed: as of SequenceLengths.
             card: free bytes of the worker's GPU, by which slots and KV tokens are chosen if they are auto; None counts
                 as for a CPU.
+            elsewhere: bytes of weights that the worker's other GPUs can hold.
         """
         weights = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
         heads = [loaded_bytes(draft, dtype) for draft in drafts]
@@ -181,12 +185,14 @@ class Footprint:
         memory = None
         if card is not None:
             sizes = _engine_sizes(drafts, method, shape, dtype)
+            free = card - max(weights - elsewhere, 0) - head
             of_pass = _pass_bytes(shape, dtype, execution.prefill_tokens)
-            memory = sizes.memory(card, card - weights - head, of_pass, max_model_len)
+            memory = sizes.memory(card, free, of_pass, max_model_len)
+        is_planned = memory is not None and execution.kv_tokens == "auto"
         try:
             capacity = plan_capacity(execution.slots, execution.kv_tokens, lengths, memory)
         except EngineError:  # the remedy says what would help
-            capacity = Capacity(1, None)
+            capacity, is_planned = Capacity(1, None), False
         slots, full = capacity.slots, lengths.full
         tokens = slots * full if capacity.kv_tokens is None else capacity.kv_tokens
         tokens = (1 + tokens // BLOCK_SIZE) * BLOCK_SIZE
@@ -201,12 +207,13 @@ class Footprint:
             logits=rows * shape.vocab_size * (dtype.itemsize + LOGITS_BYTES),
             process=_resident() if device == "cpu" else 0,
             capacity=capacity,
+            is_planned=is_planned,
         )
 
     def with_slots(self, slots: int) -> Footprint:
         """Return the footprint with this many full slots."""
         capacity, logits = Capacity(slots, None), slots * self.logits // self.slots
-        return replace(self, capacity=capacity, pool=slots * self.per_slot, logits=logits)
+        return replace(self, capacity=capacity, pool=slots * self.per_slot, logits=logits, is_planned=False)
 
 
 def _engine_sizes(

@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.build import EMBEDDED, check_models, download, download_metadata, model_limits
+from eagle_ray.build import EMBEDDED, GPU_SHARE, check_models, download, download_metadata, model_limits
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.config.models import is_url
@@ -93,10 +93,11 @@ def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) ->
     """Compare the memory that one worker takes with the memory that is available."""
     limits, room = model_limits(here.config.model), room_of(workers, device)
     longest, length = limits.longest(here.config.execution.kv_tokens), limits.guaranteed
-    card = room.devices[0] if room is not None and room.on_gpu else None
+    devices = room.devices if room is not None and room.on_gpu else ()
+    card, elsewhere = (devices[0], int(GPU_SHARE * sum(devices[1:]))) if devices else (None, 0)
     try:
         models = (here.config, here.target, here.drafts, here.shape)
-        footprint = Footprint.of(*models, device, dtype, longest, card, length)
+        footprint = Footprint.of(*models, device, dtype, longest, card, length, elsewhere)
     except ValueError as error:
         return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
     if footprint is None:

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
@@ -55,6 +57,23 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     assert found.pool == sum(x.nbytes for cache in caches for x in (cache.keys, cache.values))
     assert found.target == weights_of(engine.target.model)
     assert found.draft == (weights_of(engine.drafter.head) if drafts else 0)
+
+
+@pytest.mark.parametrize("num_gpus, fits", [(1, False), (2, True), (4, True)])
+def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, monkeypatch):
+    shape = LlamaConfig(
+        vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    )  # fmt: skip
+    monkeypatch.setattr(memory_estimate, "loaded_bytes", lambda path, dtype: int(141e9))
+    room = Room((int(84e9),) * num_gpus, 1, on_gpu=True)
+    elsewhere = int(0.9 * 84e9 * (num_gpus - 1))
+    config = job(**{"speculative.method": "none"})
+    found = Footprint.of(
+        config, Path("there"), [], shape, "cuda", torch.bfloat16, 8192, int(84e9), 4096, elsewhere=elsewhere
+    )
+    assert room.holds(found) == fits == found.is_planned
+    assert found.slots >= {1: 1, 2: 5, 4: 150}[num_gpus]
 
 
 def weights_of(model: torch.nn.Module) -> int:

@@ -189,7 +189,7 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         if plan:
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
-        Verifier(target, watched, 5).run(drafter, batch, draft, allocation, lambda: None)
+        Verifier(target, watched, 5).start(drafter, batch, draft, allocation, lambda: None)
     drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"] if plan else []
     assert watched.seen == {name: [] for name in [*drafts, "verify"]}
 
