@@ -117,7 +117,7 @@ class Sequence:
     def is_simple(self) -> bool:
         """Return whether tokens that hold no EOS or stop token, and are not the last, only have to be appended."""
         has_checks = self.stop_check is not None or self.grammar is not None
-        return not (has_checks or self.listener is not None or self.sampling.logprobs)
+        return not (has_checks or self.has_live_stats or self.sampling.logprobs)
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
         """Commit new tokens up to the first EOS, stop token, stop string or max_tokens, at which the sequence finishes.

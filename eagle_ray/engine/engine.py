@@ -413,6 +413,8 @@ class Engine:
             is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
             if not is_last and sequence.is_simple:
                 sequence.output_ids += tokens
+                if sequence.listener is not None:
+                    sequence.listener()
                 continue
             if sequence.sampling.logprobs:
                 likeliest = ranked(*(column[i].tolist() for column in tops))[: len(tokens)] if tops else []

@@ -86,7 +86,7 @@ PARTS: list[Part] = [
     (HOST, "scheduler: room", Scheduler, "reserve_or_preempt"),
     (HOST, "scheduler: chunks", Scheduler, "chunks"),
     (HOST, "scheduler: retire", Scheduler, "retire"),
-    (HOST, "copy to the host", engine_module.DeviceToHost, "read"),
+    (HOST, "copy to the host", engine_module.DeviceToHost, "arrays"),
     (HOST, "results to sequences", Engine, "_commit"),
     (HOST, "rest of the step", Engine, "step"),
 ]
