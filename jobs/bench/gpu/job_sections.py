@@ -258,7 +258,7 @@ def measure_prefix(scale: Scale, findings: Findings) -> None:
     """As many questions of 30 tokens as one step takes, behind a prefix that is in the cache."""
     model = random_model(SHAPES[scale.shape_name], scale.dtype, scale.device)
     pack_linears(model)
-    shared = [64, 128] if scale.is_smoke else [1024, 8192, 16384, 32768]
+    shared = [64, 128] if scale.is_smoke else [8192, 32768, 1024, 16384]
     for length in shared:
         with suppress(torch.OutOfMemoryError):
             _measure_prefix(scale, findings, model, length)
