@@ -2,12 +2,11 @@
 
     controlled = ControlledRows.of(batch, tree, keep, num_nodes)      # None if no sequence has controls
     ...                                                               # the target's pass
-    picks = controlled.resample(picks, logits, sampling, rows)
+    picks = controlled.picks(logits, sampling, rows)                  # -1 for rows of other sequences
 
 The copy of the trees to the host starts before the target's pass, so on a GPU the host works out the adjustments while
-the pass runs. `resample` needs the tokens of the step before, which may be read after `of`: a pass that is launched
-ahead has a sequence that finished meanwhile, and its rows keep their picks. So do all rows of other sequences: nothing
-of theirs is read or written.
+the pass runs. `picks` needs the tokens of the step before, which may be read after `of`: then a sequence may have
+finished meanwhile, and its rows are left out. Nothing is read of other sequences' rows.
 """
 
 from __future__ import annotations
@@ -57,10 +56,9 @@ class ControlledRows:
         columns = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
         return cls(members, sequences, DeviceToHost(columns))
 
-    def resample(
-        self, picks: Int[Tensor, " R"], logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows
-    ) -> Int[Tensor, " R"]:
-        """Return the picks of all rows, those of controlled sequences sampled from adjusted logits."""
+    def picks(self, logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows) -> Int[Tensor, " R"]:
+        """Return the tokens of controlled sequences' rows, sampled from adjusted logits; -1 for all other rows."""
+        picks = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
         each = zip(self._members, self._sequences, self._paths(), strict=True)
         running = [(i, synced(s), paths) for i, s, paths in each if s.status is SequenceStatus.RUNNING]
         if not running:

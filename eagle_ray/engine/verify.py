@@ -6,8 +6,9 @@ The function runs eagerly on the step's own shapes, or is replayed as a graph on
 sync with the host. It changes the KV caches and the drafter's queue in place.
 
 If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by the paths of its
-tree (`controlled_sampling`). Then only the first half, up to the target's pass, is replayed, and the rest runs eagerly.
-The rest needs the tokens of the step before, and the first half does not: `Verifier.start` launches what it can.
+tree (`controlled_sampling`). Then the step is replayed in two halves, up to the target's pass and from its samples on,
+and those tokens are an input of the second. They depend on the tokens of the step before, which the first half does
+not: `Verifier.start` launches what it can.
 """
 
 from __future__ import annotations
@@ -97,6 +98,10 @@ class TargetPass:
     prompted: PrefillOutput | None
 
 
+HalfPass = tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]
+"""Key, function and inputs of a step's pass up to the target's logits."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartedPass:
     """A launched verify step. finish: launches what is left of it, once the tokens of the step before are committed."""
@@ -127,7 +132,8 @@ def verify_step(
         controlled: the rows of sequences with controls, if there are any.
     """
     passed = target_pass(target, batch, sampling, tree, keep, shape, mark, prompts, sizes)
-    return accept_and_commit(target, drafter, passed, shape, controlled)
+    adjusted = None if controlled is None else controlled.picks(passed.logits, passed.sampling, passed.rows)
+    return accept_and_commit(target, drafter, passed, shape, adjusted)
 
 
 def target_pass(
@@ -159,16 +165,19 @@ def accept_and_commit(
     drafter: Drafter,
     passed: TargetPass,
     shape: StepShape,
-    controlled: ControlledRows | None = None,
+    adjusted: Int[Tensor, " R"] | None = None,
 ) -> VerifyStepOutput:
     """Sample after every row and commit the accepted paths. Log-probabilities are of the target's own logits, without
     controls, as vLLM's are by default.
+
+    Args:
+        adjusted: see ControlledRows.picks.
     """
     tree, rows, logits = passed.tree, passed.rows, passed.logits
     seq, positions = rows.seq.clamp(min=0), rows.positions + 1
     picks = sample(logits, passed.sampling, seq, positions)
-    if controlled is not None:
-        picks = controlled.resample(picks, logits, passed.sampling, rows)
+    if adjusted is not None:
+        picks = torch.where(adjusted >= 0, adjusted, picks)
     result = accept_path(tree, rows, picks, shape.max_depth)
     target.commit(passed.at, result)
     drafter.extend(passed.at, VerifyOutput(tree, rows, logits, passed.features, result))
@@ -195,6 +204,7 @@ class Verifier:
         self, target: TargetModel, replay: GraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
     ):
         self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
+        self._half_results: dict[tuple, int] = {}  # of each first half, the id of its results
 
     @property
     def max_nodes(self) -> int:
@@ -233,9 +243,44 @@ class Verifier:
             output = self._replay.run(*self._pass(drafter, *rest))
             mark()
             return StartedPass(shape, lambda: output)
-        passed = self._replay.run(*self._half_pass(*rest))
+        half = self._half_pass(*rest)
+        self._record_second_half(drafter, half, shape, self._replay)
+        passed = self._replay.run(*half)
         mark()
-        return StartedPass(shape, lambda: accept_and_commit(self._target, drafter, passed, shape, controlled))
+        return StartedPass(shape, lambda: self._run_second_half(drafter, half[0], passed, shape, controlled))
+
+    def _record_second_half(self, drafter: Drafter, half: HalfPass, shape: StepShape, replay: GraphRunner) -> None:
+        """Record the pass that goes on from the results of this first half, on padding alone, if needed."""
+        key, run_half, inputs = half
+        last = self._half_results.get(key)
+        if last is not None and replay.has(key) and replay.has(_second_key(key, last)):
+            return
+        padding = [replace(each, tensor=each.tensor[:0], is_fixed=False) for each in inputs]
+        passed = replay.run(key, run_half, padding)
+        if replay.is_enabled:
+            self._half_results[key] = id(passed)
+            none = torch.full((len(passed.logits),), -1, dtype=torch.int64, device=passed.logits.device)
+            replay.record(*self._second_half(drafter, key, passed, shape, none))
+
+    def _run_second_half(
+        self, drafter: Drafter, half_key: tuple, passed: TargetPass, shape: StepShape, controlled: ControlledRows
+    ) -> VerifyStepOutput:
+        """Sample and commit, by a replay if one was recorded for these results of the first half."""
+        adjusted = controlled.picks(passed.logits, passed.sampling, passed.rows)
+        if self._replay is not None and self._replay.has(_second_key(half_key, id(passed))):
+            return self._replay.run(*self._second_half(drafter, half_key, passed, shape, adjusted))
+        return accept_and_commit(self._target, drafter, passed, shape, adjusted)
+
+    def _second_half(
+        self, drafter: Drafter, half_key: tuple, passed: TargetPass, shape: StepShape, adjusted: Int[Tensor, " R"]
+    ) -> tuple[tuple, Callable[[Tensor], VerifyStepOutput], list[PaddedInput]]:
+        """Return key, function and input of the pass that goes on from these results of a first half."""
+        target = self._target
+
+        def finish(adjusted: Tensor) -> VerifyStepOutput:
+            return accept_and_commit(target, drafter, passed, shape, adjusted)
+
+        return _second_key(half_key, id(passed)), finish, [PaddedInput(adjusted, tuple(adjusted.shape), -1)]
 
     def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
@@ -295,7 +340,7 @@ class Verifier:
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
         replay: GraphRunner,
-    ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
+    ) -> HalfPass:
         """Return key, function and inputs of the pass up to the target's logits."""
         shape = replace(shape, logprobs=False, num_tops=0)  # of no use up to the logits
         sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
@@ -314,7 +359,7 @@ class Verifier:
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
         replay: GraphRunner,
-    ) -> tuple[tuple, Callable[..., TargetPass], list[PaddedInput]]:
+    ) -> HalfPass:
         """Return the padded sizes, a function of padded inputs that runs the target, and the inputs."""
         is_plain = not shape.max_depth
         size = shape.num_rows if is_plain else replay.num_trees(len(batch), shape.num_rows)
@@ -334,6 +379,14 @@ class Verifier:
         trees = [PaddedInput(batch.roots, (size,))] if is_plain else _padded(tree, keep, (size, num_candidates))
         inputs = [slots, PaddedInput(batch.at.lengths, (size,)), *chosen, *trees]
         return (size, num_candidates, bound, kind, shape), forward, inputs
+
+
+def _second_key(half_key: tuple, results: int) -> tuple:
+    """Return the key of the second half for the results with this id: it is recorded on these tensors themselves.
+
+    As long as it can be replayed it holds them, so that no others have this id.
+    """
+    return ("second half", *half_key[1:], results)
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:

@@ -1,6 +1,7 @@
 """With controls, outputs under trees are those of plain decoding with the same controls, token for token."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.errors import RequestError
@@ -88,6 +90,23 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     assert_equal(run(engine, prompts, params), plain)
     assert engine.graphs.num_replayed > 0
     assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
+
+
+@pytest.mark.parametrize("tree", ["plain", "12 nodes"])
+def test_both_halves_of_a_step_with_controls_are_replayed(oracle, tree, monkeypatch):
+    """The second reads the first one's results in place: it is recorded again when the first one is."""
+    prompts, params, plain = (some[:24] for some in oracle)
+    engine, kinds = llama_engine(6, *TREES[tree], graphs=True, overlap=True), Counter()
+    run_pass = engine.graphs.run
+    monkeypatch.setattr(engine.graphs, "run", lambda key, *rest: kinds.update([key[0]]) or run_pass(key, *rest))
+    assert_equal(run(engine, prompts, params), plain)
+    num_unread = kinds["second half"] + kinds["verify"] - engine.counters.num_steps
+    assert 0 <= num_unread <= 1 and kinds["second half"] > 10
+
+    monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
+    forgetful = llama_engine(6, *TREES[tree], graphs=True, overlap=True, fused=True)
+    assert_equal(run(forgetful, prompts, params), plain)
+    assert forgetful.graphs.num_captured > 2
 
 
 def test_logprobs_are_those_of_the_targets_own_logits(oracle):

@@ -280,10 +280,10 @@ def test_the_pass_of_a_sequence_with_controls_is_launched_before_the_last_step_i
         params = SamplingParams(max_tokens=60, ignore_eos=True, controls=controls if i else None)
         engine.add(Sequence(str(i), [5, 6], params))
     engine.step()
-    start, resample, commit = engine.verifier.start, ControlledRows.resample, engine._commit
+    start, picks, commit = engine.verifier.start, ControlledRows.picks, engine._commit
     monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or start(*args))
     monkeypatch.setattr(engine, "_commit", lambda *args: told.append("read") or commit(*args))
-    monkeypatch.setattr(ControlledRows, "resample", lambda *args: told.append("sample") or resample(*args))
+    monkeypatch.setattr(ControlledRows, "picks", lambda *args: told.append("sample") or picks(*args))
     for _ in range(4):
         engine.step()
     assert told == ["launch", "read", "sample"] * 4
