@@ -214,4 +214,4 @@ def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypa
         make_entry(kernels, "K1")
         cache.store()
     assert found == [set(), {"K1"}]
-    assert (run.output / CACHE).list_names() == ["kernels-0123.tar.gz"]
+    assert "kernels-0123.tar.gz" in (run.output / CACHE).list_names()
