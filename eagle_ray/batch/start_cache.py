@@ -7,10 +7,8 @@ A worker reads them before it loads its models, and adds what it had to make its
 that join, and those that replace lost ones measure and compile nothing that a worker of the run has done before. It is
 a cache: a damaged or foreign file, or storage that does not answer, costs time and a line in the log.
 
-    cache = StartCache(run)
-    cache.load()
-    ...                                          # build the engine
-    cache.store()
+    with start_cache(run):
+        ...                                      # build the engine
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.errors import one_line
 from eagle_ray.kernels.triton_cache import cache_directory, entries, pack, unpack
 from eagle_ray.planner.cost_cache import adopt_costs, used_costs
+from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 COSTS, KERNELS = "costs-", "kernels-"  # how the names of files begin
@@ -45,6 +44,15 @@ def kernels_name() -> str | None:
     device = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     parts = [*device, torch.__version__, version("triton"), eagle_ray.__version__]
     return f"{KERNELS}{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}.tar.gz"
+
+
+@contextmanager
+def start_cache(run: RunHandle) -> Iterator[None]:
+    """Build an engine with what the run's earlier starts have left, and leave what this one makes."""
+    cache = StartCache(run, kernels_name())
+    cache.load()
+    yield
+    cache.store()
 
 
 class StartCache:
@@ -67,20 +75,24 @@ class StartCache:
             self._run.check_current()
             for file, found in self._directory.list_versions("*").items():
                 self._versions[file.name] = found.version
-                if found.size > MAX_BYTES:
-                    log.warning("%s is ignored: it has more than %d MiB", file, MAX_BYTES >> 20)
-                    continue
-                try:
-                    if file.name.startswith(COSTS):
-                        adopt_costs(file.name.removeprefix(COSTS), file.read_bytes())
-                    elif file.name == self._kernels:
-                        self._read_entries = unpack(file.read_bytes(), cache_directory())
-                    self._taken.add(file.name)
-                except ValueError as error:
-                    log.warning("%s is ignored: %s", file, error)
+                if file.name == self._kernels or file.name.startswith(COSTS):
+                    self._take(file, found.size)
         if self._taken:
-            log.info("costs of steps and kernels of earlier starts: %d files in %s", len(self._taken), self._directory)
+            names = ", ".join(sorted(self._taken))
+            log.info("what earlier starts measured or compiled is read from %s: %s", self._directory, names)
         self._old_entries = entries(cache_directory()) if self._kernels else set()
+
+    def _take(self, file: StoragePath, size: int) -> None:
+        try:
+            if size > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
+            if file.name == self._kernels:
+                self._read_entries = unpack(file.read_bytes(), cache_directory())
+            else:
+                adopt_costs(file.name.removeprefix(COSTS), file.read_bytes())
+            self._taken.add(file.name)
+        except ValueError as error:
+            log.warning("%s is ignored: %s", file, error)
 
     def store(self) -> None:
         """Add the costs that this worker uses, and the kernels that it had to compile, to the run's."""

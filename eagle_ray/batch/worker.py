@@ -25,7 +25,7 @@ from eagle_ray.batch.output.output_rows import OutputRows
 from eagle_ray.batch.output.schema import REQUEST, output_schema, table_of
 from eagle_ray.batch.process_id import process_name
 from eagle_ray.batch.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
-from eagle_ray.batch.start_cache import StartCache, kernels_name
+from eagle_ray.batch.start_cache import start_cache
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -72,10 +72,8 @@ class Worker:
     """
 
     def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
-        cache = StartCache(run, kernels_name())
-        cache.load()
-        bundle = build_engine_bundle(config, threads)
-        cache.store()
+        with start_cache(run):
+            bundle = build_engine_bundle(config, threads)
         self.worker_id = process_name(os.getpid())
         self._config, self._tokenizer = config, bundle.tokenizer
         self._engine = AsyncEngine(bundle.engine)

@@ -31,6 +31,7 @@ from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.sequences import turn_request
+from eagle_ray.batch.start_cache import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.slot_limits import usual_slots
 from eagle_ray.start_log import log_while_waiting
@@ -56,7 +57,7 @@ def run_checks(
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
     rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
     log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
-    found = _in_a_worker(config, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    found = _in_a_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
     return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 
 
@@ -112,7 +113,7 @@ def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str,
             yield key.item(), row
 
 
-def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
+def _in_a_worker(config: JobConfig, run: RunHandle, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     execution, device = config.execution, config.model.device
     num_rows = usual_slots(execution.slots, on_gpu=False)
@@ -120,7 +121,7 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
     task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
     try:
         with log_while_waiting("decoding them"):
-            return ray.get(task.remote(config, chosen, workers.threads))
+            return ray.get(task.remote(config, run, chosen, workers.threads))
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
@@ -129,7 +130,10 @@ def _in_a_worker(config: JobConfig, chosen: dict[str, list[ChosenRow]]) -> dict[
         raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 
 
-def _check(config: JobConfig, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
-    twin = BaselineComparison(config, threads)
+def _check(
+    config: JobConfig, run: RunHandle, chosen: dict[str, list[ChosenRow]], threads: int
+) -> dict[str, dict[str, Any]]:
+    with start_cache(run):
+        twin = BaselineComparison(config, threads)
     checks = {"baseline_rows": twin.measure, "verify_rows": twin.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}
