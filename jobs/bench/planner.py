@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.build import build_engine_from_config
+from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
@@ -61,7 +61,7 @@ def main() -> None:
         set_constant(*setting.split("="))
     drain_slots = args.drain_slots if args.drain else []
     most = max([*args.batches, *drain_slots, 1])
-    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), most)
+    made = built(most)
     prompts = shuffled_prompts(made.tokenizer, PER_CATEGORY, args.seed)
     print(f"{HEADER}\n{'|---' * 9}|", flush=True)
     for batch in args.batches:
@@ -69,6 +69,12 @@ def main() -> None:
     for slots in drain_slots:
         name = f"{slots}, draining"
         print(line(args, name, slots, lambda p, n=slots: drain(made.engine, p, prompts, n, args)), flush=True)
+
+
+def built(slots: int) -> EngineBundle:
+    """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published."""
+    speculative = SpeculativeConfig(budget="uniform", ranking=SpeculativeConfig().ranking)
+    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots)
 
 
 def set_constant(name: str, value: str) -> None:

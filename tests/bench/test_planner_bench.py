@@ -25,6 +25,11 @@ def test_made_up_seconds_are_the_same_twice(monkeypatch, capsys):
     assert float(cells[4].strip(" x")) > 0.5
 
 
+def test_the_engine_ranks_as_a_jobs_does():
+    built = runpy.run_module("jobs.bench.planner")["built"]
+    assert built(1).engine.drafter.ranking.calibration is not None
+
+
 def test_mistaken_costs_are_off_by_as_much_as_was_said():
     true, wrong = cpu(), mistaken(cpu(), 0.1, seed=3)
     ratios = [b / a for name in CURVES for a, b in zip(*(getattr(c, name).seconds for c in (true, wrong)), strict=True)]
