@@ -55,6 +55,7 @@ GONE_WITHIN_S = 15.0  # processes of a killed driver
 CHECKS_S = 15.0  # of a call, kept for the checks of its rows
 TREE_EVERY_S = 1.0  # the driver's processes are listed
 TITLE_CHARACTERS = 100
+SUMMARIES = "summaries.jsonl"
 EXAMPLES = 3  # rows that a finding names
 PHASES = {
     "ray_s": "getting Ray ready",
@@ -293,14 +294,14 @@ class KilledJob:
     def _recorded(self, part: str) -> Recorded:
         return Recorded(self.findings, self.name, part)
 
-    def _start(self, attempt: int) -> Driver:
+    def _start(self) -> Driver:
         command = run_command(self.files.rows, self.output, self.files.settings | self.settings)
-        return Driver(command, self.out / f"{self.output.name}-{attempt}.log")
+        return Driver(command, self.out / f"{self.output.name}.log")
 
     def _run_and_kill(self, budget: TimeBudget) -> dict[str, list[int]]:
         """Return the rows that were in files when the driver was killed."""
         wanted = max(int((self.killed_at or 0) * len(read_jsonl(self.files.rows))), 1)
-        driver = self._start(1)
+        driver = self._start()
         is_reached = driver.wait_until(lambda: num_rows_in_files(self.output) >= wanted, budget.left_s / 2)
         code, seconds = driver.code, driver.seconds
         driver.kill()
@@ -322,7 +323,7 @@ class KilledJob:
 
     def _run_to_end(self, budget: TimeBudget) -> None:
         attempt = 1 if self.killed_at is None else 2
-        driver = self._start(attempt)
+        driver = self._start()
         driver.wait_until(lambda: False, max(budget.left_s - CHECKS_S, budget.left_s / 2))
         code, seconds = driver.code, driver.seconds
         driver.kill()
@@ -383,10 +384,10 @@ class KilledJob:
             )
 
     def _add_summary(self) -> None:
-        """Add the job's own figures; the summary itself comes back as a file."""
-        text = (self.output / "_summary.json").read_text()
-        (self.out / f"{self.output.name}-summary.json").write_text(text)
-        summary = json.loads(text)
+        """Add the job's own figures, and its whole summary to a file of all jobs."""
+        summary = json.loads((self.output / "_summary.json").read_text())
+        with (self.out / SUMMARIES).open("a") as file:
+            file.write(json.dumps({"job": self.name, **summary}) + "\n")
         total, work = summary["total"], summary["last_work"]
         figures = {key: total[key] for key in ("mean_acceptance_length", "draft_acceptance_rate", "nodes_per_step")}
         figures |= {key: work[key] for key in ("tokens_per_s", "working_s", "elapsed_s", "busy_slots", "engine_busy")}
