@@ -257,7 +257,7 @@ class Verifier:
             return
         padding = [replace(each, tensor=each.tensor[:0], is_fixed=False) for each in inputs]
         passed = replay.run(key, run_half, padding)
-        if replay.is_enabled:
+        if replay.has(key):
             self._half_results[key] = id(passed)
             none = torch.full((len(passed.logits),), -1, dtype=torch.int64, device=passed.logits.device)
             replay.record(*self._second_half(drafter, key, passed, shape, none))
