@@ -426,7 +426,8 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
     graphs = engine.graphs
     return {
         "attention": backend_name(engine.target.cache),
-        "graphs": graphs.num_captured if graphs is not None and graphs.is_enabled else "off",
+        "graphs": 0 if graphs is None else graphs.num_captured,
+        **{f"{part}_off": reason for part, reason in engine.fallbacks.items()},
         "graphs_s": None if graphs is None else graphs.seconds,
         "kv_tokens": engine.target.cache.blocks.num_blocks * engine.target.cache.blocks.size,
         "planner_error": engine.counters.planner_error,

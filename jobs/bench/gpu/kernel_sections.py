@@ -283,7 +283,7 @@ def measure_moe(scale: Scale, findings: Findings) -> None:
             step_ms=1e3 * seconds,
             kernels=counts.num,
             kernels_ms=1e3 * counts.seconds,
-            replayed=engine.graphs is not None and engine.graphs.is_enabled,
+            replayed=engine.graphs is not None and not engine.fallbacks,
             graphs=0 if engine.graphs is None else engine.graphs.num_captured,
             weights_gib=sum(p.numel() * p.dtype.itemsize for p in model.parameters()) / GIB,
         )
