@@ -26,7 +26,7 @@ from torch import nn
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.cache_directory import cache_home
-from eagle_ray.config import ConfigError, DeviceTooSmall, JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig, UnfitDevice
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
@@ -52,7 +52,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
-from eagle_ray.errors import EngineError, UnfitDevice
+from eagle_ray.errors import EngineError
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.model_store import fetch_model
 from eagle_ray.models.cpu_runtime import (
@@ -440,7 +440,7 @@ def _capacity(
     try:
         capacity = plan_capacity(slots, kv_tokens, lengths, memory)
     except EngineError as error:
-        raise DeviceTooSmall(str(error)) from error
+        raise UnfitDevice(str(error)) from error
     if memory is not None:
         log.info("%s on %.0f GB: %s", model_text(causal_lm), memory.total / 1e9, capacity)
     return capacity
@@ -747,7 +747,7 @@ def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: int, is_firm: bool)
 
     Raises:
         ConfigError: there are not as many devices.
-        DeviceTooSmall: the layers do not fit.
+        UnfitDevice: the layers do not fit.
     """
     if torch.cuda.device_count() < num_gpus:
         raise ConfigError(
@@ -761,7 +761,7 @@ def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: int, is_firm: bool)
     try:
         places = place_layers(sizes, room)
     except EngineError as error:
-        raise DeviceTooSmall(
+        raise UnfitDevice(
             f"execution.gpus_per_actor: {error}. Set it to more, execution.kv_tokens to less, or take a smaller or a "
             "quantised model."
         ) from error

@@ -28,10 +28,6 @@ class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
 
 
-class UnfitDevice(EngineError):
-    """This device cannot run the engine that is asked for; another device may."""
-
-
 def shortened(text: str, most: int = 200) -> str:
     """Return the text, or its beginning and its length if it has more characters than `most`."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

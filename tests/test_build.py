@@ -20,11 +20,10 @@ from eagle_ray.build import (
     model_limits,
 )
 from eagle_ray.cache_directory import cache_home
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import UnfitDevice
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel

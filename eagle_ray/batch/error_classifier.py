@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass
 
 from eagle_ray.batch.job_errors import outcome_of
-from eagle_ray.config import DeviceTooSmall
-from eagle_ray.errors import EngineError, UnfitDevice
+from eagle_ray.config import UnfitDevice
+from eagle_ray.errors import EngineError
 from eagle_ray.storage.storage_errors import DISK_FULL, StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
@@ -59,8 +59,6 @@ def classify_error(error: Exception) -> Fault:
         return error.fault
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     if isinstance(cause, UnfitDevice):
-        return Fault(_told(cause), is_local=True)
-    if isinstance(cause, DeviceTooSmall):
         return Fault(str(cause), is_local=True)
     told = _told(cause)
     if OUT_OF_MEMORY.search(told):

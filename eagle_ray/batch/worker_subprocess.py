@@ -25,7 +25,7 @@ from eagle_ray.batch.error_classifier import WorkerError, classify_error
 from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.job_errors import WorkerDefect
 from eagle_ray.batch.worker_process import STARTUP_REQUEST, LogLine, WorkerReply
-from eagle_ray.config import ConfigError, DeviceTooSmall
+from eagle_ray.config import ConfigError, UnfitDevice
 from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
@@ -112,7 +112,7 @@ def _make_worker(*arguments: Any) -> Any:
 
 def _portable_error(error: Exception) -> Exception:
     """Return the error as a process without torch can unpickle it."""
-    is_everywhere = isinstance(error, ConfigError) and not isinstance(error, DeviceTooSmall)
+    is_everywhere = isinstance(error, ConfigError) and not isinstance(error, UnfitDevice)
     return ConfigError(str(error)) if is_everywhere else WorkerError(classify_error(error))
 
 

@@ -4,7 +4,6 @@ from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import (
     ColumnsConfig,
     ConfigError,
-    DeviceTooSmall,
     ExecutionConfig,
     InputConfig,
     JobConfig,
@@ -16,6 +15,7 @@ from eagle_ray.config.job import (
     RestartsConfig,
     SamplingConfig,
     SpeculativeConfig,
+    UnfitDevice,
     changed_keys,
     check_row_sampling,
     config_hash,
@@ -29,7 +29,6 @@ from eagle_ray.config.serve import ServeConfig, ServingConfig
 __all__ = [
     "ColumnsConfig",
     "ConfigError",
-    "DeviceTooSmall",
     "ExecutionConfig",
     "InputConfig",
     "JobConfig",
@@ -44,6 +43,7 @@ __all__ = [
     "ServingConfig",
     "SpeculativeConfig",
     "TrainConfig",
+    "UnfitDevice",
     "changed_keys",
     "check_row_sampling",
     "config_hash",

@@ -84,8 +84,8 @@ class ConfigError(Exception):
     """Invalid usage or configuration: the job did not start (exit code 2)."""
 
 
-class DeviceTooSmall(ConfigError):
-    """This worker's devices have no room for the model; those of another worker may have."""
+class UnfitDevice(ConfigError):
+    """This worker's devices cannot run the engine that is asked for; those of another worker may."""
 
 
 class StrictModel(BaseModel):

@@ -13,7 +13,7 @@ import torch
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_subprocess import main
-from eagle_ray.config import DeviceTooSmall, JobConfig
+from eagle_ray.config import JobConfig, UnfitDevice
 from eagle_ray.errors import EngineError
 
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
@@ -28,7 +28,7 @@ class FragileWorker(Worker):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
-            raise DeviceTooSmall("the GPU has 24 GB")
+            raise UnfitDevice("the GPU has 24 GB")
         mark = run.output / "_loaded_once"
         if config.name == CRASHES and not mark.exists():
             mark.write_atomic(b"")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle_ray.batch.error_classifier import LOOK, SMALLER, classify_error
-from eagle_ray.config import DeviceTooSmall
-from eagle_ray.errors import EngineError, UnfitDevice
+from eagle_ray.config import UnfitDevice
+from eagle_ray.errors import EngineError
 
 
 def engine_error(cause: Exception) -> EngineError:
@@ -27,7 +27,7 @@ def engine_error(cause: Exception) -> EngineError:
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), LOOK, True),
         (UnfitDevice("require_kernels: true"), "require_kernels: true", True),
         (IndexError("list index out of range"), "IndexError: list index out of range", False),
-        (DeviceTooSmall("the GPU has 24 GB"), "the GPU has 24 GB", True),
+        (UnfitDevice("the GPU has 24 GB"), "the GPU has 24 GB", True),
         (EngineError("target and head are not a pair"), "target and head are not a pair", False),
     ],
 )

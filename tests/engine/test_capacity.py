@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from eagle_ray import build
-from eagle_ray.config import DeviceTooSmall, SpeculativeConfig
+from eagle_ray.config import SpeculativeConfig, UnfitDevice
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,
@@ -106,7 +106,7 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
     build._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
     on_first = placed[0].count(0) * 1.71 + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
-    with pytest.raises(DeviceTooSmall, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
+    with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
         build._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
