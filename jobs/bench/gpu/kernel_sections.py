@@ -4,7 +4,7 @@
 
     attention     tree attention of an 8B's layer: rows of a tree, context and batch, one long context among short ones,
                   and plain rows by torch's `varlen_attn`
-    fp8           `scaled_mm` with a scale for each row and each column beside bf16, in an 8B's four shapes
+    fp8           `scaled_mm` with a scale for each row and each column and bf16, in an 8B's four shapes
     prefill       prompt tokens per second: one long prompt, some, many short ones, one in chunks
     moe           two layers of Qwen3-30B-A3B's shape: are their steps captured, and what does a step cost
 
