@@ -27,7 +27,7 @@ from torch import nn
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig, UnfitDevice
-from eagle_ray.config.job import EMBEDDED_NAMES
+from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.datastore import check_datastore
@@ -116,7 +116,7 @@ RECORDING = "recording steps as CUDA graphs"
 MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
 KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
-PrefillTokens = int | Auto | Mapping[str, int]  # of a step; auto, or by type of device
+PrefillTokens = int | Mapping[str, int]  # of a step, or by type of device
 
 
 class ModelUnavailable(ConfigError):
@@ -158,7 +158,7 @@ def build_engine_from_config(
     kv_tokens: int | Auto | None = "auto",
     num_gpus: int = 1,
     start: StartLog | None = None,
-    prefill_tokens: PrefillTokens = "auto",
+    prefill_tokens: PrefillTokens = PREFILL_TOKENS,
 ) -> EngineBundle:
     """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in total.
 
@@ -191,17 +191,16 @@ def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> Gramma
 def build_in_thread(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    slots: int | Auto,
-    kv_tokens: int | Auto | None,
+    engines: EnginesConfig,
     num_gpus: int,
     threads: int,
-    prefill_tokens: PrefillTokens = "auto",
-    require_kernels: bool = False,
+    auto_prefill_tokens: Mapping[str, int] = PREFILL_TOKENS,
 ) -> EngineBundle:
     """Build the engine in a thread and run its first steps, so that it can serve at once.
 
-    threads: upper bound of torch's CPU threads. prefill_tokens: as of build_engine. Raises as build_engine_from_config
-    does, and UnfitDevice if require_kernels and Triton's kernels or CUDA graphs do not run.
+    threads: upper bound of torch's CPU threads. auto_prefill_tokens: what engines.prefill_tokens auto is, by type of
+    device. Raises as build_engine_from_config does, and UnfitDevice if engines.require_kernels and Triton's kernels or
+    CUDA graphs do not run.
     """
     for name, number in (("threads", threads), ("num_gpus", num_gpus)):
         if type(number) is not int or number < 1:
@@ -209,14 +208,16 @@ def build_in_thread(
 
     def make() -> EngineBundle:
         start = StartLog()
-        if require_kernels:  # before the weights are read
+        if engines.require_kernels:  # before the weights are read
             check_device(model)
             _refuse_fallbacks({"kernels": why_not(torch.device(_device_type(model)))})
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
-        pair = build_engine_from_config(model, speculative, slots, kv_tokens, num_gpus, start, prefill_tokens)
+        prefill_tokens = auto_prefill_tokens if engines.prefill_tokens == "auto" else engines.prefill_tokens
+        sizes = engines.slots, engines.kv_tokens, num_gpus
+        pair = build_engine_from_config(model, speculative, *sizes, start, prefill_tokens)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine, speculative.top_k)
-        if require_kernels:
+        if engines.require_kernels:
             _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
         return pair
@@ -307,7 +308,7 @@ def build_engine(
     kv_tokens: int | Auto | None = None,
     start: StartLog | None = None,
     guaranteed: int | None = None,
-    prefill_tokens: PrefillTokens = "auto",
+    prefill_tokens: PrefillTokens = PREFILL_TOKENS,
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
@@ -330,8 +331,6 @@ def build_engine(
     layers = feature_layers(weights, config.num_hidden_layers)
     lengths = SequenceLengths(max_model_len, columns, guaranteed)
     sizes = _sizes(causal_lm, weights, speculative, layers)
-    if prefill_tokens == "auto":
-        prefill_tokens = PREFILL_TOKENS
     if not isinstance(prefill_tokens, int):
         prefill_tokens = prefill_tokens[causal_lm.device.type]
     capacity = _capacity(causal_lm, slots, kv_tokens, lengths, layers, sizes, prefill_tokens)

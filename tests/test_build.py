@@ -21,8 +21,10 @@ from eagle_ray.build import (
 )
 from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, UnfitDevice
+from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
+from eagle_ray.engine.capacity import PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
@@ -189,24 +191,25 @@ def test_a_device_that_is_not_there_is_refused():
 @pytest.mark.parametrize(("threads", "num_gpus", "name"), [(-1, 1, "threads"), (0, 1, "threads"), (1, 0, "num_gpus")])
 def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
     with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
-        build_in_thread(ModelConfig(), PLAIN, 1, None, num_gpus, threads)
+        build_in_thread(ModelConfig(), PLAIN, EnginesConfig(slots=1), num_gpus, threads)
 
 
 def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
     """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
     model = ModelConfig(device="cpu", max_model_len=64)
-    asked = model, PLAIN, 2, None, 1, 1
+    engines = EnginesConfig(slots=2, require_kernels=True)
+    asked = model, PLAIN, engines, 1, 1
     with (
         monkeypatch.context() as patched,
         pytest.raises(UnfitDevice, match=r"kernels are off \(cpu is no CUDA device\)"),
     ):
         patched.setattr(pair_module, "build_engine_from_config", None)
-        build_in_thread(*asked, require_kernels=True)
+        build_in_thread(*asked)
     monkeypatch.setattr(pair_module, "why_not", lambda device: None)
     monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
     with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
-        build_in_thread(*asked, require_kernels=True)
-    assert build_in_thread(*asked).engine.fallbacks
+        build_in_thread(*asked)
+    assert build_in_thread(model, PLAIN, EnginesConfig(slots=2), 1, 1).engine.fallbacks
 
 
 def test_a_missing_head_is_asked_for():
@@ -282,7 +285,7 @@ def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, gua
     assert chosen.max_model_len == chosen.guaranteed == chosen.longest(None) == 1000
 
 
-@pytest.mark.parametrize(("asked", "most"), [(32, 32), ({"cpu": 48, "cuda": 1}, 48), ("auto", 200)])
+@pytest.mark.parametrize(("asked", "most"), [(32, 32), ({"cpu": 48, "cuda": 1}, 48), (PREFILL_TOKENS, 200)])
 def test_a_step_computes_as_many_prompt_tokens_as_asked_for(asked, most):
     engine = build_engine(llama(), None, PLAIN, 2, 256, prefill_tokens=asked)
     sequence = Sequence("long", [1 + i % 50 for i in range(200)], SamplingParams(max_tokens=3, ignore_eos=True))

@@ -80,13 +80,11 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ):
         config = engine_config(target, draft, settings, seed)
-        execution = config.execution
         most_threads = torch.get_num_threads() if threads is None else plain_value(threads)
         if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
             log.info("%s: %s", config.model.target, note)
-        sizes = execution.slots, execution.kv_tokens, plain_value(num_gpus), most_threads
-        rest = execution.prefill_tokens, execution.require_kernels
-        bundle = build_in_thread(config.model, config.speculative, *sizes, *rest)
+        workers = plain_value(num_gpus), most_threads
+        bundle = build_in_thread(config.model, config.speculative, config.execution, *workers)
         self._config = config
         self._tokenizer = bundle.tokenizer
         self._max_model_len = bundle.engine.max_model_len

@@ -188,9 +188,7 @@ def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
     """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
     execution = config.execution
     gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    sizes = execution.slots, execution.kv_tokens, gpus, threads
-    rest = execution.prefill_tokens, execution.require_kernels
-    bundle = build_in_thread(config.model, config.speculative, *sizes, *rest)
+    bundle = build_in_thread(config.model, config.speculative, execution, gpus, threads)
     if execution.order == "auto":
         bundle.engine.order_for_throughput()
     return bundle

@@ -116,9 +116,7 @@ class Service:
         """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
         gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        prefill_tokens = SERVE_PREFILL_TOKENS if serving.prefill_tokens == "auto" else serving.prefill_tokens
-        sizes = serving.slots, serving.kv_tokens, gpus, threads
-        pair = build_in_thread(config.model, config.speculative, *sizes, prefill_tokens, serving.require_kernels)
+        pair = build_in_thread(config.model, config.speculative, serving, gpus, threads, SERVE_PREFILL_TOKENS)
         return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property
