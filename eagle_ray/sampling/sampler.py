@@ -220,7 +220,7 @@ class SamplingTable:
     def batch(self, slots: Sequence[int]) -> SamplingBatch:
         """Return the parameters of the sequences in these slots, in this order."""
         index = np.array(slots, dtype=np.int64)
-        floats, integers = self._floats[:, index], self._integers[:, index]
+        floats, integers = self._floats.take(index, 1), self._integers.take(index, 1)  # rows that kernels can read
         rows = np.flatnonzero(floats[0])
         temperature, top_p, min_p = copy_to_device(torch.from_numpy(floats), self._device)
         top_k, seed, *ends = copy_to_device(torch.from_numpy(integers), self._device)
