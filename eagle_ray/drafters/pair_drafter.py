@@ -385,7 +385,7 @@ class PairDrafter(ABC):
 
     def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """Return each sequence's first visible position and its first unread position."""
-        columns = np.stack([self._first, self._end])[:, at.host_slots]
+        columns = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
         return copy_to_device(torch.from_numpy(columns), at.slots.device)
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
