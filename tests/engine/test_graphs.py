@@ -297,7 +297,7 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
         assert [s.output_ids for s in run(ours, prompts, each)] == outputs
     assert ours.graphs.num_captured > ahead + 2
     shapes = {(key[0], key[-1].logprobs, key[-1].num_tops) for key in captured if key[0] in ("forward", "verify")}
-    assert {key[0] for key in captured} <= {"forward", "verify", "first level", "further level"}
+    assert {key[0] for key in captured} <= {"forward", "second half", "verify", "first level", "further level"}
     assert shapes <= {("forward", False, 0), ("verify", True, 0), ("verify", True, MAX_TOP_LOGPROBS)}
 
 

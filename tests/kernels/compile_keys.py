@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from torch.overrides import TorchFunctionMode
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.graph_warmup import capture
+from eagle_ray.engine.step_output import StepOutput
 from eagle_ray.kernels import availability
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
@@ -52,6 +54,15 @@ def compile_key(kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> str
     return " ".join([*parts, str(given)])
 
 
+def read_plausibly(record: np.ndarray, max_depth: int) -> StepOutput:
+    """Read a record as if no path were longer than a tree: of zeros every node is on it."""
+    record[:, 0] = record[:, 0].clip(max=max_depth)
+    return read_record(record, max_depth)
+
+
+read_record = StepOutput.of
+
+
 def main() -> None:
     keys: dict[str, list[str]] = {"start": [], "serving": []}
     phase = "start"
@@ -63,6 +74,7 @@ def main() -> None:
 
     JITFunction.run = note
     availability._chosen = lambda *_: True
+    StepOutput.of = read_plausibly
     with Zeros():
         engine = llama_engine(SLOTS, *TREE, graphs=True, fused=True)
         sizes = engine.graphs.pass_sizes(TREE[0], TREE[2])
