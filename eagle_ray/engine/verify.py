@@ -253,7 +253,7 @@ class Verifier:
         """Record the pass that goes on from the results of this first half, on padding alone, if needed."""
         key, run_half, inputs = half
         last = self._half_results.get(key)
-        if last is not None and replay.has(key) and replay.has(_second_key(key, last)):
+        if last is not None and replay.has(key) and replay.has(_second_key(key, shape, last)):
             return
         padding = [replace(each, tensor=each.tensor[:0], is_fixed=False) for each in inputs]
         passed = replay.run(key, run_half, padding)
@@ -267,7 +267,7 @@ class Verifier:
     ) -> VerifyStepOutput:
         """Sample and commit, by a replay if one was recorded for these results of the first half."""
         adjusted = controlled.picks(passed.logits, passed.sampling, passed.rows)
-        if self._replay is not None and self._replay.has(_second_key(half_key, id(passed))):
+        if self._replay is not None and self._replay.has(_second_key(half_key, shape, id(passed))):
             return self._replay.run(*self._second_half(drafter, half_key, passed, shape, adjusted))
         return accept_and_commit(self._target, drafter, passed, shape, adjusted)
 
@@ -280,7 +280,7 @@ class Verifier:
         def finish(adjusted: Tensor) -> VerifyStepOutput:
             return accept_and_commit(target, drafter, passed, shape, adjusted)
 
-        return _second_key(half_key, id(passed)), finish, [PaddedInput(adjusted, tuple(adjusted.shape), -1)]
+        return _second_key(half_key, shape, id(passed)), finish, [PaddedInput(adjusted, tuple(adjusted.shape), -1)]
 
     def record_plain(self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingParams) -> None:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
@@ -381,12 +381,13 @@ class Verifier:
         return (size, num_candidates, bound, kind, shape), forward, inputs
 
 
-def _second_key(half_key: tuple, results: int) -> tuple:
+def _second_key(half_key: tuple, shape: StepShape, results: int) -> tuple:
     """Return the key of the second half for the results with this id: it is recorded on these tensors themselves.
 
-    As long as it can be replayed it holds them, so that no others have this id.
+    As long as it can be replayed it holds them, so that no others have this id. Only the second half depends on the
+    log-probabilities that the shape asks for.
     """
-    return ("second half", *half_key[1:], results)
+    return ("second half", *half_key[1:], shape.logprobs, shape.num_tops, results)
 
 
 def _shape(batch: DecodeBatch, draft: Draft, allocation: Allocation) -> StepShape:

@@ -124,6 +124,20 @@ def test_logprobs_are_those_of_the_targets_own_logits(oracle):
             assert [top[0][1] for top in sequence.output_tops] == pytest.approx(expected.amax(1).tolist(), abs=1e-3)
 
 
+@pytest.mark.parametrize("tree", ["plain", "12 nodes"])
+def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
+    prompts, (first, *_) = oracle[0][:4], some_controlled(4)
+    params = [
+        replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), controls=Controls.of(min_tokens=3))
+        for i in range(4)
+    ]
+    plain = run(llama_engine(1), prompts, params)
+    for one, other in zip(run(llama_engine(1, *TREES[tree], graphs=True), prompts, params), plain, strict=True):
+        assert one.output_ids == other.output_ids
+        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
+        assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_preempted_sequences_keep_their_counts(graphs):
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
