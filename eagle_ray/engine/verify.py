@@ -256,11 +256,12 @@ class Verifier:
         if last is not None and replay.has(key) and replay.has(_second_key(key, shape, last)):
             return
         padding = [replace(each, tensor=each.tensor[:0], is_fixed=False) for each in inputs]
+        if not replay.record(key, run_half, padding):
+            return
         passed = replay.run(key, run_half, padding)
-        if replay.has(key):
-            self._half_results[key] = id(passed)
-            none = torch.full((len(passed.logits),), -1, dtype=torch.int64, device=passed.logits.device)
-            replay.record(*self._second_half(drafter, key, passed, shape, none))
+        self._half_results[key] = id(passed)
+        none = torch.full((len(passed.logits),), -1, dtype=torch.int64, device=passed.logits.device)
+        replay.record(*self._second_half(drafter, key, passed, shape, none))
 
     def _run_second_half(
         self, drafter: Drafter, half_key: tuple, passed: TargetPass, shape: StepShape, controlled: ControlledRows

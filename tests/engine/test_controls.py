@@ -124,6 +124,17 @@ def test_logprobs_are_those_of_the_targets_own_logits(oracle):
             assert [top[0][1] for top in sequence.output_tops] == pytest.approx(expected.amax(1).tolist(), abs=1e-3)
 
 
+def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypatch):
+    controlled = [i for i, p in enumerate(oracle[1]) if p.controls is not None][:6]
+    prompts, params, plain = ([some[i] for i in controlled] for some in oracle)
+    engine, num_passes = llama_engine(1, graphs=True), Counter()
+    may_capture, verify = engine.graphs._may_capture, engine.target.verify
+    monkeypatch.setattr(engine.graphs, "_may_capture", lambda key: key[0] != "forward" and may_capture(key))
+    monkeypatch.setattr(engine.target, "verify", lambda *args: num_passes.update(["target"]) or verify(*args))
+    assert_equal(run(engine, prompts, params), plain)
+    assert num_passes["target"] == engine.counters.num_steps
+
+
 @pytest.mark.parametrize("tree", ["plain", "12 nodes"])
 def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
     prompts, (first, *_) = oracle[0][:4], some_controlled(4)
