@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import subprocess
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,7 @@ from eagle_ray.config import load_config
 INFRA = Path(__file__).parent.parent.parent / "infra"
 RAYJOB, RAYSERVICE = INFRA / "kuberay" / "rayjob.yaml", INFRA / "kuberay" / "rayservice.yaml"
 NETWORKPOLICY = INFRA / "kuberay" / "networkpolicy.yaml"
-LARGE = INFRA / "kuberay" / "70b" / "kustomization.yaml"
+LARGE = INFRA / "kuberay-70b" / "kustomization.yaml"
 MANIFESTS = [RAYJOB, RAYSERVICE, NETWORKPOLICY, INFRA / "prometheus" / "podmonitor.yaml"]
 MANIFESTS += [INFRA / "kuberay" / "kustomization.yaml", LARGE]
 SCHEMA = yaml.safe_load((INFRA / "kuberay" / "schema.yaml").read_text())
@@ -203,6 +205,16 @@ def test_a_target_on_several_gpus_has_pods_with_as_many_and_with_memory_for_its_
     weights = 141 * 10**9  # of Llama-3.3-70B in bf16
     objects = int(workers["rayStartParams"]["object-store-memory"])
     assert num_bytes(container["resources"]["limits"]["memory"]) > weights + objects
+
+
+def test_kustomize_makes_the_large_job_of_the_other():
+    """kustomize refuses a base that is a directory above the overlay."""
+    (base,) = documents(LARGE)[0]["resources"]
+    assert (LARGE.parent / base).resolve() == RAYJOB.parent and RAYJOB.parent not in LARGE.parents
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not installed")
+    made = subprocess.run([kubectl, "kustomize", LARGE.parent], check=True, capture_output=True, text=True).stdout
+    assert [document for document in yaml.safe_load_all(made) if document["kind"] == "RayJob"] == [large_job()]
 
 
 def test_the_rays_are_the_locked_one():
