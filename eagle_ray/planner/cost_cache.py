@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ VERSION = 7  # of the files; costs of another version are measured again
 CURVES = ("verify", "catch_up", "expand", "plain_overhead", "draft_overhead")
 LOCK_LIMIT_S = 120.0  # longer than any measurement takes
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
-
+DAMAGES = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what reading a file raises
 
 _used: set[Path] = set()  # files of costs that this process has read or measured
 
@@ -60,7 +62,7 @@ def adopt_costs(name: str, data: bytes) -> None:
         kept = json.loads(data)
         parts, costs = kept["of"], costs_of(kept["costs"])
         path = cache_path(parts)
-    except (ValueError, KeyError, TypeError) as error:
+    except DAMAGES as error:
         raise ValueError(f"it holds no costs of steps ({type(error).__name__}: {error})") from None
     if path.name != name:
         raise ValueError("it holds costs of other parts or of another version")
@@ -96,11 +98,22 @@ def costs_json(costs: StepCosts) -> dict[str, object]:
 
 
 def costs_of(kept: dict[str, Any]) -> StepCosts:
-    """Back from costs_json. Raises KeyError, TypeError or ValueError for anything else."""
+    """Back from costs_json. Raises one of DAMAGES for anything else."""
     parts: dict[str, Any] = {name: float(kept[name]) for name in NUMBERS}
+    if not all(map(math.isfinite, parts.values())):
+        raise ValueError("a cost is no number of seconds")
     for name in CURVES:
-        parts[name] = CostCurve(list(kept[name]["rows"]), list(kept[name]["seconds"]))
+        parts[name] = _curve_of(kept[name])
     return StepCosts(**parts)
+
+
+def _curve_of(kept: dict[str, Any]) -> CostCurve:
+    rows = [int(number) for number in kept["rows"]]
+    seconds = [float(number) for number in kept["seconds"]]
+    is_whole = len(rows) == len(seconds) > 0 and all(a < b for a, b in pairwise(rows))
+    if not is_whole or not all(math.isfinite(number) and number >= 0 for number in seconds):
+        raise ValueError("a curve is not one of rising rows and their seconds")
+    return CostCurve(rows, seconds)
 
 
 def _read(path: Path) -> StepCosts | None:
@@ -108,7 +121,7 @@ def _read(path: Path) -> StepCosts | None:
         return costs_of(json.loads(path.read_text("utf-8"))["costs"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGES) as error:
         log.warning("the costs kept in %s cannot be read (%s): measuring again", path, error)
         return None
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -269,6 +270,17 @@ def test_workers_that_start_together_measure_once(tmp_path, monkeypatch):
         assert costs_json(first.result()) == costs_json(other.result()) and len(calls) == 1
 
 
+DAMAGED_COSTS: list[dict[str, object]] = [
+    {"per_sequence": 10**400},
+    {"per_sequence": math.nan},
+    {"verify": {"rows": [], "seconds": []}},
+    {"verify": {"rows": [1, 2], "seconds": [1.0]}},
+    {"verify": {"rows": [2, 1], "seconds": [1.0, 1.0]}},
+    {"verify": {"rows": [1, 2], "seconds": [1.0, math.inf]}},
+    {"verify": {"rows": [1, 2], "seconds": [1.0, -1.0]}},
+]
+
+
 def test_costs_of_another_machine_are_kept_if_they_are_whole_and_what_the_name_says(tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "there"))
     parts = {"target": {"labels": {number: "x" for number in range(12)}}}
@@ -280,11 +292,17 @@ def test_costs_of_another_machine_are_kept_if_they_are_whole_and_what_the_name_s
     for name, data in [(file.name, b"{"), (file.name, b"[]"), ("00.json", file.read_bytes()), (file.name, b"\xff")]:
         with pytest.raises(ValueError, match="it holds"):
             adopt_costs(name, data)
+    whole = json.loads(file.read_bytes())
+    for change in DAMAGED_COSTS:
+        with pytest.raises(ValueError, match="it holds no costs"):
+            adopt_costs(file.name, json.dumps(whole | {"costs": whole["costs"] | change}).encode())
+    with pytest.raises(ValueError, match="it holds no costs"):
+        adopt_costs(file.name, b"[" * 100_000)
     adopt_costs(file.name, file.read_bytes())
     assert costs_json(cached_costs(parts, lambda: pytest.fail("measured"))) == costs_json(some_costs())
 
 
-@pytest.mark.parametrize("damage", ["", "{", json.dumps({"costs": {"verify": 3}}), json.dumps([])])
+@pytest.mark.parametrize("damage", ["", "{", "[" * 100_000, json.dumps({"costs": {"verify": 3}}), json.dumps([])])
 def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch, damage, caplog):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     path = cache_path({"target": "a"})
