@@ -26,7 +26,8 @@ OMITTED = (".ttir", ".ttgir", ".llir", ".source")  # intermediate code, which a 
 HOST_MODULE = ".so"
 UNFINISHED = "tmp."  # how the directory begins in which Triton writes a file
 GROUPS = "__grp__*.json"  # the last file of a kernel to be written
-DAMAGES = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError)
+MAX_BYTES = 1 << 30  # of an unpacked archive; the kernels of one model take a few percent of it
+DAMAGES = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def cache_directory() -> Path:
@@ -65,9 +66,9 @@ def unpack(data: bytes, directory: Path) -> set[str]:
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=directory))
     try:
-        plain = gzip.decompress(data)  # to its end, where the checksum is
+        plain = _decompress(data)
         with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
-            members = [member for member in archive if member.isfile() and not member.name.endswith(HOST_MODULE)]
+            members = [member for member in archive if member.isfile() and Path(member.name).suffix != HOST_MODULE]
             archive.extractall(temporary, members, filter="data")
         for group in temporary.rglob(GROUPS):
             _set_paths(group, directory / group.parent.relative_to(temporary))
@@ -80,6 +81,15 @@ def unpack(data: bytes, directory: Path) -> set[str]:
         raise ValueError(f"it holds no kernels ({type(error).__name__}: {error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _decompress(data: bytes) -> bytes:
+    """Return the data of a gzip file. Raises ValueError if there is more of it than any kernels have."""
+    with gzip.open(io.BytesIO(data)) as stream:
+        plain = stream.read(MAX_BYTES + 1)  # to its end, where the checksum is
+    if len(plain) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES >> 20} MiB")
+    return plain
 
 
 def _set_paths(group: Path, directory: Path) -> None:

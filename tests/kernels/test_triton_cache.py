@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_ray.kernels import triton_cache
 from eagle_ray.kernels.triton_cache import entries, pack, unpack
 
 
@@ -60,8 +61,9 @@ def archive(name: str, data: bytes) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "cut", "flipped", "outside", "group"])
-def test_a_damaged_or_foreign_archive_adds_nothing(damage, here, tmp_path):
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "flipped", "outside", "group", "deep group", "huge"])
+def test_a_damaged_or_foreign_archive_adds_nothing(damage, here, tmp_path, monkeypatch):
+    monkeypatch.setattr(triton_cache, "MAX_BYTES", 1 << 20)
     data = pack(here, entries(here))
     damaged = {
         "empty": b"",
@@ -70,12 +72,15 @@ def test_a_damaged_or_foreign_archive_adds_nothing(damage, here, tmp_path):
         "flipped": data[:-200] + bytes([data[-200] ^ 255]) + data[-199:],
         "outside": archive("../outside/k.cubin", b"code"),
         "group": archive("A/__grp__k.json", b"[]"),
+        "deep group": archive("A/__grp__k.json", b"[" * 100_000),
+        "huge": archive("A/k.cubin", bytes(2 << 20)),
     }
     with pytest.raises(ValueError, match="it holds no kernels"):
         unpack(damaged[damage], tmp_path / "there")
     assert entries(tmp_path / "there") == set() and not (tmp_path / "outside").exists()
 
 
-def test_host_code_in_an_archive_is_not_unpacked(tmp_path):
-    assert unpack(archive("A/cuda_utils.so", b"host"), tmp_path / "there") == set()
+@pytest.mark.parametrize("name", ["A/cuda_utils.so", "A/cuda_utils.so/", "A/cuda_utils.so/."])
+def test_host_code_in_an_archive_is_not_unpacked(name, tmp_path):
+    assert unpack(archive(name, b"host"), tmp_path / "there") == set()
     assert not list((tmp_path / "there").rglob("*"))
