@@ -11,11 +11,12 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterable
 
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.batch.signals import accept_interrupt
-from eagle_ray.config import ConfigError, ServeConfig
+from eagle_ray.config import ConfigError, ServeConfig, UnfitDevice
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
@@ -26,6 +27,7 @@ PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 QUIET = {PROXY: "eagle_ray.serve.proxy_errors.middlewares", "RAY_SERVE_LOG_TO_STDERR": "0"}
 EXAMPLE = '{"stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 LOOK_EVERY_S = 1.0
+CONFIG_ERRORS = {kind.__name__ for kind in (ConfigError, UnfitDevice)}  # by which Serve's text names their class
 
 
 def run_endpoint(config: ServeConfig) -> int:
@@ -77,7 +79,9 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_th
             try:
                 serve.run(application_of(config, keys, shape, store), name=config.name)
             except RuntimeError as error:
-                raise ClusterError(f"the replicas did not start: {' '.join(str(error).split())}") from error
+                application = serve.status().applications.get(config.name)
+                deployments = application.deployments.values() if application is not None else ()
+                raise failed_start(str(error), [deployment.message for deployment in deployments]) from error
         log.info(_welcome(config, has_keys=len(keys) > 0))
         while True:
             time.sleep(LOOK_EVERY_S)
@@ -86,6 +90,19 @@ def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_th
         log.info("ending: what has begun is answered first, for %g s at most", serving.drain_s)
     finally:
         serve.delete(config.name)  # other applications of the cluster's Serve stay
+
+
+def failed_start(error: str, messages: Iterable[str]) -> Exception:
+    """Return the error of an application that did not start.
+
+    messages: what Serve says about each deployment. The last line of one whose replicas failed is their error's.
+    """
+    failed = [message.strip() for message in messages if "Error:" in message]
+    cause = failed[0].splitlines()[-1] if failed else " ".join(error.split())
+    kind, _, text = cause.partition(": ")
+    if text and kind.rpartition(".")[2] in CONFIG_ERRORS:
+        return ConfigError(f"a replica cannot start: {text}")
+    return ClusterError(f"the replicas did not start: {cause}")
 
 
 def _welcome(config: ServeConfig, has_keys: bool) -> str:

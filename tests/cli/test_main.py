@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.batch.job_errors import outcome_of
 from eagle_ray.cli import main as cli
+from eagle_ray.cli.serve_endpoint import failed_start
 from tests.helpers.tokenizers import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +205,21 @@ def test_a_supervisor_gets_exit_0_for_what_no_further_attempt_would_change(job, 
     assert "exit 0 in place of 2 (configuration)" in capsys.readouterr().err
     monkeypatch.setattr(cli, "load_config", interrupt)
     assert cli.main([*wrong, "--exit-zero-if-permanent"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("cause", "code", "says"),
+    [
+        ("eagle_ray.config.job.UnfitDevice: require_kernels: true, but", 2, "a replica cannot start: require_kernels"),
+        ("torch.OutOfMemoryError: CUDA out of memory", 5, "did not start: torch.OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+def test_an_endpoint_that_does_not_start_says_why(cause, code, says):
+    serves = f"The deployment failed to start 3 times in a row. Error:\nRuntimeError: Traceback\n  File x\n{cause}\n\n"
+    error = failed_start("Failed to update the deployments ['engine'].", ["", serves])
+    assert outcome_of(error).code == code and says in str(error)
+    without = failed_start("Deploying\nfailed", [""])
+    assert outcome_of(without).code == 5 and str(without).endswith("the replicas did not start: Deploying failed")
 
 
 def test_validate_needs_no_ray(job):
