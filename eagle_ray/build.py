@@ -9,6 +9,7 @@ This is the only module that locates models and sizes their caches.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -99,6 +100,7 @@ EMBEDDED = "embedded:"
 COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
 DEFAULT_MODEL_LEN = 4096  # for which there is room where max_model_len is not set: for longer ones, as memory allows
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}  # of a cache directory
 NO_GPU = "and torch sees no GPU on this machine"
 GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
 IGNORE_PATTERNS = [
@@ -699,7 +701,9 @@ def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:
     except StorageError as error:
         error.args = (f"model.{part}: {error}",)
         raise
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
         raise ConfigError(
             f"model.{part}: {url} cannot be kept in {cache_home()}: {error.strerror}. Set EAGLE_RAY_CACHE to a "
             "directory that can be written."

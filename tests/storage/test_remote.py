@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.job_errors import InputChanged
+from eagle_ray.build import download
 from eagle_ray.config import ConfigError, load_config
 from eagle_ray.model_store import fetch_model
 from eagle_ray.storage import remote
@@ -141,3 +142,9 @@ def test_a_model_of_a_server_is_downloaded_as_it_is(url, tmp_path, monkeypatch):
         "model.safetensors": 300_000,
     }
     assert fetch_model(f"{url}/model", []) == found
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        ConfigError, match=r"model\.target: .* cannot be kept in .*: Not a directory\. Set EAGLE_RAY_CACHE"
+    ):
+        download(f"{url}/model", "target")
