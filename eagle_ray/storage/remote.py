@@ -13,7 +13,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, BinaryIO, NoReturn
@@ -71,7 +71,12 @@ def open_file(url: str) -> BinaryIO:
 
 def list_files(directory: str) -> dict[str, FileVersion]:
     with _storage_errors(directory):
-        return _versions(directory, _file_system(directory).find(directory, detail=True))
+        system = _file_system(directory)
+        found = system.find(directory, detail=True)
+        if not found:  # find leaves out what it cannot list; ls raises if the server does not answer
+            with suppress(FileNotFoundError):
+                system.ls(directory, detail=False)
+        return _versions(directory, found)
 
 
 def list_names(directory: str) -> list[str]:
@@ -130,7 +135,11 @@ def _file_system_of(scheme: str) -> Any:
 
 
 def _file_system(url: str) -> Any:
-    return _file_system_of(url.partition("://")[0])
+    try:
+        return _file_system_of(url.partition("://")[0])
+    except (ImportError, ValueError, TypeError) as error:  # no package, no such scheme, no URL alone
+        words = f"{url}: fsspec has no file system for it here ({error}). Install its package, or use another storage."
+        raise NotSupported(words) from error
 
 
 def _copy(system: Any, url: str) -> BinaryIO:

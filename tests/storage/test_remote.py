@@ -105,6 +105,14 @@ def test_a_file_that_changed_or_is_absent(url, tmp_path):
 def test_a_server_that_does_not_answer_is_a_storage_error():
     with pytest.raises(StorageError, match=r"http://127\.0\.0\.1:9/a\.jsonl: "):
         StoragePath.of("http://127.0.0.1:9/a.jsonl").stat()
+    with pytest.raises(StorageError, match="Cannot connect") as caught:
+        fetch_model("http://127.0.0.1:9/model", [])
+    assert not isinstance(caught.value, NotFound), "the model may be there"
+
+
+def test_a_storage_that_fsspec_does_not_know_is_final():
+    with pytest.raises(ConfigError, match=r"model\.target: foo://bucket/x: fsspec has no file system for it"):
+        download("foo://bucket/x", "target")
 
 
 def test_a_missing_package_is_named(monkeypatch):
