@@ -219,7 +219,7 @@ def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(mon
     asked = []
 
     def build(*arguments: Any) -> None:
-        asked.append(arguments[-1])
+        asked.append((arguments[2].prefill_tokens, arguments[-1]["cuda"]))
         raise InterruptedError
 
     monkeypatch.setattr(services, "build_in_thread", build)
@@ -227,4 +227,5 @@ def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(mon
         config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted})
         with pytest.raises(InterruptedError):
             Service.start(config, threads=1)
-    assert asked[0]["cuda"] < PREFILL_TOKENS["cuda"] and asked[1] == 256
+    (own, most), (chosen, _) = asked
+    assert own == "auto" and most < PREFILL_TOKENS["cuda"] and chosen == 256
