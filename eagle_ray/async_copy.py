@@ -27,7 +27,8 @@ def to_device(numbers: Numbers, device: torch.device | str, dtype: torch.dtype =
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a host tensor's copy on the device; on a CPU the tensor itself."""
+    """Return a host tensor's copy on the device; on a CPU the tensor itself. It is contiguous, as kernels read rows."""
+    tensor = tensor.contiguous()
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -8,10 +8,11 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
-from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.async_copy import DeviceToHost, copy_to_device
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.controlled_sampling import ControlledRows
@@ -344,3 +345,12 @@ def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, mo
     run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
     assert planner.mode is Mode.OFF
     assert ours.counters.num_probes >= 0.8 * ours.counters.num_steps / REVIEW_EVERY
+
+
+def test_columns_of_a_table_are_copied_as_rows():
+    """Kernels read numbers that lie together; NumPy gathers the columns of a table the other way round."""
+    table = torch.from_numpy(np.arange(12).reshape(2, 6)[:, [5, 0, 3]])
+    assert not table.is_contiguous()
+    first, second = copy_to_device(table, "cpu")
+    assert first.tolist() == [5, 0, 3] and second.tolist() == [11, 6, 9]
+    assert first.is_contiguous() and second.is_contiguous()
