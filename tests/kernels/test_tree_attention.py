@@ -54,8 +54,15 @@ def test_what_models_ask_of_attention(softcap, sinks, window):
     check(Forest([5, 300, 700], [6, 5, 4], 2, 2, softcap=softcap, sinks=sinks, window=window))
 
 
-@pytest.mark.parametrize("softcap, sinks", [(None, False), (2.0, False), (None, True)])
-@pytest.mark.parametrize("window, firsts", [(None, [0, 0, 0, 0]), (40, [0, 0, 0, 0]), (None, [0, 1, 30, 2])])
+@pytest.mark.parametrize(
+    "window, firsts, softcap, sinks",
+    [
+        (None, [0, 0, 0, 0], None, False),
+        (40, [0, 0, 0, 0], 2.0, False),
+        (40, [0, 1, 30, 2], None, False),
+        (None, [0, 1, 30, 2], None, True),
+    ],
+)
 def test_prompts_in_chunks_attend_as_chains(window, firsts, softcap, sinks, monkeypatch):
     """Behind a context a short chunk attends as a chain; with soft-caps and sinks all do, in chains of 64 rows."""
     torch.manual_seed(0)
