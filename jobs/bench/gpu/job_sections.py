@@ -323,10 +323,10 @@ def _measure_ways(
 ) -> None:
     """Measure each way in turn on one engine, whose graphs serve all of them."""
     model, head = widened(scale)
-    prompts = chat_prompts(scale, 1000)
-    output = 24 if scale.is_smoke else 512
+    longest, output = (64, 24) if scale.is_smoke else (1000, 512)
+    prompts = chat_prompts(scale, longest)
     for batch in batches:
-        engine = shaped_engine(model, head, batch, 64 + output if scale.is_smoke else 1000 + output)
+        engine = shaped_engine(model, head, batch, longest + output)
         planners = {name: _planner(engine, tree, budget) for name, tree, budget in ways}
         for turn in range(rounds):
             for name, _, _ in ways if turn % 2 == 0 else ways[::-1]:
