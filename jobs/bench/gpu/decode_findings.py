@@ -12,7 +12,6 @@ The model has a Llama 8B's shape and random weights, made on the device; with --
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import sys
@@ -28,7 +27,7 @@ from eagle_ray.models.target import TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import peak_gib, release
 from jobs.bench.gpu.findings import Findings
-from jobs.bench.gpu.isolated_runs import IsolatedRun
+from jobs.bench.gpu.isolated_runs import IsolatedRun, measurement_parser
 from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
 from jobs.bench.gpu.layer_comparison import LayerCases, compare_layers
 from jobs.bench.gpu.plain_rig import (
@@ -189,11 +188,7 @@ def measurement_runs(out: Path, is_smoke: bool) -> list[IsolatedRun]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One measurement of decoding.")
-    parser.add_argument("name", choices=MEASUREMENTS)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--smoke", action="store_true", help="a tiny shape on a CPU")
-    args = parser.parse_args()
+    args = measurement_parser("One measurement of decoding.", MEASUREMENTS).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     MEASUREMENTS[args.name](DecodeScale.of(args.smoke), Findings(args.out, FINDINGS))
 

@@ -9,13 +9,15 @@ long is not, since the portable path is slower. A run for which too little time 
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from eagle_ray.kernels.availability import CHOICE
@@ -73,6 +75,15 @@ class Outcome:
     @property
     def is_late(self) -> bool:
         return self.result.startswith(TIMED_OUT)
+
+
+def measurement_parser(description: str, names: Iterable[str]) -> argparse.ArgumentParser:
+    """Return what reads the command of one measurement: its name, --out and --smoke."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("name", choices=list(names))
+    parser.add_argument("--out", type=Path, required=True, help="directory of the findings")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
+    return parser
 
 
 def run_all(runs: list[IsolatedRun], findings: Findings, budget: TimeBudget, workers: int = 1) -> None:

@@ -37,7 +37,7 @@ from torch import nn
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import NEAR_TIE, compare
+from eagle_ray.evaluation.equivalence import compare
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
@@ -49,19 +49,20 @@ from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchroniz
 from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.harness import LARGEST, NO_TREE, PlannerProbe, Tree
-from jobs.bench.gpu.plain_rig import random_model
+from jobs.bench.gpu.isolated_runs import measurement_parser
+from jobs.bench.gpu.kernel_sections import FINDINGS
+from jobs.bench.gpu.models import NOISE
+from jobs.bench.gpu.plain_rig import random_model, random_weights
 from jobs.bench.gpu.settings import SHAPES
 from jobs.bench.gpu.steady_job import SteadyJob, aged_requests, cut_prompts, requests
-from jobs.bench.widening import seeded, typed, widen_pair
+from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
-FINDINGS = "second_light"
 SMOLLM2_HEAD = "embedded:smollm2/eagle2"
 METHODS = ("none", "suffix", "eagle2", "eagle2+suffix")
 COSTS_S = 5.0  # of measuring step costs: a job takes 20 once, and every section here is a start
 THREADS = 8
 PROFILED_STEPS, PROFILED_FUNCTIONS = 100, 30
-NOISE = {torch.float32: NEAR_TIE[torch.float32], torch.bfloat16: 0.1}  # a lead in logits that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +155,10 @@ def shaped_engine(
 
 def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
     """Return the pair inside an 8B's shape."""
-    if scale.model is None:
-        source = ASSETS / "target", ASSETS / "draft"
-    else:
-        import eagle_ray
+    from eagle_ray.build import download
 
-        source = scale.model, Path(eagle_ray.__file__).parent / "assets" / "smollm2" / "eagle2" / "draft"
-    small = load_target(source[0], torch.float32, str(scale.device))
-    head = load_head(source[1], small.config).to(scale.device, torch.float32).eval()
+    small = load_target(download(scale.target, "target"), torch.float32, str(scale.device))
+    head = load_head(download(scale.draft, "draft"), small.config).to(scale.device, torch.float32).eval()
     pair = widen_pair(small, head, SHAPES[scale.shape_name], dtype=scale.dtype, device=scale.device)
     for part in pair:
         pack_linears(part)
@@ -228,9 +225,7 @@ def _qwen3(scale: Scale) -> nn.Module:
         max_position_embeddings=40960,
         tie_word_embeddings=False,
     )
-    with seeded(0, scale.device), typed(scale.dtype), torch.device(scale.device), torch.no_grad():
-        model = Qwen3ForCausalLM._from_config(config, dtype=scale.dtype)
-    model = model.eval().requires_grad_(False)
+    model = random_weights(Qwen3ForCausalLM, config, scale.dtype, scale.device)
     pack_linears(model)
     return model
 
@@ -449,12 +444,9 @@ SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One section of a job's engine.")
-    parser.add_argument("name", choices=SECTIONS)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = measurement_parser("One section of a job's engine.", SECTIONS)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, its passes padded as graphs are")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
     os.environ.setdefault("EAGLE_RAY_CACHE", tempfile.mkdtemp())

@@ -13,12 +13,10 @@ Weights and caches are random and made on the device; with --smoke all is tiny a
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,17 +33,19 @@ from eagle_ray.models.target import PrefillBatch, TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB, peak_gib, release, seconds_of, synchronize
 from jobs.bench.gpu.findings import Findings
+from jobs.bench.gpu.isolated_runs import measurement_parser
 from jobs.bench.gpu.kernel_counts import count_kernels
 from jobs.bench.gpu.plain_rig import (
     abort_all,
     add_sequences,
     plain_engine,
     random_model,
+    random_weights,
     seconds_per_step,
     step_until,
 )
 from jobs.bench.gpu.settings import SHAPES, TINY
-from jobs.bench.widening import seeded, typed
+from jobs.bench.widening import seeded
 
 FINDINGS = "second_light"
 REPEATS = 12
@@ -314,12 +314,12 @@ def _moe_model(scale: Scale) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with seeded(0, scale.device), typed(scale.dtype), torch.device(scale.device), torch.no_grad():
-        model = Qwen3MoeForCausalLM._from_config(config, dtype=scale.dtype)
+    model = random_weights(Qwen3MoeForCausalLM, config, scale.dtype, scale.device)
+    with seeded(0, scale.device), torch.no_grad():
         for parameter in model.parameters():  # experts' tensors are made empty
             if parameter.ndim > 1:
                 parameter.normal_(std=0.02)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
@@ -331,13 +331,7 @@ SECTIONS: dict[str, Callable[[Scale, Findings], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One section of a pass's parts.")
-    parser.add_argument("name", choices=SECTIONS)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", help="of no use here")
-    parser.add_argument("--prompts", help="of no use here")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU")
-    args = parser.parse_args()
+    args = measurement_parser("One section of a pass's parts.", SECTIONS).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
     SECTIONS[args.name](Scale.of(args.smoke), Findings(args.out, FINDINGS))
 

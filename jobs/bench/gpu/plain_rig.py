@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.sequence import Sequence
@@ -42,8 +42,15 @@ def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) ->
     """Return a Llama of this shape with random weights. Nothing is downloaded."""
     none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config = shape.llama_config(shape.num_layers, max_position_embeddings=MAX_POSITION, **none)
+    return random_weights(LlamaForCausalLM, config, dtype, device)
+
+
+def random_weights(
+    kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Return a model of this class with random weights, made on the device."""
     with seeded(0, device), typed(dtype), torch.device(device), torch.no_grad():
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        model = kind._from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

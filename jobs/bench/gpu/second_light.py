@@ -28,7 +28,8 @@ from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.gguf.llama_checkpoint import write_checkpoint
 from jobs.bench.gpu.findings import ROOT, Findings, environment
 from jobs.bench.gpu.isolated_runs import IsolatedRun, TimeBudget, run_all
-from jobs.bench.gpu.job_sections import FINDINGS
+from jobs.bench.gpu.kernel_sections import FINDINGS
+from jobs.bench.gpu.kernel_sections import SECTIONS as KERNEL_SECTIONS
 from jobs.bench.gpu.triton_cache import triton_cache
 
 MINUTES = 4.0  # of a call, without imports and the packing of Triton's cache
@@ -50,7 +51,6 @@ LIMIT_S = {
     "start": 90.0,
     "real": 120.0,
 }  # seconds after which a section is killed, the most important ones first
-KERNEL_SECTIONS = ("attention", "fp8", "prefill", "moe")
 LEAST_S = 15.0  # a section is skipped if less time is left
 
 
@@ -73,10 +73,11 @@ def main() -> None:
 
 def section_run(name: str, args: argparse.Namespace) -> IsolatedRun:
     """Return a section as a run of its own, which appends to the findings."""
-    module = "kernel_sections" if name in KERNEL_SECTIONS else "job_sections"
+    of_kernels = name in KERNEL_SECTIONS
+    module = "kernel_sections" if of_kernels else "job_sections"
     words = ["--out", str(args.out), *(["--smoke"] if args.smoke else [])]
-    words += ["--model", str(args.model)] if args.model else []
-    words += ["--prompts", str(args.prompts)] if args.prompts else []
+    words += ["--model", str(args.model)] if args.model and not of_kernels else []
+    words += ["--prompts", str(args.prompts)] if args.prompts and not of_kernels else []
     command = [sys.executable, "-m", f"jobs.bench.gpu.{module}", name, *words]
     return IsolatedRun(name, command, min(LIMIT_S[name], args.limit), least_s=0.0 if args.smoke else LEAST_S)
 
