@@ -319,10 +319,11 @@ def build_engine(
         kv_tokens: None lets every slot be full.
         start: times the parts.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
-        prefill_tokens: maximum prompt tokens per step, or those of each type of device; auto is a job's.
+        prefill_tokens: maximum prompt tokens per step, or those of each type of device.
 
     Raises:
-        ConfigError: kv_tokens are too few for one sequence's tree, or a GPU's memory for one sequence.
+        ConfigError: kv_tokens are too few for one sequence's tree.
+        UnfitDevice: a GPU's memory is too small for one sequence.
     """
     start = start or StartLog()
     config = causal_lm.config.get_text_config(decoder=True)

@@ -36,7 +36,7 @@ from eagle_ray.slot_limits import usual_slots
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
 RESTART_DELAY_S = 5
-TOO_SMALL_DELAY_S = 300  # before a worker starts again whose devices have no room for the model
+UNFIT_DELAY_S = 300  # before a worker starts again whose devices cannot run the engine
 FLUSH_S = 1.0
 
 
@@ -85,7 +85,7 @@ class EngineActor:
         fault = classify_error(error)
         try:
             ends_job = self._progress.report_failure(as_config_error(error), fault.is_local)
-            again = RESTART_DELAY_S if fault.is_transient or not fault.is_local else TOO_SMALL_DELAY_S
+            again = RESTART_DELAY_S if fault.is_transient or not fault.is_local else UNFIT_DELAY_S
             time.sleep(DRIVER_SHUTDOWN_S if ends_job else again)
         finally:
             os._exit(1)
