@@ -9,7 +9,7 @@ from eagle_ray.batch.job_errors import JobError as JobError
 from eagle_ray.config import ConfigError as ConfigError
 from eagle_ray.config import JobConfig as JobConfig
 from eagle_ray.config import load_config as load_config
-from eagle_ray.errors import EngineError as EngineError
-from eagle_ray.errors import RequestError as RequestError
+from eagle_ray.core.errors import EngineError as EngineError
+from eagle_ray.core.errors import RequestError as RequestError
 
 __version__: str

@@ -26,16 +26,17 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.attention.backend import backend_name
-from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig, UnfitDevice
 from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
-from eagle_ray.datastore import check_datastore
-from eagle_ray.draft_vocab import read_draft_vocab
+from eagle_ray.core.errors import EngineError
+from eagle_ray.core.slot_limits import Auto, usual_slots
+from eagle_ray.core.start_log import StartLog
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.experimental.datastore import check_datastore
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
@@ -53,9 +54,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
-from eagle_ray.errors import EngineError
 from eagle_ray.kernels.availability import use_triton, why_not
-from eagle_ray.model_store import fetch_model
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -64,6 +63,7 @@ from eagle_ray.models.cpu_runtime import (
     use_huge_pages,
 )
 from eagle_ray.models.decoder import is_llama_shaped
+from eagle_ray.models.draft_vocab import read_draft_vocab
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
@@ -87,11 +87,11 @@ from eagle_ray.registry import (
     parts_of,
 )
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.slot_limits import Auto, usual_slots
 from eagle_ray.smollm2 import SMOLLM2, target_directory
-from eagle_ray.start_log import StartLog
+from eagle_ray.storage.cache_directory import cache_home
+from eagle_ray.storage.model_store import fetch_model
 from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
-from eagle_ray.tokenizer import ChatTemplateError, Tokenizer
+from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
 
 log = logging.getLogger("eagle_ray")
 

@@ -28,7 +28,7 @@ from eagle_ray.api.llm import LLM
 from eagle_ray.api.request_output import RequestOutput
 from eagle_ray.api.request_sampling import RequestSampling
 from eagle_ray.config import ConfigError
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 256  # of an answer, where a task names no number
 NO_EFFECT = ("do_sample",)  # temperature 0 says it

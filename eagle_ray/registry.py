@@ -36,12 +36,12 @@ from eagle_ray.config.methods import (
     draft_requirement,
 )
 from eagle_ray.config.models import ALL_TOKENS
-from eagle_ray.datastore import read_datastore
-from eagle_ray.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
+from eagle_ray.core.errors import EngineError
 from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.drafters.ensemble import EnsembleDrafter
+from eagle_ray.drafters.experimental.datastore import read_datastore
 from eagle_ray.drafters.experimental.lookahead import LookaheadDrafter
 from eagle_ray.drafters.experimental.medusa import MedusaDrafter
 from eagle_ray.drafters.experimental.rest import RestIndex
@@ -51,9 +51,9 @@ from eagle_ray.drafters.ngram import NgramIndex
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.suffix import SuffixIndex
 from eagle_ray.drafters.switch import SwitchDrafter
-from eagle_ray.errors import EngineError
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.draft_model import DraftModel, check_draft_model, load_draft_model
+from eagle_ray.models.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
 from eagle_ray.models.eagle_heads import DraftHead, Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.cache_directory import cache_home, made_once
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import EngineError, one_line
+from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
 from eagle_ray.gguf.llama_checkpoint import write_checkpoint
+from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.models.loader import load_target
-from eagle_ray.smollm2_wheel import INSTALL, gguf_file
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.storage.cache_directory import cache_home, made_once
+from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 
 from eagle_ray.build import load_tokenizer
 from eagle_ray.config import ConfigError, ModelConfig
-from eagle_ray.datastore import columns_of
-from eagle_ray.draft_vocab import write_draft_vocab
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.drafters.experimental.datastore import columns_of
+from eagle_ray.models.draft_vocab import write_draft_vocab
+from eagle_ray.text.tokenizer import Tokenizer
 
 
 def main() -> int:

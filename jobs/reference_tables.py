@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.config import JobConfig, TrainConfig
 from eagle_ray.config.serve import ServeConfig
+from eagle_ray.requests.row_schema import output_schema
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = "Made by `python -m jobs.reference_tables` from the code."

@@ -19,10 +19,10 @@ from eagle_ray.build import (
     load_draft,
     model_limits,
 )
-from eagle_ray.cache_directory import cache_home
 from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, UnfitDevice
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.capacity import PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
@@ -31,7 +31,7 @@ from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.registry import make_drafter
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.start_log import StartLog
+from eagle_ray.storage.cache_directory import cache_home
 from tests.conftest import PAIR
 from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer
 from tests.helpers.toy_models import LLAMA, llama

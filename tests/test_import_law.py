@@ -12,37 +12,38 @@ PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 LEVELS = [
-    {"errors", "strict_json", "chat_templates", "sampling_limits", "slot_limits", "start_log", "async_copy"}
-    | {"graph_protocol", "gguf", "smollm2_wheel"},
-    {"chat", "model_files", "cache_directory"},
-    {"config", "kernels", "storage", "tokenizer", "report"},
-    {"datastore", "draft_vocab", "sampling", "model_store"},
-    {"tree", "sampling_values"},
-    {"kv"},
-    {"attention", "core"},
-    {"models"},
-    {"drafters"},
-    {"planner"},
-    {"engine", "registry", "smollm2"},
+    {"core.acceptance_stats", "core.async_copy", "core.errors", "core.graph_protocol", "core.slot_limits"}
+    | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
+    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
+    | {"text.strict_json"},
+    {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage", "text.chat_format"}
+    | {"text.incremental_parser", "text.template_messages"},
+    {"config", "core.sequence", "requests.messages", "requests.response_items", "text.reasoning_parser"}
+    | {"text.tool_parser", "tree"},
+    {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},
+    {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
+    {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
+    {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
+    {"planner", "requests.output_rows"},
+    {"engine", "registry"},
     {"build"},
     {"evaluation", "batch", "training"},
-    {"serve"},
-    {"doctor", "api"},
+    {"serve", "doctor", "api"},
     {"cli", "lm_eval"},
 ]
+CUT_PACKAGES = ("core", "text", "requests")  # whose modules have levels of their own
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
-TORCH_FREE = {"errors", "chat", "chat_templates", "sampling_limits", "start_log", "config", "storage", "report"}
-TORCH_FREE |= {"strict_json", "gguf", "smollm2_wheel", "model_files", "cache_directory", "model_store"}
+TORCH_FREE = {"config", "gguf", "report", "storage"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
-    "transformers": {"attention", "models", "tokenizer", "registry", "doctor"},
+    "transformers": {"attention", "models", "text", "registry", "doctor"},
     "triton": {"kernels"},
-    "torch": set(LEVEL) - TORCH_FREE,
+    "torch": {package.split(".")[0] for package in LEVEL} - TORCH_FREE,
     "pydantic": {"config", "serve", "api"},
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
-NO_TORCH = ["config", "report", "storage", "batch/output/schema.py", "batch/output/sink.py"]
+NO_TORCH = ["config", "report", "storage", "requests/row_schema.py", "batch/output/sink.py"]
 
 
 def package(path: Path) -> str:
@@ -61,18 +62,27 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def own_packages(path: Path) -> set[str]:
-    parts = [name.split(".") for name in imports(path) if name.startswith("eagle_ray.")]
-    return {p[1] for p in parts} - {package(path), "__version__"}
+def unit(parts: tuple[str, ...]) -> str:
+    """Return the package, or the module of a package whose modules have levels, of a dotted or slashed path."""
+    return ".".join(parts[: 2 if parts[0] in CUT_PACKAGES else 1])
+
+
+def own_unit(path: Path) -> str:
+    return unit(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def own_units(path: Path) -> set[str]:
+    parts = [tuple(name.split(".")[1:]) for name in imports(path) if name.startswith("eagle_ray.")]
+    return {unit(p) for p in parts} - {own_unit(path), "__version__"}
 
 
 def test_packages_import_downwards_only():
     upwards = [
         f"{path.relative_to(ROOT)} must not import eagle_ray.{other}"
         for path in FILES
-        if package(path) != "__init__"
-        for other in own_packages(path)
-        if LEVEL[other] >= LEVEL[package(path)]
+        if path.stem != "__init__"
+        for other in own_units(path)
+        if LEVEL[other] >= LEVEL[own_unit(path)]
     ]
     assert not upwards
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_ray.batch.output.schema import output_schema
+from eagle_ray.requests.row_schema import output_schema
 from jobs.reference_tables import ROOT, tables
 
 

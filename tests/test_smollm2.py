@@ -10,15 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from eagle_ray import smollm2, smollm2_wheel
+from eagle_ray import smollm2
 from eagle_ray.build import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ConfigError, load_config
+from eagle_ray.core.errors import EngineError
 from eagle_ray.doctor.model_checks import pair_here
 from eagle_ray.doctor.system import smollm2 as smollm2_finding
-from eagle_ray.errors import EngineError
+from eagle_ray.gguf import smollm2_wheel
 from eagle_ray.models.loader import load_target
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.helpers.gguf_writer import toy_metadata, toy_tensors, write_gguf
 from tests.helpers.slow_gguf import SlowReader, llama_logits
 

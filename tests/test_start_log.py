@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from eagle_ray import start_log
-from eagle_ray.start_log import StartLog
+from eagle_ray.core import start_log
+from eagle_ray.core.start_log import StartLog
 
 PATIENCE_S = 60
 NEVER_S = 3600.0

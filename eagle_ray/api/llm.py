@@ -29,8 +29,15 @@ from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
 from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
-from eagle_ray.batch.chat_rows import answer_of_row
-from eagle_ray.batch.sequences import (
+from eagle_ray.build import build_in_thread
+from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config.methods import plain_decoding_note
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.requests.chat_rows import answer_of_row
+from eagle_ray.requests.sequences import (
     RequestRow,
     message_of,
     prompt_text_of,
@@ -38,14 +45,7 @@ from eagle_ray.batch.sequences import (
     stop_strings,
     text_options_of,
 )
-from eagle_ray.build import build_in_thread
-from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.config.methods import plain_decoding_note
-from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.errors import EngineError, RequestError
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 SamplingFor = RequestSampling | Sequence[RequestSampling] | None

@@ -14,15 +14,15 @@ from typing import Any, Protocol, cast
 import pyarrow as pa
 
 from eagle_ray.api.request_sampling import plain_value
-from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
-from eagle_ray.batch.input.request import parse_row, with_checked_texts
-from eagle_ray.batch.input.request_columns import RequestColumns
-from eagle_ray.batch.input.row_location import RowLocation, RowPosition
-from eagle_ray.batch.output.schema import REQUEST
-from eagle_ray.batch.sequences import RequestRow
 from eagle_ray.config import ColumnsConfig, ConfigError
+from eagle_ray.requests.parameters import has_effect, match_unsupported
+from eagle_ray.requests.request_columns import RequestColumns
+from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.row_schema import REQUEST
+from eagle_ray.requests.rows import parse_row, with_checked_texts
+from eagle_ray.requests.sequences import RequestRow
 
 
 class ArrowTable(Protocol):

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.chat.answer import Answer
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.errors import RequestError
-from eagle_ray.tokenizer import Tokenizer
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
+from eagle_ray.text.answer import Answer
+from eagle_ray.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
 from eagle_ray.attention.attention_groups import AttentionGroup
+from eagle_ray.core.async_copy import to_device
 
 
 @dataclass(frozen=True, slots=True)

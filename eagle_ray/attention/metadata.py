@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from eagle_ray.async_copy import to_device
 from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
 from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.kernels.torch_ops import rotated
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import copy_to_device
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Projected, Rotary, causal_attention
 from eagle_ray.attention.triton_attention import CHAIN_ROWS, attend_trees, chain_trees, rotate_and_write, uses_triton
 from eagle_ray.attention.varlen import DTYPES, PackedLengths, supports_varlen, varlen_attention
+from eagle_ray.core.async_copy import copy_to_device
 from eagle_ray.kernels.tree_metadata import KernelTrees
 from eagle_ray.kv.kv_cache import KVCache
 

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows

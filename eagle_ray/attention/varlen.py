@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
 from eagle_ray.attention.metadata import AttentionParams
+from eagle_ray.core.async_copy import to_device
 
 log = logging.getLogger("eagle_ray")
 DTYPES = (torch.bfloat16, torch.float16)

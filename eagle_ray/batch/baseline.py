@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.batch.sequences import RequestRow, sequence_of, turn_index_of
 from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
@@ -29,6 +28,7 @@ from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.requests.sequences import RequestRow, sequence_of, turn_index_of
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.controls import Controls

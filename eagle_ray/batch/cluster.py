@@ -29,8 +29,8 @@ from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB_VARIABLE
 from eagle_ray.batch.signals import check_not_interrupted, time_limit
 from eagle_ray.config import ConfigError, ExecutionConfig
 from eagle_ray.config.job import ActorRange
-from eagle_ray.errors import one_line
-from eagle_ray.start_log import log_while_waiting
+from eagle_ray.core.errors import one_line
+from eagle_ray.core.start_log import log_while_waiting
 
 log = logging.getLogger("eagle_ray")
 MOST_CPU_WORKERS = 8  # each loads a copy of the models

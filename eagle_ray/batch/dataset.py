@@ -29,22 +29,22 @@ from ray import cloudpickle
 
 from eagle_ray.batch.actor import EngineActor, as_config_error
 from eagle_ray.batch.cluster import nodes, plan_workers, threads_wanted
-from eagle_ray.batch.input.columns import describe_value
-from eagle_ray.batch.input.parameters import has_effect, match_unsupported
 from eagle_ray.batch.input.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.input.passthrough import output_names
 from eagle_ray.batch.input.plan import request_columns, settings_line, template_of
-from eagle_ray.batch.input.request import parse_row, with_checked_texts
-from eagle_ray.batch.input.request_columns import RequestColumns
-from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.nested_rows import unnest
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.config import ConfigError, InputConfig, JobConfig, config_hash, flatten_config
-from eagle_ray.errors import RequestError
-from eagle_ray.slot_limits import usual_slots
+from eagle_ray.core.errors import RequestError
+from eagle_ray.core.slot_limits import usual_slots
+from eagle_ray.requests.columns import describe_value
+from eagle_ray.requests.parameters import has_effect, match_unsupported
+from eagle_ray.requests.request_columns import RequestColumns
+from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
+from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from eagle_ray.batch.id_digests import EMPTY, Digests, duplicates
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.row_index import Table, num_ranges, ranges, take
-from eagle_ray.config import JobConfig
 
 
 class IndexedRows(Protocol):
@@ -101,18 +100,3 @@ def _joined(tables: list[Table]) -> Table:
     empty = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
     whole = {name: np.concatenate([empty[name], *(table[name] for table in tables)]) for name in empty}
     return take(whole, np.argsort(whole["id"], kind="stable")) if len(tables) > 1 else whole
-
-
-def num_samples(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many samples a request row has, good or bad."""
-    return row["n"] or config.sampling.n
-
-
-def num_turns(row: dict[str, Any]) -> int:
-    """Return how many turns each sample of a request row has: 1 unless it is a conversation."""
-    return len(row["user_turns"] or [None])
-
-
-def num_rows(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many output rows a request row has, good or bad."""
-    return num_samples(row, config) * num_turns(row)

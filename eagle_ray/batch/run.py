@@ -70,7 +70,6 @@ from eagle_ray.batch.output.manifest import (
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.batch.output.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.output.schema import schema_differences, unread_settings
 from eagle_ray.batch.output.sharding import claim_output
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import prepare_ray_environment
@@ -81,7 +80,8 @@ from eagle_ray.batch.usage_meter import USAGE
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
-from eagle_ray.errors import one_line, shortened
+from eagle_ray.core.errors import one_line, shortened
+from eagle_ray.core.start_log import configure_logging, print_result
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost
 from eagle_ray.report.html import page
@@ -89,7 +89,7 @@ from eagle_ray.report.speed_up import SpeedUp
 from eagle_ray.report.summary import ReadColumns, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
-from eagle_ray.start_log import configure_logging, print_result
+from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 

@@ -27,7 +27,7 @@ import eagle_ray
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.batch.output.layout import CACHE, root_of
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.kernels.triton_cache import cache_directory, entries, pack, unpack
 from eagle_ray.planner.cost_cache import adopt_costs, used_costs
 from eagle_ray.storage.path import StoragePath

@@ -19,19 +19,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.expected_rows import num_samples, num_turns
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.output_rows import OutputRows
-from eagle_ray.batch.output.schema import REQUEST, output_schema, table_of
 from eagle_ray.batch.process_id import process_name
-from eagle_ray.batch.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
 from eagle_ray.batch.start_cache import start_cache
 from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.requests.output_rows import OutputRows
+from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of
+from eagle_ray.requests.rows import num_samples, num_turns
+from eagle_ray.requests.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:

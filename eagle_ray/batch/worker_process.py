@@ -32,8 +32,8 @@ from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.process_id import process_name
 from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import EngineError
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.batch.worker_subprocess"

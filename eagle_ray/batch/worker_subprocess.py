@@ -26,7 +26,7 @@ from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.job_errors import WorkerDefect
 from eagle_ray.batch.worker_process import STARTUP_REQUEST, LogLine, WorkerReply
 from eagle_ray.config import ConfigError, UnfitDevice
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 log = logging.getLogger("eagle_ray")
 

@@ -22,14 +22,13 @@ from torch import nn
 from eagle_ray import __version__
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
-from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import AUTO
 from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import check_length
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import RequestError
 from eagle_ray.evaluation.draft_methods import (
     PLAIN,
     PUBLISHED,
@@ -40,7 +39,8 @@ from eagle_ray.evaluation.draft_methods import (
 )
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Round, figures, rounds
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.requests.sequences import message_of, sequences_of
+from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 END = -1  # after an output, so that one that is only a beginning of another differs from it

@@ -30,9 +30,9 @@ from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config import ConfigError
 from eagle_ray.config.records import CountedRowsRecord
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
+from eagle_ray.core.start_log import stdout_errors
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
-from eagle_ray.start_log import stdout_errors
 from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256
@@ -151,7 +151,7 @@ def _spelling(model: dict[str, Any]) -> Spell:
     @cache
     def text() -> Any:
         from eagle_ray.build import download  # torch: only where rows have logprobs
-        from eagle_ray.tokenizer import Tokenizer
+        from eagle_ray.text.tokenizer import Tokenizer
 
         try:
             return Tokenizer.load(download(model["target"], "target"), model["chat_template"])

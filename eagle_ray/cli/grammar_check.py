@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.batch.input.row_location import location_text
-from eagle_ray.batch.sequences import RequestRow
 from eagle_ray.config import JobConfig
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.row_location import location_text
+from eagle_ray.requests.sampling_values import GRAMMAR_NAMES, grammar_of, merged_values
+from eagle_ray.requests.sequences import RequestRow
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.sampling_values import GRAMMAR_NAMES, grammar_of, merged_values
 
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
 MOST_SHOWN = 20  # grammars that do not compile

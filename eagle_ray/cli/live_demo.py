@@ -13,10 +13,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from eagle_ray.batch.input.messages import template_messages
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
-from eagle_ray.batch.sequences import sequences_of
 from eagle_ray.build import load_causal_lm, load_tokenizer
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
@@ -30,8 +28,10 @@ from eagle_ray.evaluation.throughput import run_to_completion
 from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
 from eagle_ray.report.text import render
 from eagle_ray.report.tree_picture import PictureNode, tree_picture
+from eagle_ray.requests.messages import template_messages
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.near_tie import NEAR_TIE
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 Write = Callable[[str], object]
 WARM_UP_TOKENS = 8

@@ -36,8 +36,8 @@ from eagle_ray.batch.job_errors import (
 from eagle_ray.batch.signals import ignore_until_exit, interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
 from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
-from eagle_ray.sampling_limits import MAX_TEMPERATURE
-from eagle_ray.start_log import Stdout, StdoutError, discard_stdout
+from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
+from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
 
 COMMANDS = (
     "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "
@@ -367,7 +367,7 @@ def _run(args: argparse.Namespace) -> int:
     from eagle_ray.batch.auto_restart import end_with_parent, keep_going, write_ending
     from eagle_ray.batch.on_finish import tell
     from eagle_ray.batch.run import run_to_end
-    from eagle_ray.start_log import configure_logging
+    from eagle_ray.core.start_log import configure_logging
 
     if args.keep_going:
         configure_logging(config.logging.level)
@@ -386,7 +386,7 @@ def _run(args: argparse.Namespace) -> int:
 def _finish(args: argparse.Namespace) -> int:
     from eagle_ray.batch.finish import finish_shards, finish_text
     from eagle_ray.cli.report_run import parse_run_path
-    from eagle_ray.start_log import configure_logging
+    from eagle_ray.core.start_log import configure_logging
 
     configure_logging("info")
     summary = finish_shards(parse_run_path(args.run), args.input, args.limit)
@@ -398,7 +398,7 @@ def _repair(args: argparse.Namespace) -> int:
     args.output = args.run
     config = _config_of(args)
     from eagle_ray.batch.repair import repair_output
-    from eagle_ray.start_log import configure_logging
+    from eagle_ray.core.start_log import configure_logging
 
     configure_logging(config.logging.level)
     print(repair_output(config, args.trust_config))
@@ -474,8 +474,8 @@ def _compare_methods(args: argparse.Namespace) -> int:
     check_address_space("torch")
     config = _config_of_pair(args)
     from eagle_ray.cli.compare_methods import evaluate, use_threads
+    from eagle_ray.core.start_log import configure_logging
     from eagle_ray.report.methods_table import evaluation_text
-    from eagle_ray.start_log import configure_logging
 
     configure_logging(config.logging.level)
     use_threads(args.threads)
@@ -507,7 +507,7 @@ def _train(args: argparse.Namespace) -> int:
     given = {key: value for key, value in flags.items() if value is not None}
     config = load_train_config(args.config, sets=args.sets, overrides=given)
     from eagle_ray.cli.train import train
-    from eagle_ray.start_log import configure_logging
+    from eagle_ray.core.start_log import configure_logging
 
     configure_logging(config.logging.level)
     print(train(config))

@@ -18,9 +18,9 @@ from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.batch.signals import accept_interrupt
 from eagle_ray.config import ConfigError, ServeConfig, UnfitDevice
 from eagle_ray.config.methods import plain_decoding_note
+from eagle_ray.core.start_log import configure_logging, log_while_waiting
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
-from eagle_ray.start_log import configure_logging, log_while_waiting
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -25,7 +25,6 @@ from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.sequences import message_of, sequences_of
 from eagle_ray.build import (
     ModelLimits,
     check_device,
@@ -39,12 +38,13 @@ from eagle_ray.build import (
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
+from eagle_ray.core.errors import RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
-from eagle_ray.errors import RequestError, shortened
+from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
+from eagle_ray.requests.sequences import message_of, sequences_of
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.sampling_values import GRAMMAR_NAMES
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
 WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat, PositiveInt, Seed, StrictModel
+from eagle_ray.text.chat_templates import NAMES
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

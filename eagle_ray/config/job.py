@@ -30,20 +30,9 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_ray.chat.chat_format import REASONING_PARSERS, TOOL_PARSERS
-from eagle_ray.chat.chat_options import (
-    CHOICE_FORM,
-    KWARGS_FORM,
-    TOOLS_FORM,
-    ChatOptions,
-    check_template_kwargs,
-    check_tools,
-)
-from eagle_ray.chat_templates import NAMES
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, choice_list, response_format_text, schema_text
-from eagle_ray.sampling_limits import (
+from eagle_ray.requests.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -52,7 +41,18 @@ from eagle_ray.sampling_limits import (
     MIN_REPETITION_PENALTY,
     STRUCTURED_KEYS,
 )
-from eagle_ray.strict_json import JsonError
+from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM, choice_list, response_format_text, schema_text
+from eagle_ray.text.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.text.chat_options import (
+    CHOICE_FORM,
+    KWARGS_FORM,
+    TOOLS_FORM,
+    ChatOptions,
+    check_template_kwargs,
+    check_tools,
+)
+from eagle_ray.text.chat_templates import NAMES
+from eagle_ray.text.strict_json import JsonError
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]

@@ -24,7 +24,7 @@ from eagle_ray.config.job import ConfigError, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.config.shard import SLURM, slurm_shard
-from eagle_ray.strict_json import is_utf8
+from eagle_ray.text.strict_json import is_utf8
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 Section = TypeVar("Section", bound=BaseModel)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from eagle_ray.errors import RequestError
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 StopCheck = Callable[[list[int]], "int | None"]
 TopLogprobs = list[tuple[int, float]]

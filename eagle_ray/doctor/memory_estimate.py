@@ -22,6 +22,8 @@ from transformers import PretrainedConfig
 
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_parts, draft_requirement
+from eagle_ray.core.errors import EngineError
+from eagle_ray.core.slot_limits import Auto
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.engine.capacity import (
@@ -33,7 +35,6 @@ from eagle_ray.engine.capacity import (
     plan_capacity,
 )
 from eagle_ray.engine.graphs import ROWS_PER_SLOT
-from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.dflash_spec import layer_config
 from eagle_ray.models.eagle_heads import NUM_FEATURES
@@ -43,7 +44,6 @@ from eagle_ray.models.loader import load_config, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.registry import method_of_draft
-from eagle_ray.slot_limits import Auto
 
 FILES = ("model.safetensors", "pytorch_model.bin")  # as the loaders look for them, single or with an index
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of what is cast to the model's dtype

@@ -17,12 +17,12 @@ from eagle_ray.build import EMBEDDED, GPU_SHARE, check_models, download, downloa
 from eagle_ray.config import ConfigError, JobConfig
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.config.models import is_url
+from eagle_ray.core.errors import EngineError
 from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.cluster_checks import Workers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
 from eagle_ray.doctor.memory_estimate import Footprint
 from eagle_ray.doctor.system import free_memory
-from eagle_ray.errors import EngineError
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.storage_errors import StorageError

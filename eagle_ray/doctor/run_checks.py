@@ -31,9 +31,9 @@ def examine(config: JobConfig) -> Iterator[Finding]:
 
 def _with_torch(config: JobConfig) -> Iterator[Finding]:
     """Yield the findings that need torch."""
-    from eagle_ray.cache_directory import cache_home
     from eagle_ray.doctor import devices, model_checks
     from eagle_ray.doctor.cluster_checks import workers
+    from eagle_ray.storage.cache_directory import cache_home
 
     yield devices.devices(config.model.device)
     finding, planned = workers(config.execution, config.model.device)

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from eagle_ray import __version__
 from eagle_ray.doctor.check_result import GIB, Finding, gib
-from eagle_ray.smollm2_wheel import INSTALL, WHEEL, gguf_file
+from eagle_ray.gguf.smollm2_wheel import INSTALL, WHEEL, gguf_file
 
 LEAST_OUTPUT = GIB  # free, for rows and the record of a run
 LEAST_SHARED = 256 << 20  # Ray's object store of a job on this machine alone

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.drafters.calibration_feedback import Offered, Offers, TargetPath
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.calibration import Calibration

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.graph_protocol import GraphRunner
+from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.drafters.calibration_feedback import levels_in_turn
 from eagle_ray.drafters.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.kv.kv_cache import DecodeSlots

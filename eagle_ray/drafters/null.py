@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
-from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams

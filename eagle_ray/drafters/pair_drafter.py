@@ -25,11 +25,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import copy_to_device, to_device
+from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.feature_buffer import FeatureBuffer
-from eagle_ray.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.target import PrefillBatch, TargetModel

@@ -17,8 +17,8 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.drafters.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.graph_protocol import GraphRunner
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams

@@ -19,13 +19,13 @@ from torch import nn
 
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
+from eagle_ray.core.errors import EngineError
+from eagle_ray.core.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
-from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.sampling.sampler import SLICE_ROWS
-from eagle_ray.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many

@@ -33,9 +33,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from eagle_ray.async_copy import DeviceToHost
 from eagle_ray.attention.backend import num_gathered
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.drafters.drafter import Draft, Drafter
@@ -48,11 +50,9 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput, UnflushedStats
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier
-from eagle_ray.errors import RequestError, one_line
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 
 log = logging.getLogger("eagle_ray")

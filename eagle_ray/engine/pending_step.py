@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle_ray.async_copy import DeviceToHost
+from eagle_ray.core.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.core.step_timer import StepTimer, StepTimes

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import DeviceToHost, to_device
+from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PrefillChunk
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.drafters.drafter import Drafter

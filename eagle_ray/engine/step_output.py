@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.core.acceptance_stats import CONFIDENCE_BINS, CONFIDENCE_UNIT, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.acceptance_stats import CONFIDENCE_BINS, CONFIDENCE_UNIT, AcceptanceStats, ConfidenceCounts
 from eagle_ray.tree.draft_tree import DraftTree
 
 NUM_COUNTS = 6 * CONFIDENCE_BINS  # of ConfidenceCounts, as drafted and as calibrated

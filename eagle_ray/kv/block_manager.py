@@ -20,7 +20,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from eagle_ray.async_copy import copy_to_device
+from eagle_ray.core.async_copy import copy_to_device
 from eagle_ray.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 32  # positions: small enough to waste little, large enough that gathering is as fast as reading

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.tree.accept import VerifyResult

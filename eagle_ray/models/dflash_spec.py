@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.models.dflash_head import FULL, SLIDING, BlockShape, DFlashHead
 from eagle_ray.models.head_spec import (
     IGNORED_KEYS,

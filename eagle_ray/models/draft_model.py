@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import LogitsOf
 from eagle_ray.models.loader import load_config, load_target
 from eagle_ray.models.model_probe import probe

@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from eagle_ray.errors import EngineError, one_line
-from eagle_ray.model_files import check_no_pointers
+from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.dflash_spec import build_dflash, own_names
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_spec import Shape, build_head, normalize_names
+from eagle_ray.storage.model_files import check_no_pointers
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)

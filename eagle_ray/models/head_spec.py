@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
 
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
-from eagle_ray.errors import EngineError, one_line
-from eagle_ray.model_files import check_files, check_weights
+from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.supported_models import check_config
+from eagle_ray.storage.model_files import check_files, check_weights
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.head_checkpoint import load_pickle, read_config, read_file
 from eagle_ray.models.head_spec import check_tensors
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionParams, causal_attention
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 EXAMINED = "eagle_ray_examined"
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states

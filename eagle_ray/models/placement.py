@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 
 def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 # model_type of each family whose every path was equal; the first ten are those that published draft heads are for
 # fmt: off

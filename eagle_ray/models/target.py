@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eagle_ray.async_copy import copy_to_device, to_device
 from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
 from eagle_ray.models.cuda_runtime import pin_cuda_numerics

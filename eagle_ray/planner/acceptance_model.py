@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle_ray.async_copy import DeviceToHost, copy_to_device, to_device
+from eagle_ray.core.async_copy import DeviceToHost, copy_to_device, to_device
 from eagle_ray.planner.probe_schedule import MEMORY
 
 # Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.

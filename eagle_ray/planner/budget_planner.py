@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel

@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from eagle_ray.cache_directory import cache_home, locked
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
+from eagle_ray.storage.cache_directory import cache_home, locked
 
 log = logging.getLogger("eagle_ray")
 VERSION = 7  # of the files; costs of another version are measured again

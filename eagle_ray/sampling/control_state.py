@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.token_mask import WORD_BITS, Words, pack_mask

@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
-from eagle_ray.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler

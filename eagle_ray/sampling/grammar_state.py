@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
 
 MAX_CONTEXT = 3  # tokens

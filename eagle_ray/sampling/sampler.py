@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.async_copy import copy_to_device, to_device
-from eagle_ray.graph_protocol import Kind, PaddedInput
+from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
 GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
-from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.serve.batches.batch_routes import BatchRoutes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.body_window import AcknowledgeBody

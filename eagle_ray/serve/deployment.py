@@ -26,6 +26,7 @@ from starlette.applications import Starlette
 
 from eagle_ray.config import ConfigError, ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
+from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchStore
@@ -33,7 +34,6 @@ from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
 from eagle_ray.serve.keys import ApiKeys, read_keys
 from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
-from eagle_ray.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")
 EVERYWHERE = "0.0.0.0"

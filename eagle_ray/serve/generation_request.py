@@ -14,16 +14,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.chat.answer_parser import AnswerParser
-from eagle_ray.chat.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
-from eagle_ray.chat.tool_grammar import needs_grammar
 from eagle_ray.config import ServeConfig
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.errors import RequestError
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams, sample_seed
-from eagle_ray.sampling_values import (
+from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
     TEXT_NAMES,
@@ -32,11 +27,16 @@ from eagle_ray.sampling_values import (
     merged_values,
     text_options,
 )
+from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
-from eagle_ray.tokenizer import TextOptions, Tokenizer
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
+from eagle_ray.text.answer_parser import AnswerParser
+from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
+from eagle_ray.text.tokenizer import TextOptions, Tokenizer
+from eagle_ray.text.tool_grammar import needs_grammar
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))

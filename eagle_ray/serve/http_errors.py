@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_ray.errors import EngineError, RequestError
+from eagle_ray.core.errors import EngineError, RequestError
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000  # characters of a message

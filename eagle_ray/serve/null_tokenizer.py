@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from eagle_ray.chat.chat_format import ChatFormat
-from eagle_ray.chat.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.errors import RequestError
-from eagle_ray.tokenizer import DEFAULT_TEXT, TextOptions
+from eagle_ray.core.errors import RequestError
+from eagle_ray.text.chat_format import ChatFormat
+from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
+from eagle_ray.text.tokenizer import DEFAULT_TEXT, TextOptions
 
 
 class NullTokenizer:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
-from eagle_ray.config.structured import KEY_BY_VLLM_NAME
+from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from eagle_ray.config.job import allowed_text
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.protocol import AnyRequest
-from eagle_ray.strict_json import HalfSurrogate, JsonError, parse_json
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, parse_json
 
 MAX_CONTAINERS = 1 << 17  # objects and lists of a body; a conversation of more fits no model
 

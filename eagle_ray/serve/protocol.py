@@ -24,11 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES, COMPLETION_NO_OP_VALUES, NoOpValues
-from eagle_ray.chat.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
-from eagle_ray.chat.template_messages import template_arguments, template_message
-from eagle_ray.config.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
-from eagle_ray.sampling_limits import (
+from eagle_ray.requests.parameters import CHAT_NO_OP_VALUES, COMPLETION_NO_OP_VALUES, NoOpValues
+from eagle_ray.requests.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
@@ -38,8 +35,11 @@ from eagle_ray.sampling_limits import (
     MIN_REPETITION_PENALTY,
     STRUCTURED_KEYS,
 )
+from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
+from eagle_ray.text.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
+from eagle_ray.text.template_messages import template_arguments, template_message
 
 
 def _utf8(text: str) -> str:

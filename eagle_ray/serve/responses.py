@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from functools import reduce
 from typing import Any
 
-from eagle_ray.chat.answer import Answer
-from eagle_ray.chat.answer_parser import parse_answer
+from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
-from eagle_ray.tokenizer import Tokenizer
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
+from eagle_ray.text.answer import Answer
+from eagle_ray.text.answer_parser import parse_answer
+from eagle_ray.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

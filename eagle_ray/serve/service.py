@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import ServeConfig
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import RequestError
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
@@ -56,7 +56,7 @@ from eagle_ray.serve.responses_api.response_events import response_body
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes

@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from itertools import count, groupby
 from typing import Any
 
-from eagle_ray.chat.answer import ChatEvent
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
 from eagle_ray.serve.null_tokenizer import NullTokenizer
@@ -39,7 +38,8 @@ from eagle_ray.serve.responses import (
     whole_usage,
 )
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.answer import ChatEvent
+from eagle_ray.text.tokenizer import Tokenizer
 
 
 def last_chunk(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:

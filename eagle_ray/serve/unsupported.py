@@ -1,6 +1,6 @@
 """Parameters that are not built: each is refused by name unless its value asks for nothing; none is ever ignored.
 
-Which values ask for nothing says one table, that of rows and batch files (``batch/input/parameters.py``).
+Which values ask for nothing says one table, that of rows and batch files (``requests/parameters.py``).
 
 >>> refuse_unbuilt({"user": "me", "length_penalty": 1, "ebnf": ""}, own={})
 >>> refuse_unbuilt({"length_penalty": 0.5}, own={})
@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eagle_ray.batch.input.parameters import (
+from eagle_ray.requests.parameters import (
     EMPTY,
     HINTS,
     NO_OP_VALUES,

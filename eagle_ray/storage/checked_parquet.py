@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.storage.path import FOOTER_END_BYTES, FOOTER_MARK, StorageError, StoragePath
 
 CHECKSUM_BYTES = len(FOOTER_MARK) + 4

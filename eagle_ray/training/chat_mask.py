@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_ray.errors import RequestError
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.core.errors import RequestError
+from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.packing import Document
 
 Message = dict[str, Any]

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.core.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import FileDamaged
-from eagle_ray.strict_json import parse_json
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.strict_json import parse_json
+from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.chat_mask import encode_conversation
 from eagle_ray.training.packing import MIN_DOCUMENT_LENGTH, Document
 

@@ -17,10 +17,10 @@ from eagle_ray.build import build_engine, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.draft_vocab import HEAD_FILE
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.models.draft_vocab import HEAD_FILE
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.training.packing import Document
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 MAX_SLOTS = 8
 MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

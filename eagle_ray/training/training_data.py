@@ -17,7 +17,7 @@ import torch
 
 from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.conversations import TextSource, log_skipped
 from eagle_ray.training.document_store import DocumentStore
 from eagle_ray.training.packing import Document, count_answer_tokens

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.async_copy import to_device
+from eagle_ray.core.async_copy import to_device
 
 Path = tuple[int, ...]
 

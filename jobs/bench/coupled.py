@@ -21,9 +21,9 @@ import torch
 
 from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from jobs.tiny_pair.acceptance import PAPER_TREE, SMALL_TREE, TreeShape
 from jobs.tiny_pair.prompts import prompt_rows
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)

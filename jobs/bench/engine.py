@@ -46,7 +46,7 @@ from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.degraded_heads import damaged_head, random_head
 from jobs.bench.widening import BENCH, widen_pair
 from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests

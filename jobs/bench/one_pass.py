@@ -15,7 +15,7 @@ from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
 
 TARGET, SEED = "embedded:tiny", 77

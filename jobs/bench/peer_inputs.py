@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from eagle_ray.build import download
 from eagle_ray.models.head_checkpoint import SAFETENSORS, load_head, read_config
 from eagle_ray.models.loader import load_target
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.peer_lock import locked
 from jobs.bench.widening import widen_pair

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.output.part_files import part_name
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS, output_schema
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, output_schema
 
 ROWS_PER_FILE = 10_000
 TEXT = "the quick brown fox jumps over the lazy dog "

@@ -43,7 +43,7 @@ from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
 PREFILL_TOKENS = 4096  # a step, as on a GPU

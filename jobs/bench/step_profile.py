@@ -37,7 +37,7 @@ from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.widening import BENCH, widen_pair

@@ -27,7 +27,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.statistics import pooled_ratio
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.structured_prompts import TASKS
 
 PLAIN, DRAFTS, FORCED = "plain", "drafts", "drafts and forced tokens"

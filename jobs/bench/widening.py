@@ -28,7 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import EagleHead
 from jobs.bench.embedding_map import EmbeddingMap, ModelShape, place
 

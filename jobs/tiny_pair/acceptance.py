@@ -13,9 +13,9 @@ from pathlib import Path
 from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.errors import EngineError
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.errors import EngineError
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 SLOTS = 4
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.corpus import CATEGORIES, Conversation, held_out_conversations
 
 

@@ -8,17 +8,17 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.api.prompt_rows import prompt_rows
-from eagle_ray.batch.chat_rows import chat_options_of
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.schema import request_schema, table_of
-from eagle_ray.batch.sequences import prompt_text_of, sequences_of
 from eagle_ray.batch.worker import Worker
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
 from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.chat_rows import chat_options_of
+from eagle_ray.requests.row_schema import request_schema, table_of
+from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.helpers.row_invariants import broken_laws
 from tests.helpers.scripted_engine import ScriptedEngine

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.batch.sequences import sequences_of
 from eagle_ray.build import download
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.controls import Controls
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.batch.input.test_plan import plan, write_jsonl
 from tests.batch.test_logprobs import TINY
 from tests.batch.test_sequences import request

@@ -8,7 +8,7 @@ import pytest
 
 from eagle_ray.batch.crash_isolation import WORKER_DIED, Isolation, SharedExclusiveLock
 from eagle_ray.batch.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker
-from eagle_ray.batch.output.schema import request_schema, table_of
+from eagle_ray.requests.row_schema import request_schema, table_of
 
 KILLER = "k"
 

@@ -5,7 +5,7 @@ import torch
 
 from eagle_ray.batch.error_classifier import LOOK, SMALLER, classify_error
 from eagle_ray.config import UnfitDevice
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 
 
 def engine_error(cause: Exception) -> EngineError:

@@ -16,13 +16,13 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
 from eagle_ray.batch.output.part_files import part_name
-from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
 from eagle_ray.batch.run import summarize_run
 from eagle_ray.batch.status import sharded_status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
 from tests.conftest import token_rows
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_ray.build import download
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws
 

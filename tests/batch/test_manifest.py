@@ -16,11 +16,11 @@ from eagle_ray.batch.output import manifest
 from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
 from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
-from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.batch.status import status_of
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows
 

@@ -7,7 +7,7 @@ import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from eagle_ray.batch.output.nested_rows import nest, unnest
-from eagle_ray.batch.output.schema import output_schema, table_of
+from eagle_ray.requests.row_schema import output_schema, table_of
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
 COMMON = {"row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok", "prompt": "long " * 200}

@@ -14,11 +14,11 @@ from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import RUN, open_run, output_of, read_manifest
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
-from eagle_ray.batch.output.schema import output_schema
 from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
 from eagle_ray.batch.repair import DAMAGED_COPY, repair_output
 from eagle_ray.batch.status import status_of, status_text
 from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows
 

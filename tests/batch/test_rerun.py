@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.output import verification as module
-from eagle_ray.batch.output.schema import ADDED_COLUMNS
 from eagle_ray.batch.output.verification import run_checks
 from eagle_ray.cli import main as cli
+from eagle_ray.requests.row_schema import ADDED_COLUMNS
 from tests.batch.test_starts import engine
 from tests.conftest import PAIR, token_rows
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.output.part_files import as_stored
-from eagle_ray.batch.output.schema import (
+from eagle_ray.requests.row_schema import (
     REQUEST,
     VERSION_KEY,
     output_schema,

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from eagle_ray.batch.output.schema import REQUEST
-from eagle_ray.batch.sequences import sequences_of
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.row_schema import REQUEST
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.sampler import sample_seed
 
 

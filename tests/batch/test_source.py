@@ -14,8 +14,8 @@ from ray.data import DataContext
 
 from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, requests_of
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.schema import REQUEST
 from eagle_ray.config import load_config
+from eagle_ray.requests.row_schema import REQUEST
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 600  # more than a shard

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.openai_batch import parse_batch_line
 from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.batch.sequences import controls_json, sequences_of
 from eagle_ray.config import ConfigError, load_config
-from eagle_ray.config.structured import response_format_text
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_batch import parse_batch_line
+from eagle_ray.requests.sequences import controls_json, sequences_of
+from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
 from tests.batch.input.test_openai_batch import line
 from tests.batch.input.test_plan import plan

@@ -8,10 +8,10 @@ import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.worker import Worker, build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
@@ -156,7 +156,7 @@ def test_an_error_the_engine_found_names_file_and_row(make_job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken", ["eagle_ray.batch.sequences.prompt_ids_of", "eagle_ray.batch.output.output_rows._acceptance"]
+    "broken", ["eagle_ray.requests.sequences.prompt_ids_of", "eagle_ray.requests.output_rows._acceptance"]
 )
 def test_an_unexpected_error_over_one_row_is_that_rows_error(make_job, monkeypatch, broken):
     module, _, name = broken.rpartition(".")

@@ -22,12 +22,12 @@ from eagle_ray.batch.error_classifier import Fault, WorkerError, classify_error
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.job_errors import ClusterError, ModelUnusable
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.schema import request_schema, table_of
 from eagle_ray.batch.process_id import _start_time
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
+from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL

@@ -11,9 +11,9 @@ from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output import verification
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_index import OutputIndex
-from eagle_ray.batch.output.schema import output_schema, table_of
-from eagle_ray.batch.sequences import seed_of, turn_request
 from eagle_ray.config import JobConfig
+from eagle_ray.requests.row_schema import output_schema, table_of
+from eagle_ray.requests.sequences import seed_of, turn_request
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws

@@ -7,9 +7,9 @@ import torch
 
 from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import EngineError
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.planner.planner import UniformPlanner

@@ -5,7 +5,7 @@ import torch
 
 from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import EagleHead
 from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.embedding_map import ModelShape

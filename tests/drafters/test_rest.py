@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.config import ConfigError, load_config
-from eagle_ray.datastore import check_datastore, read_datastore
+from eagle_ray.drafters.experimental.datastore import check_datastore, read_datastore
 from eagle_ray.drafters.experimental.rest import LONGEST, MOST_PLACES, TRIED, RestIndex
 from eagle_ray.drafters.ppm import interpolate
 

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 
+from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.errors import EngineError, RequestError
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from eagle_ray import build
 from eagle_ray.config import SpeculativeConfig, UnfitDevice
+from eagle_ray.core.errors import EngineError
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,
@@ -16,7 +17,6 @@ from eagle_ray.engine.capacity import (
     plan_capacity,
     profile_pass,
 )
-from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.helpers.toy_models import head3, llama, llama_engine, run

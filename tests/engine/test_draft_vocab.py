@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray import draft_vocab
 from eagle_ray.build import build_engine, build_engine_from_config, check_models
 from eagle_ray.config import ConfigError, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
-from eagle_ray.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
+from eagle_ray.models import draft_vocab
+from eagle_ray.models.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.conftest import PAIR

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.errors import RequestError
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
 from tests.engine.test_lossless import some_params, some_prompts

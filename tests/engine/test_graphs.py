@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from eagle_ray.core.graph_protocol import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
-from eagle_ray.graph_protocol import PaddedInput
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat

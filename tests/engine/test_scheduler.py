@@ -8,6 +8,7 @@ import pytest
 
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine import scheduler
 from eagle_ray.engine.calibrate import calibrate_costs
@@ -15,7 +16,6 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.engine.scheduler import GROUP_STEPS, Scheduler
-from eagle_ray.errors import RequestError
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.sampling.sampler import SamplingParams

@@ -4,11 +4,11 @@ import random
 
 import numpy as np
 
+from eagle_ray.core.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step_output
 from eagle_ray.engine.step_output import NUM_COUNTS, StepOutput, UnflushedStats
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tree.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 
 SLOTS, DEPTH = 6, 3
 

@@ -11,11 +11,11 @@ import pytest
 
 from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
-from eagle_ray.errors import RequestError
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.sampling import grammar_state
 from eagle_ray.sampling.controls import Controls

@@ -6,8 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 
 
 class ScriptedEngine:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.dflash_spec import spread_layers
 from eagle_ray.models.head_checkpoint import load_dflash, load_head, meta_dflash
 from tests.helpers.dflash_checkpoints import (

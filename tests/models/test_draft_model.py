@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.draft_model import check_draft_model, load_draft_model
 from eagle_ray.models.eagle_heads import DraftHead
 from tests.helpers.toy_models import llama

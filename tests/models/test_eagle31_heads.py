@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from eagle_ray.attention.backend import prefill_metadata
+from eagle_ray.core.errors import EngineError
 from eagle_ray.drafters.eagle import EagleDrafter
-from eagle_ray.errors import EngineError
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import Eagle3Head

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_head, meta_head, read_shapes, save_head
 from tests.helpers.published_checkpoints import (

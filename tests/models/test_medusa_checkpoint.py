@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.medusa_checkpoint import check_hydra, check_medusa, load_hydra, load_medusa
 
 H, V, HEADS = 8, 20, 3

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.models.model_probe import KVSpec, Mask, probe
 from eagle_ray.models.target import TargetModel
 from tests.helpers.toy_models import LLAMA, llama

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from eagle_ray.errors import EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.placement import dispatch

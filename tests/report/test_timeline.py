@@ -6,10 +6,10 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from eagle_ray.batch.output.schema import output_schema, table_of
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.summary import ReadColumns
 from eagle_ray.report.timeline import MOST_BINS, MOST_WORKERS, OTHERS, Bins, timeline
+from eagle_ray.requests.row_schema import output_schema, table_of
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
 KEYS = {"request_id": "a", "sample_index": 0, "row_index": 0, "source_file": "f", "run_id": "r"}

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
 from eagle_ray.sampling.sampler import (
     GREEDY_BELOW,
     SamplingBatch,
@@ -18,7 +19,6 @@ from eagle_ray.sampling.sampler import (
     sample,
     sample_seed,
 )
-from eagle_ray.sampling_limits import MAX_TEMPERATURE
 
 MASK = 2**64 - 1
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from eagle_ray.batch.input.openai_batch import NO_OPS, parse_batch_line
-from eagle_ray.batch.input.parameters import ASKS_IF_EMPTY, EMPTY, HINTS, NO_OP_VALUES, is_no_op
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_batch import NO_OPS, parse_batch_line
+from eagle_ray.requests.parameters import ASKS_IF_EMPTY, EMPTY, HINTS, NO_OP_VALUES, is_no_op
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.parse import parse

@@ -5,13 +5,13 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from eagle_ray.config.structured import MAX_TEXT_CHARS, schema_text
+from eagle_ray.requests.structured import MAX_TEXT_CHARS, schema_text
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import parse
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
-from eagle_ray.strict_json import JsonError
+from eagle_ray.text.strict_json import JsonError
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
 from eagle_ray.storage.storage_errors import FileDamaged
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage
 from eagle_ray.training.batch_order import BatchOrder, split_evenly
 from eagle_ray.training.chat_mask import encode_conversation, user_turn_prefix

@@ -23,15 +23,15 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from eagle_ray.batch.input.columns import json_error
 from eagle_ray.batch.input.jsonl import CutLine, is_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
-from eagle_ray.batch.input.request import InputRow
-from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.batch.output.schema import ROW_FIELDS
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import HalfSurrogate, parse_json
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import json_error
+from eagle_ray.requests.row_location import FIRST, RowPosition
+from eagle_ray.requests.row_schema import ROW_FIELDS
+from eagle_ray.requests.rows import InputRow
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7

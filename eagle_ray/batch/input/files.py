@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.partitions import partition_values
 from eagle_ray.config import ConfigError
+from eagle_ray.requests.row_location import RowLocation, RowPosition
 from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
 from eagle_ray.storage.storage_errors import ObjectChanged

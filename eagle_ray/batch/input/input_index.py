@@ -27,7 +27,6 @@ from eagle_ray.batch.fingerprints import Fingerprint, what_changed
 from eagle_ray.batch.id_digests import DIGEST, Digests, isin
 from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.passthrough import join_into
-from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.shards import FilePart, FileScan, Shard
 from eagle_ray.batch.row_index import (
     SEGMENT_ROWS,
@@ -48,6 +47,7 @@ from eagle_ray.batch.row_index import (
     write_rows,
     write_segment,
 )
+from eagle_ray.requests.row_location import FIRST, RowPosition
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

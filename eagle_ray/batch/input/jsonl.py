@@ -1,4 +1,4 @@
-"""Rows of a JSONL file: one JSON object a line. A line that is none is one bad row.
+"""Rows of a JSONL file, plain or of an OpenAI batch: one JSON object a line. A line that is none is one bad row.
 
 Memory is bounded by a line. A last line without a line end that is not JSON is a CutLine: the file may be one that
 another process appends to.
@@ -10,13 +10,21 @@ another process appends to.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import BinaryIO
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO
 
-from eagle_ray.batch.input.request import InputRow, with_checked_texts
-from eagle_ray.batch.input.row_location import FIRST, RowPosition
-from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import HalfSurrogate, parse_json_line
+from eagle_ray.batch.input.files import InputFile
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_batch import LINE_KEYS, parse_batch_line
+from eagle_ray.requests.request_columns import PROMPTS
+from eagle_ray.requests.row_location import FIRST, RowPosition
+from eagle_ray.requests.rows import InputRow, with_checked_texts
+from eagle_ray.storage.path import StorageError
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line
+
+log = logging.getLogger("eagle_ray")
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -41,6 +49,61 @@ def rows_in_jsonl(
                 row = CutLine(row.code, str(row))
             yield start, position, row
         start += len(line)
+
+
+def rows_in_batch(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
+    """Yield byte offset, position and columns of every line, as for a JSONL file."""
+    return ((offset, at, parse_batch_line(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
+
+
+def detect_batch(file: InputFile) -> InputFile:
+    """Return a JSONL file as an OpenAI batch file if its lines are requests of one.
+
+    A file that cannot be read is returned as it is: the scan reports it.
+    """
+    if file.format != "jsonl" or not _holds_requests(file):
+        return file
+    log.info("input.path: %s is read as an OpenAI batch file. Set input.format to jsonl to read plain rows.", file.path)
+    return replace(file, format="openai_batch")
+
+
+def _holds_requests(file: InputFile) -> bool:
+    try:
+        with file.detect_changes(), file.open() as stream:
+            return _are_requests(stream)
+    except StorageError:
+        raise
+    except OSError:
+        return False
+
+
+def _are_requests(lines: Iterable[bytes]) -> bool:
+    """Return whether lines are requests of a batch: by the first line that is a request, or else a row with a prompt.
+
+    A wrong line is neither, so any number of them may come first. If every line is wrong, keys of a request decide.
+    """
+    resemble = False
+    for line in lines:
+        row = _object_in(line)
+        has_body = {"custom_id", "url", "body"} <= row.keys() and isinstance(row["body"], dict)
+        if has_body and row.keys() <= LINE_KEYS:
+            return True
+        has_prompt = any(row.get(name) is not None for name in PROMPTS)
+        if has_prompt and not has_body:
+            return False
+        resemble |= not has_prompt and "custom_id" in row and ("url" in row or "body" in row)
+    return resemble
+
+
+def _object_in(line: bytes) -> dict[str, Any]:
+    """Return the object in a line, or an empty one if there is none."""
+    try:
+        value = parse_json(line.decode("utf-8-sig"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_cut(line: bytes) -> bool:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.request import UNCARRIED, InputRow
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.rows import UNCARRIED, InputRow
 
 BATCH_ROWS = 256
 NANOSECONDS = pa.time64("ns")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
 
 JSON = pa.json_()  # values of this column are written as JSON text
 RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself

@@ -23,23 +23,23 @@ from eagle_ray import __version__
 from eagle_ray.batch.expected_rows import ExpectedRows
 from eagle_ray.batch.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
 from eagle_ray.batch.id_digests import EMPTY, Digests, digests, isin
-from eagle_ray.batch.input.columns import ColumnPath
 from eagle_ray.batch.input.files import InputFile, find_files
 from eagle_ray.batch.input.input_index import InputIndex, Scan, index_key
-from eagle_ray.batch.input.openai_batch import detect_batch
+from eagle_ray.batch.input.jsonl import detect_batch
 from eagle_ray.batch.input.passthrough import PassthroughColumn, join_into, output_names, python_values
-from eagle_ray.batch.input.request import InputRow, id_of, parse_row
-from eagle_ray.batch.input.request_columns import PROMPTS, RequestColumns
-from eagle_ray.batch.input.row_location import RowLocation
 from eagle_ray.batch.input.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.input.shards import Shard, chunks_in
-from eagle_ray.batch.input.template import PromptTemplate
 from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.schema import REQUEST, RESERVED, ROW_FIELDS, table_of
 from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+from eagle_ray.requests.columns import ColumnPath
+from eagle_ray.requests.request_columns import PROMPTS, RequestColumns
+from eagle_ray.requests.row_location import RowLocation
+from eagle_ray.requests.row_schema import REQUEST, RESERVED, ROW_FIELDS, table_of
+from eagle_ray.requests.rows import InputRow, id_of, parse_row
+from eagle_ray.requests.template import PromptTemplate
 from eagle_ray.storage.path import StoragePath
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`

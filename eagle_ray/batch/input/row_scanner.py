@@ -19,16 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.batch.expected_rows import num_rows
 from eagle_ray.batch.id_digests import DIGEST, digest
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.request import InputRow, id_of, parse_row
-from eagle_ray.batch.input.request_columns import RequestColumns
-from eagle_ray.batch.input.row_location import RowLocation, RowPosition
 from eagle_ray.batch.input.shards import FilePart, FileScan, scan
-from eagle_ray.batch.output.schema import REQUEST, table_of
 from eagle_ray.batch.row_index import Table
 from eagle_ray.config import JobConfig
+from eagle_ray.requests.request_columns import RequestColumns
+from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.row_schema import REQUEST, table_of
+from eagle_ray.requests.rows import InputRow, id_of, num_rows, parse_row
 
 NUM_THREADS = 16  # each waits for one object
 SMALL_BYTES = 4 << 20  # of an object that takes longer to ask for than to read

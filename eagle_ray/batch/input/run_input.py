@@ -18,15 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.input.columns import json_error
 from eagle_ray.batch.input.parquet import BATCH_ROWS, arrow_rows
-from eagle_ray.batch.input.request import InputRow
 from eagle_ray.batch.input.run_files import RUN_PREFIX
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import RequestError
-from eagle_ray.strict_json import parse_json
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import json_error
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
+from eagle_ray.requests.rows import InputRow
+from eagle_ray.text.strict_json import parse_json
 
 RUN_ID = "__id__"  # the column with the ids that are made here; not carried
 CONTEXT = ("request_id", "sample_index", "turn_index", "prompt", "messages", "text", "finish_reason")

@@ -26,20 +26,19 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.csv import parse_csv_value, rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.jsonl import CutLine, rows_in_jsonl
-from eagle_ray.batch.input.openai_batch import rows_in_batch
-from eagle_ray.batch.input.parameters import ROW_PARAMETERS
+from eagle_ray.batch.input.jsonl import CutLine, rows_in_batch, rows_in_jsonl
 from eagle_ray.batch.input.parquet import BATCH_ROWS, batches_in_parquet, check_unique
 from eagle_ray.batch.input.passthrough import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
-from eagle_ray.batch.input.request import UNCARRIED, InputRow
-from eagle_ray.batch.input.row_location import FIRST, RowPosition
 from eagle_ray.batch.input.run_files import RUN_FORMAT
 from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.output.partitions import partition_types
 from eagle_ray.config import ConfigError
-from eagle_ray.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.core.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.requests.parameters import ROW_PARAMETERS
+from eagle_ray.requests.row_location import FIRST, RowPosition
+from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError
 

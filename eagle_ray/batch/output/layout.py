@@ -23,7 +23,7 @@ from typing import Any
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config.records import RecordKind, check_record
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 

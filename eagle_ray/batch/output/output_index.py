@@ -21,7 +21,6 @@ from eagle_ray.batch.id_digests import EMPTY, Digests, digests, duplicates, isin
 from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.batch.output.parquet_file import check_part, open_part, read_columns
 from eagle_ray.batch.output.part_files import attempt_of, part_files
-from eagle_ray.batch.output.schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.batch.row_index import (
     IndexDamaged,
     Segment,
@@ -39,6 +38,7 @@ from eagle_ray.batch.row_index import (
     write_facts,
     write_rows,
 )
+from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.storage.path import StoragePath
 
 FILE = "output.json"

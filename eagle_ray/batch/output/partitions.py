@@ -24,10 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.batch.input.passthrough import JSON
-from eagle_ray.batch.input.row_location import location_text
 from eagle_ray.batch.job_errors import OutputMismatch
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS
 from eagle_ray.config import ConfigError
+from eagle_ray.requests.row_location import location_text
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 MAX_NAME_BYTES = 255  # bytes; names are percent-encoded, so as many characters

@@ -24,7 +24,7 @@ from eagle_ray.batch.fingerprints import Fingerprint
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.layout import RUN
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
-from eagle_ray.errors import one_line
+from eagle_ray.core.errors import one_line
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 

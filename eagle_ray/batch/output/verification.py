@@ -30,11 +30,11 @@ from eagle_ray.batch.input.plan import InputPlan, requests_of
 from eagle_ray.batch.job_errors import ClusterError, WorkerDefect
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.part_files import read_tables
-from eagle_ray.batch.sequences import turn_request
 from eagle_ray.batch.start_cache import start_cache
 from eagle_ray.config import JobConfig
-from eagle_ray.slot_limits import usual_slots
-from eagle_ray.start_log import log_while_waiting
+from eagle_ray.core.slot_limits import usual_slots
+from eagle_ray.core.start_log import log_while_waiting
+from eagle_ray.requests.sequences import turn_request
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from eagle_ray.batch.input.openai_batch import URLS
+from eagle_ray.requests.openai_batch import URLS
 from eagle_ray.serve.batches.batch_store import BatchRequest
 from eagle_ray.serve.batches.file_store import BATCH, FILE, is_id
 from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S

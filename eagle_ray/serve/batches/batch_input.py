@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from eagle_ray.batch.input.jsonl import rows_in_jsonl
-from eagle_ray.batch.input.openai_batch import LINE_KEYS
-from eagle_ray.batch.input.request import unreadable
-from eagle_ray.errors import RequestError
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_batch import LINE_KEYS
+from eagle_ray.requests.rows import unreadable
 
 MAX_ERRORS = 100  # of one batch that are stored and shown
 MAX_ID_CHARS = 512

@@ -17,7 +17,7 @@ from eagle_ray.serve.responses import Json, answer_of, num_reasoning_tokens
 from eagle_ray.serve.responses_api.response_object import ResponseObject
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import event
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 
 
 def response_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer, body: ResponsesRequest) -> Json:

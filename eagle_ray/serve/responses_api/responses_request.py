@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
-from eagle_ray.batch.input.parameters import CHAT_NO_OP_VALUES
-from eagle_ray.chat.chat_options import KWARGS_FORM
-from eagle_ray.chat.response_items import (
+from eagle_ray.requests.parameters import CHAT_NO_OP_VALUES
+from eagle_ray.requests.response_items import (
     CHOICE_FORM,
     DEFAULTS,
     INSTEAD,
@@ -24,13 +23,14 @@ from eagle_ray.chat.response_items import (
     messages_of,
     response_format_of,
 )
-from eagle_ray.config.structured import response_format_text
-from eagle_ray.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.requests.structured import response_format_text
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
 from eagle_ray.serve.protocol import ChatRequest, Request, Text
 from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
-from eagle_ray.strict_json import JsonError
+from eagle_ray.text.chat_options import KWARGS_FORM
+from eagle_ray.text.strict_json import JsonError
 
 Json = dict[str, Any]
 NO_VALUES: Json = {"type": "object", "additionalProperties": {"type": "null"}}

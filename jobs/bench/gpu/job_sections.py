@@ -44,7 +44,7 @@ from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
 from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.findings import Findings
@@ -144,7 +144,7 @@ def shaped_engine(
     """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
     from eagle_ray.build import build_engine
     from eagle_ray.config import SpeculativeConfig
-    from eagle_ray.start_log import StartLog
+    from eagle_ray.core.start_log import StartLog
 
     speculative = SpeculativeConfig(method="none" if head is None else "eagle2")
     start = StartLog()

@@ -430,7 +430,7 @@ class KilledJob:
         from eagle_ray.build import download
         from eagle_ray.models.loader import load_target
         from eagle_ray.sampling.near_tie import NEAR_TIE
-        from eagle_ray.tokenizer import Tokenizer
+        from eagle_ray.text.tokenizer import Tokenizer
 
         path = download(self.files.settings["model.target"], "target")
         dtype = getattr(torch, self.settings["model.dtype"])

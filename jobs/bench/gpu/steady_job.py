@@ -22,10 +22,10 @@ from pstats import Stats
 from random import Random
 from typing import Any
 
+from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.sampling.sampler import SamplingParams
-from eagle_ray.tree.acceptance_stats import AcceptanceStats
 from jobs.bench.gpu.device import peak_gib, synchronize
 from jobs.bench.gpu.kernel_counts import count_kernels
 

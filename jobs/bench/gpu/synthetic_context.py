@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 
 from eagle_ray.core.decode_batch import PrefillChunk
+from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.errors import EngineError
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.target import TargetModel

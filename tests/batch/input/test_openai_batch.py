@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from eagle_ray.batch.input.messages import template_messages
-from eagle_ray.batch.input.parameters import NO_OP_VALUES
 from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.requests.messages import template_messages
+from eagle_ray.requests.parameters import NO_OP_VALUES
 from tests.conftest import small_job
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,7 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.parameters import (
+from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.cli import main as cli
+from eagle_ray.config import ConfigError
+from eagle_ray.requests.parameters import (
     NO_OP_VALUES,
     REQUEST_PARAMETERS,
     ROW_PARAMETERS,
@@ -18,9 +21,6 @@ from eagle_ray.batch.input.parameters import (
     has_effect,
     match_unsupported,
 )
-from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError
 from tests.batch.input.test_plan import plan, write_jsonl, write_parquet
 
 ASKED = {

@@ -1,1 +1,0 @@
-"""Chat: tools and reasoning: what a template gets besides messages, and what an answer's text holds besides content."""

@@ -1,0 +1,118 @@
+"""Messages of a conversation: check those of a row, and write them as chat templates read them.
+
+A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, from the assistant, ``tool_calls`` and no
+text. They are stored as the row has them. A template gets each content as one text, as over HTTP, and the arguments of
+a tool call as an object, as transformers documents it; OpenAI's format has them as JSON.
+
+    >>> parse_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "messages")
+    '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'
+    >>> template_messages(_)
+    [{'role': 'user', 'content': 'Hi'}]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import describe_value, json_error, json_text
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json
+from eagle_ray.text.template_messages import template_arguments, template_message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = {
+    "image": "images",
+    "image_url": "images",
+    "input_image": "images",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video": "video",
+    "video_url": "video",
+    "file": "files",
+    "input_file": "files",
+}
+_MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
+
+
+def parse_messages(value: Any, column: str) -> str:
+    """Return a row's messages as JSON. A text that does not begin like a JSON list of messages is one user message.
+
+    Raises RequestError naming the message that is wrong.
+    """
+    if isinstance(value, str):
+        value = _messages_in(value, column)
+    if not isinstance(value, list):
+        raise RequestError(
+            "bad_type", f"column {column!r} must be a list of messages or a text, got {describe_value(value)}"
+        )
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
+    messages = [_checked_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
+    return json_text(f"column {column!r}", messages)
+
+
+def template_messages(messages: str) -> list[dict[str, Any]]:
+    """Return messages that parse_messages checked as a chat template reads them."""
+    return [template_message(message) for message in json.loads(messages)]
+
+
+def _messages_in(text: str, column: str) -> Any:
+    if not text:
+        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+    if not _MESSAGES_START.match(text[:4096]):
+        return [{"role": "user", "content": text}]
+    try:
+        return parse_json(text)
+    except HalfSurrogate as error:
+        raise json_error(f"column {column!r}", error) from None
+    except ValueError as error:
+        raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    """Return the message without nulls, which Parquet has for every absent key; a null content stays."""
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            "bad_type", f"{where} must be an object with role and content, got {describe_value(message)}"
+        )
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise RequestError("bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_value(role)}")
+    kept = {key: value for key, value in message.items() if value is not None}
+    _check_arguments(kept.get("tool_calls"), f"{where}.tool_calls")
+    if isinstance(content, list):
+        return kept | {"content": [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]}
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return kept | ({"content": None} if "content" in message else {})
+    if not isinstance(content, str):
+        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_value(content)}")
+    return kept
+
+
+def _check_arguments(calls: Any, where: str) -> None:
+    for i, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        try:
+            template_arguments(function.get("arguments") if isinstance(function, Mapping) else None)
+        except HalfSurrogate as error:
+            raise json_error(f"{where}[{i}].function.arguments", error) from None
+
+
+def _text_part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        raise RequestError(
+            "unsupported_parameter",
+            f"{where}: {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text.",
+        )
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(
+            "unsupported_parameter",
+            f'{where} must be {{"type": "text", "text": "..."}}, the only kind of part that is read, '
+            f"got {describe_value(part)}",
+        )
+    return {key: value for key, value in part.items() if value is not None}

@@ -1,0 +1,182 @@
+"""Parse a line of an OpenAI batch file into a row: ``{"custom_id", "method", "url", "body"}``.
+
+custom_id becomes id, the body's messages, prompt or input the prompt, its parameters the sampling columns. url and
+model are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is
+a no-op; it is never ignored.
+
+    >>> parse_batch_line({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
+    {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import describe_value
+from eagle_ray.requests.parameters import (
+    CHAT_NO_OP_VALUES,
+    COMPLETION_NO_OP_VALUES,
+    HINTS,
+    PARAMETER_ALIASES,
+    is_no_op,
+)
+from eagle_ray.requests.response_items import chat_body
+from eagle_ray.requests.rows import InputRow, unreadable
+from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
+from eagle_ray.requests.structured import with_own_keys
+from eagle_ray.text.chat_options import CHAT_NAMES
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
+URLS = (*PROMPT_FIELD_BY_URL, RESPONSES)
+LINE_KEYS = {"custom_id", "method", "url", "body"}
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+    *STRUCTURED_KEYS,
+)
+OWN_KEYS = PARAMETER_ALIASES | {"structured_outputs": "json_schema, json_object, regex, choice or grammar"}
+LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
+KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *HINTS}
+NO_OPS = {CHAT: CHAT_NO_OP_VALUES, COMPLETIONS: COMPLETION_NO_OP_VALUES}
+
+
+def parse_batch_line(line: InputRow) -> InputRow:
+    """Return the columns of one parsed line. A bad line keeps its id; its error replaces the prompt."""
+    if isinstance(line, RequestError):
+        return line
+    row: InputRow = {"id": _id_of(line), "url": None, "model": None}
+    try:
+        if (error := unreadable(line)) is not None:
+            raise error
+        row["url"] = url = _url_of(line)
+        if url == RESPONSES:
+            line, url = line | {"body": _chat_body_of(line)}, CHAT
+        body = _body_of(line, url)
+        row["model"] = _model_of(body)
+        return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url) | _chat_of(body, url)
+    except RequestError as error:
+        return row | {"prompt": error}
+
+
+def _id_of(line: Mapping[str, Any]) -> Any:
+    custom_id = line.get("custom_id")
+    if isinstance(custom_id, str) and not custom_id.strip():
+        return RequestError("empty_id", "custom_id is an empty text. Give each line an id of its own.")
+    return custom_id
+
+
+def _url_of(line: Mapping[str, Any]) -> str:
+    if unknown := line.keys() - LINE_KEYS:
+        raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
+    if line.get("method") != "POST":
+        raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
+    if (url := line.get("url")) not in list(URLS):
+        raise RequestError("bad_type", f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}")
+    return url
+
+
+def _chat_body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a chat completion that answers the line's response."""
+    try:
+        return chat_body(line["body"]) if isinstance(line.get("body"), Mapping) else line.get("body")
+    except RequestError as error:
+        raise RequestError(error.code, f"body.{error}") from None
+
+
+def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
+    """Return the body, after checking that nothing in it would be ignored."""
+    body = line.get("body")
+    if not isinstance(body, Mapping):
+        raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
+    body = with_own_keys(body)
+    for name, value in body.items():
+        if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
+            continue
+        if name in CHAT_NAMES and url == CHAT:
+            continue
+        if not is_no_op(name, value, NO_OPS[url]):
+            fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
+            raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
+    return body
+
+
+def _model_of(body: Mapping[str, Any]) -> str | None:
+    if not isinstance(model := body.get("model"), str | None):
+        raise RequestError("bad_type", f"body.model must be a text, got {describe_value(model)}")
+    return model
+
+
+def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name)
+    if value is None:
+        raise RequestError("prompt_missing", f"body.{name} is absent or null: give it")
+    if name == "messages":
+        if not isinstance(value, list):
+            raise RequestError("bad_type", f"body.messages must be a list of messages, got {describe_value(value)}")
+        return {name: value}
+    if not isinstance(value, str | list) or (
+        isinstance(value, list) and any(type(token) is not int for token in value)
+    ):
+        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
+    return {name if isinstance(value, str) else "prompt_token_ids": value}
+
+
+def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    lengths = [body[name] for name in LENGTH_FIELDS if body.get(name) is not None]
+    if len(lengths) == 2 and lengths[0] != lengths[1]:
+        raise RequestError(
+            "bad_sampling", f"body.{LENGTH_FIELDS[0]} and body.{LENGTH_FIELDS[1]} differ: give one of them"
+        )
+    if lengths:
+        found["max_tokens"] = lengths[0]
+    return found | _logprobs(body, url)
+
+
+def _chat_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    return {name: body[name] for name in CHAT_NAMES if url == CHAT and body.get(name) is not None}
+
+
+def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the columns logprobs and top_logprobs. Chat requests have true or false and a number of alternatives,
+    completions the number alone.
+    """
+    value, num_tops = body.get("logprobs"), body.get("top_logprobs")
+    if url == COMPLETIONS:
+        if not is_no_op("top_logprobs", num_tops, COMPLETION_NO_OP_VALUES):
+            raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
+        if value is None:
+            return {}
+        if type(value) is int and 0 <= value <= MAX_TOP_LOGPROBS:
+            return {"logprobs": True, "top_logprobs": value}
+        wanted = f"a number of alternatives, 0 to {MAX_TOP_LOGPROBS}"
+        raise RequestError("bad_sampling", f"body.logprobs must be {wanted}, got {describe_value(value)}")
+    if value is not None and not isinstance(value, bool):
+        raise RequestError("bad_sampling", f"body.logprobs must be true or false, got {describe_value(value)}")
+    if num_tops and not value:
+        raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
+    return {name: x for name, x in (("logprobs", value), ("top_logprobs", num_tops)) if x is not None}
+
+
+def _unsupported(parameter: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{parameter} is not supported: {fix}")

@@ -1,0 +1,225 @@
+"""The request of a response (/v1/responses) as that of a chat: its input items as messages, and its other keys.
+
+>>> messages_of([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
+[{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
+
+Items are those that a client writes, and those of an earlier response's output that it sends back. A reasoning item and
+function calls belong to the assistant's message that is next to them.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from eagle_ray.core.errors import RequestError
+from eagle_ray.text.strict_json import HalfSurrogate
+from eagle_ray.text.template_messages import template_arguments
+
+Json = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"
+INSTEAD = {
+    "max_tokens": "give max_output_tokens",
+    "n": "a response has one answer; send several requests",
+    "response_format": "give text.format",
+    "return_token_ids": "use /v1/chat/completions",
+}  # parameters of the other endpoints
+DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
+CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
+ROLES = ("system", "developer", "user", "assistant")
+LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
+PART_KEYS = ("type", "text", "annotations", "logprobs")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]:
+    """Return the messages that the items and the instructions are. Raises RequestError that names the wrong item."""
+    messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for i, item in enumerate(items):
+        _add_item(messages, item, f"input[{i}]")
+    for message in messages:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            message.setdefault("content", "")  # of an answer that was cut off in its reasoning
+    if not any(message["role"] != "system" for message in messages):
+        raise RequestError("bad_value", "input: must be a text or at least one item, got []")
+    return messages
+
+
+def _add_item(messages: list[Json], item: Json, where: str) -> None:
+    kind = "message" if item.get("type") is None else item["type"]
+    if not isinstance(kind, str) or kind not in _ADDERS:
+        fix = f"this server reads items of type {', '.join(_ADDERS)}; leave {reprlib.repr(kind)} out"
+        raise unsupported(f"{where}.type", fix)
+    add, names = _ADDERS[kind]
+    refuse_other_keys(item, (*LABELS, *names), where)
+    add(messages, item, where)
+
+
+def refuse_other_keys(values: Json, names: tuple[str, ...], where: str) -> None:
+    """Raise RequestError for a key that is not one of the names, unless it is null or off."""
+    for name, value in values.items():
+        if name not in names and value is not None and value is not False:
+            raise unsupported(f"{where}.{name}", "leave it out")
+
+
+def _add_message(messages: list[Json], item: Json, where: str) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"must be {', '.join(ROLES)}", role)
+    content = _text(item.get("content"), f"{where}.content")
+    if role == "assistant":
+        _assistant_turn(messages, begins="content" in _last_turn(messages))["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _add_reasoning(messages: list[Json], item: Json, where: str) -> None:
+    """Add the text of an earlier answer's reasoning: templates that keep it read reasoning_content."""
+    text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
+    if text:
+        _assistant_turn(messages, begins=bool(_last_turn(messages)))["reasoning_content"] = text
+
+
+def _add_call(messages: list[Json], item: Json, where: str) -> None:
+    values = {}
+    for name in ("call_id", "name", "arguments"):
+        is_absent = name == "arguments" and item.get(name) is None
+        values[name] = "" if is_absent else item.get(name)
+        if not isinstance(values[name], str):
+            raise _wrong(f"{where}.{name}", "must be a text", values[name])
+    try:
+        template_arguments(values["arguments"])
+    except HalfSurrogate as error:
+        raise RequestError("bad_value", f"{where}.arguments: {error}") from None
+    function = {"name": values["name"], "arguments": values["arguments"]}
+    call = {"id": values["call_id"], "type": "function", "function": function}
+    _assistant_turn(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_call_output(messages: list[Json], item: Json, where: str) -> None:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise _wrong(f"{where}.call_id", "must be the call_id of a function_call", call_id)
+    content = _text(item.get("output"), f"{where}.output")
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+_ADDERS: dict[str, tuple[Callable[[list[Json], Json, str], None], tuple[str, ...]]] = {
+    "message": (_add_message, ("role", "content")),
+    "reasoning": (_add_reasoning, ("content", "summary")),
+    "function_call": (_add_call, ("call_id", "name", "arguments")),
+    "function_call_output": (_add_call_output, ("call_id", "output")),
+}  # of a type: what adds such an item, and the keys that it reads
+
+
+def _last_turn(messages: list[Json]) -> Json:
+    """Return the last message if it is the assistant's, else an empty one."""
+    return messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
+
+
+def _assistant_turn(messages: list[Json], begins: bool = False) -> Json:
+    """Return the assistant's message that an item belongs to. begins: the item is the first of a new one."""
+    if begins or not _last_turn(messages):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    """Return the text of a content: a text, or a list of parts that are texts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(where, "must be a text or a list of text parts", content)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS:
+            raise unsupported(f"{where}[{i}]", f"this server reads text alone; got {reprlib.repr(kind)}")
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"{where}[{i}].text", "must be a text", part.get("text"))
+        refuse_other_keys(part, PART_KEYS, f"{where}[{i}]")
+    return "".join(part["text"] for part in content)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}")
+
+
+def _wrong(param: str, rule: str, value: Any) -> RequestError:
+    return RequestError("bad_value", f"{param}: {rule}, got {reprlib.repr(value)}")
+
+
+def chat_body(body: Mapping[str, Any]) -> Json:
+    """Return the body of a chat completion that answers a response's body; null values are not given.
+
+    Raises RequestError that begins with the name of a parameter that is wrong or not supported. Other parameters are
+    left to the reader of the chat's body, which refuses unknown ones.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    _check(given)
+    messages = messages_of(given.pop("input", None), given.pop("instructions", None))
+    chat: Json = {"messages": messages}
+    if "max_output_tokens" in given:
+        chat["max_tokens"] = given.pop("max_output_tokens")
+    if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
+        chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
+    if "tool_choice" in given:
+        chat["tool_choice"] = chat_choice(given["tool_choice"])
+    if (form := response_format_of(given.pop("text", None))) is not None:
+        chat["response_format"] = form
+    if LOGPROBS in given.pop("include", ()):
+        chat["logprobs"] = True
+    given.pop("reasoning", None)
+    return given | chat
+
+
+def _check(given: Json) -> None:
+    """Raise RequestError for parameters of other endpoints, and for values that no response has."""
+    for name, fix in INSTEAD.items():
+        if name in given and given[name] != DEFAULTS.get(name):
+            raise unsupported(name, fix)
+    items, instructions = given.get("input"), given.get("instructions")
+    if not isinstance(items, str) and not (isinstance(items, list) and all(isinstance(item, dict) for item in items)):
+        raise _wrong("input", "must be a text or a list of items", items)
+    if not isinstance(instructions, str | None):
+        raise _wrong("instructions", "must be a text", instructions)
+    for name in ("text", "reasoning"):
+        if not isinstance(given.get(name, {}), dict):
+            raise _wrong(name, "must be an object", given[name])
+    for name, value in given.get("reasoning", {}).items():
+        if value is not None:
+            raise unsupported(f"reasoning.{name}", "give chat_template_kwargs, which the target's template reads")
+    include = given.get("include", [])
+    if not isinstance(include, list) or any(name != LOGPROBS for name in include):
+        raise unsupported("include", f"only {LOGPROBS!r} is made here; leave others out")
+    if given.get("top_logprobs") and not include:
+        raise _wrong("top_logprobs", f"only with include: [{LOGPROBS!r}]", given["top_logprobs"])
+
+
+def chat_tool(tool: Json, index: int) -> Json:
+    kind = tool.get("type")
+    if kind != "function":
+        raise unsupported(f"tools[{index}].type", f"this server runs no tools of its own; got {reprlib.repr(kind)}")
+    names = ("name", "description", "parameters", "strict")
+    refuse_other_keys(tool, ("type", *names), f"tools[{index}]")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def chat_choice(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise _wrong("tool_choice", f"must be {CHOICE_FORM}", choice)
+    return {"type": "function", "function": {"name": choice["name"]}}
+
+
+def response_format_of(text: Json | None) -> Any:
+    """Return the response_format of a chat that text.format is, or None."""
+    for name, value in (text or {}).items():
+        if name != "format" and not (name == "verbosity" and value in (None, "medium")):
+            raise unsupported(f"text.{name}", "leave it out")
+    form = (text or {}).get("format")
+    kind = form.get("type") if isinstance(form, dict) else None
+    return {"type": kind, "json_schema": form} if kind == "json_schema" else form

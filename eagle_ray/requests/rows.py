@@ -1,0 +1,248 @@
+"""Parse one input row into one request: its id, its prompt, its sampling values, or the reason why it is bad.
+
+Never raises because of a row's content: a bad row is a request with error_code and error_message, which name file,
+row, column and the fix.
+
+    >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
+    >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location)["request_id"]
+    '7'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.config import JobConfig, check_row_sampling
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import ColumnPath, describe_value, json_error, json_text
+from eagle_ray.requests.messages import parse_messages
+from eagle_ray.requests.request_columns import RequestColumns
+from eagle_ray.requests.row_location import RowLocation
+from eagle_ray.requests.row_schema import SAMPLING_FIELDS
+from eagle_ray.text.chat_options import CHAT_NAMES, check_template_kwargs, check_tools
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
+
+JSON_COLUMNS = ("json_schema", "response_format")  # sampling columns of JSON text, besides lists and maps
+InputRow = dict[str, Any] | RequestError
+"""A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
+UNCARRIED = "__uncarried__"
+"""Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
+
+
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
+    """Return the REQUEST columns of one row, without passthrough columns; absent ones are null."""
+    request = {
+        "request_id": id_of(row, columns, location),
+        "row_index": location.position.row,
+        "source_file": location.path,
+        "source_line": location.position.line,
+    }
+    try:
+        if (error := unreadable(row)) is not None:
+            raise error
+        _explicit_id(row, columns.id)
+        request |= _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
+        if isinstance(uncarried := row.get(UNCARRIED), RequestError):
+            raise uncarried
+        return request
+    except RequestError as error:
+        return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
+
+
+def unreadable(row: InputRow) -> RequestError | None:
+    """Return why the row, or the first of its columns that is unreadable, cannot be read; None for other rows."""
+    if isinstance(row, RequestError):
+        return row
+    values = (value for name, value in row.items() if name != UNCARRIED)
+    return next((value for value in values if isinstance(value, RequestError)), None)
+
+
+def with_checked_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with a RequestError in place of each value with half a surrogate pair, or nested too deep."""
+    checked: dict[str, Any] = {}
+    for name, value in row.items():
+        try:
+            check_texts(name)
+            check_texts(value)
+            checked[name] = value
+        except JsonError as error:
+            shown = str(name).encode("utf-8", "backslashreplace").decode()
+            checked[shown] = json_error(f"column {shown!r}", error)
+    return checked
+
+
+def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
+    """Return the row's id as a string, or its location if the id is absent, null, empty or unusable."""
+    try:
+        explicit_id = None if isinstance(row, RequestError) else _explicit_id(row, columns.id)
+    except RequestError:
+        explicit_id = None
+    return location.id if explicit_id is None else explicit_id
+
+
+def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
+    value = path.value_in(row)
+    if isinstance(value, RequestError):
+        raise value
+    if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
+        raise RequestError(
+            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        )
+    if isinstance(value, str) and not value.strip():
+        raise RequestError(
+            "empty_id",
+            f"column {path.text!r} is an empty text ({describe_value(value)}). Give the row an id of its own, or "
+            "null, which makes one from its file and row.",
+        )
+    return None if value is None else str(_as_int(value))
+
+
+def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    if columns.template is not None:
+        return columns.template.request_of(row)
+    found = {name: path.value_in(row) for name, path in columns.prompts.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
+        raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
+    if len(found) > 1:
+        both = " and ".join(repr(columns.prompts[name].text) for name in found)
+        raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
+    [(name, value)] = found.items()
+    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
+    return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
+
+
+def _column_and_key(name: str, path: ColumnPath) -> str:
+    """Return the quoted column, with its configuration key if it is configured."""
+    return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+    return value
+
+
+def _turns(value: Any, column: str) -> list[str]:
+    value = _parse_if_json(value, column)
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
+
+
+def _token_ids(value: Any, column: str) -> list[int]:
+    value = _parse_if_json(value, column)
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**63:
+            raise RequestError(
+                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_value(token)}"
+            )
+    return value
+
+
+def _parse_if_json(value: Any, column: str) -> Any:
+    """Return the value of a JSON text; any other value unchanged. Raises RequestError for half a surrogate in it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except HalfSurrogate as error:
+        raise json_error(f"column {column!r}", error) from None
+    except ValueError:
+        return value
+
+
+def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {field.name: _sampling_value(row.get(field.name), field) for field in SAMPLING_FIELDS}
+    try:
+        values = check_row_sampling({name: value for name, value in found.items() if value is not None})
+    except ValueError as error:
+        raise RequestError("bad_sampling", str(error)) from None
+    if "logit_bias" in values:
+        values["logit_bias"] = list(values["logit_bias"].items())  # as Arrow takes a map
+    if "seed" in values:
+        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
+    return values
+
+
+def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns CHAT_FIELDS. Objects and lists may be JSON texts; a null key of a tool is absent."""
+    tools, choice, is_parallel, kwargs = (_parse_if_json(row.get(name), name) for name in CHAT_NAMES)
+    if not isinstance(is_parallel, bool | None):
+        got = describe_value(is_parallel)
+        raise RequestError("bad_type", f"column 'parallel_tool_calls' must be true or false, got {got}")
+    if isinstance(tools, list):
+        tools = [_without_null_keys(tool) for tool in tools]
+    try:
+        check_tools(tools)
+        check_template_kwargs(kwargs)
+    except ValueError as error:
+        raise RequestError("bad_type", f"column {error}") from None
+    values = {"tools": tools, "tool_choice": _without_null_keys(choice), "chat_template_kwargs": kwargs}
+    written = {name: json_text(f"column {name!r}", value) for name, value in values.items() if value}
+    return written | ({} if is_parallel is None else {"parallel_tool_calls": is_parallel})
+
+
+def _without_null_keys(value: Any) -> Any:
+    """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: x for key, x in value.items() if x is not None}
+    function = kept.get("function")
+    if isinstance(function, dict):
+        kept["function"] = {key: x for key, x in function.items() if x is not None}
+    return kept
+
+
+def _sampling_value(value: Any, field: pa.Field) -> Any:
+    """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
+    type_ = field.type
+    if isinstance(value, str) and (field.name in JSON_COLUMNS or pa.types.is_nested(type_)):
+        value = _parsed_text(value, field)
+    if pa.types.is_map(type_):
+        value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
+        return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+    if pa.types.is_list(type_) and isinstance(value, list):
+        return [_as_int(part) for part in value]
+    return _as_int(value)
+
+
+def _parsed_text(text: str, field: pa.Field) -> Any:
+    """Return the value of a JSON text. A text alone is one stop string or bad word, unless it is a list of texts."""
+    value = _parse_if_json(text, field.name)
+    if field.type != pa.list_(pa.string()):
+        return value
+    return value if isinstance(value, list) and value and all(isinstance(item, str) for item in value) else text
+
+
+def _as_int(value: Any) -> Any:
+    """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
+
+
+def num_samples(row: dict[str, Any], config: JobConfig) -> int:
+    """Return how many samples a request row has, good or bad."""
+    return row["n"] or config.sampling.n
+
+
+def num_turns(row: dict[str, Any]) -> int:
+    """Return how many turns each sample of a request row has: 1 unless it is a conversation."""
+    return len(row["user_turns"] or [None])
+
+
+def num_rows(row: dict[str, Any], config: JobConfig) -> int:
+    """Return how many output rows a request row has, good or bad."""
+    return num_samples(row, config) * num_turns(row)

@@ -1,0 +1,136 @@
+"""Values of the keys that say what an output must be: JSON schemas, choices and OpenAI's response_format.
+
+    >>> schema_text({"type": "object"})
+    '{"type": "object"}'
+    >>> response_format_text({"type": "json_schema", "json_schema": {"name": "a", "schema": {}}})
+    '{"type": "json_schema", "json_schema": {"schema": {}}}'
+    >>> response_format_text({"type": "json_object", "schema": {"type": "object"}})
+    '{"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}'
+
+    >>> with_own_keys({"structured_outputs": {"json": {"type": "object"}}})
+    {'json_schema': {'type': 'object'}}
+
+Schemas are kept as JSON text: the order of their keys is the order in which an object's properties are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.text.strict_json import JsonError, parse_json
+
+MAX_TEXT_CHARS = 1 << 20  # of a JSON text; what can be compiled has less, white space aside (MAX_GRAMMAR_CHARS)
+KEY_BY_VLLM_NAME = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+RESPONSE_FORMAT_FORM = (
+    "{type: text}, {type: json_object}, {type: json_object, schema: ...} or "
+    "{type: json_schema, json_schema: {schema: ...}}"
+)
+KEYS_OF_FORMAT = {
+    "json_object": ("schema",),
+    "json_schema": ("schema", "name", "description", "strict", "type"),
+}  # of the types that have a schema: the keys of the object that it stands in
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+def schema_text(value: Any) -> Any:
+    """Return a JSON schema as text: from an object, from JSON text, or from a pydantic model.
+
+    Raises ValueError if it is none of them; other errors of a schema are found when it is compiled.
+    """
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    value = _parsed(value)
+    if not isinstance(value, dict | bool):
+        raise ValueError("not a JSON schema")
+    return _text_of(value)
+
+
+def choice_list(value: Any) -> Any:
+    """Return a list that is written as JSON text, as in CSV files; any other value unchanged."""
+    return _parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def response_format_text(value: Any) -> Any:
+    """Return OpenAI's response_format as JSON text: its type, and its schema if it has one.
+
+    The schema stands in json_schema, or next to the type: /v1/responses, llama.cpp and instructor write it there, the
+    last two also with the type json_object. Raises ValueError if the format is of another form or has another key.
+    """
+    given = _object(_parsed(value))
+    kind = given.pop("type", None)
+    inner = _object(given.pop("json_schema", None))
+    if inner and (given or kind != "json_schema"):
+        raise ValueError("not a response_format")
+    given = inner or given
+    if (kind in ("text", "json_object") and not given) or (kind == "json_object" and given == {"schema": {}}):
+        return json.dumps({"type": kind})
+    keys = KEYS_OF_FORMAT.get(kind, ()) if isinstance(kind, str) else ()
+    schema = given.get("schema")
+    is_schema = isinstance(schema, dict) or (kind == "json_schema" and isinstance(schema, bool))
+    if not is_schema or not given.keys() <= {*keys}:
+        raise ValueError("not a response_format")
+    return _text_of({"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's body with the keys of this system in place of vLLM's structured_outputs.
+
+    The body is returned unchanged if that is missing, or asks for what this system does not do, such as
+    disable_any_whitespace, or names a key that the body has, too; then its reader refuses it by name.
+    """
+    given = body.get("structured_outputs")
+    if not isinstance(given, dict):
+        return body
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    if not asked.keys() <= KEY_BY_VLLM_NAME.keys():
+        return body
+    own = {KEY_BY_VLLM_NAME[name]: value for name, value in asked.items()}
+    if any(body.get(name) is not None for name in own):
+        return body
+    return {name: value for name, value in body.items() if name != "structured_outputs"} | own
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return an object without its nulls, which Parquet has for absent keys; null is empty. Raises ValueError."""
+    if not isinstance(value, dict | None):
+        raise ValueError("not an object")
+    return {name: inner for name, inner in (value or {}).items() if inner is not None}
+
+
+def _text_of(value: Any) -> str:
+    """Return JSON text, written in parts: json.dumps of megabytes holds Python's lock.
+
+    Raises JsonError for a text that is too long, and ValueError for what JSON lacks, such as dates of Parquet files.
+    """
+    parts: list[str] = []
+    num_chars = 0
+    try:
+        for part in _ENCODER.iterencode(value):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_TEXT_CHARS:
+                raise _too_long()
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return "".join(parts)
+
+
+def _too_long() -> JsonError:
+    return JsonError(f"it has more than {MAX_TEXT_CHARS} characters")
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+        raise _too_long()
+    return parse_json(value) if isinstance(value, str) else value

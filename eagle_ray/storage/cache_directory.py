@@ -1,0 +1,98 @@
+"""What a machine keeps between runs, below ~/.cache/eagle_ray; EAGLE_RAY_CACHE names another place.
+
+    directory = made_once(cache_home() / "models" / "llama-5b3c", convert)
+
+Processes that start together make a directory once: the first one holds a file lock, the others wait. A directory
+appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from eagle_ray.core.start_log import log_while_waiting
+
+log = logging.getLogger("eagle_ray")
+ASK_AGAIN_S = 0.1  # for a lock that has a time limit
+
+
+def cache_home() -> Path:
+    """Return the directory of what is kept between runs."""
+    return Path(os.environ.get("EAGLE_RAY_CACHE") or Path.home() / ".cache" / "eagle_ray")
+
+
+@contextmanager
+def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[bool]:
+    """Hold an exclusive lock on a file, and tell whether it is held. The system releases it if the process is killed.
+
+    Without a lock in limit_s, or on a file system that has none, go on without it: the caller's result must be right if
+    several processes make it.
+
+    Args:
+        waiting: what a log line says while another process holds the lock.
+        limit_s: None waits for as long as it takes.
+    """
+    with path.open("ab") as file:
+        with log_while_waiting(waiting):
+            is_held = _lock(file, limit_s)
+        yield is_held
+
+
+def _lock(file: BinaryIO, limit_s: float | None) -> bool:
+    ends_at = None if limit_s is None else time.monotonic() + limit_s
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if ends_at is None else fcntl.LOCK_NB))
+                return True
+            except BlockingIOError:
+                if ends_at is not None and time.monotonic() > ends_at:
+                    raise
+                time.sleep(ASK_AGAIN_S)
+    except OSError as error:
+        log.warning("%s cannot be locked: %s", file.name, error)
+        return False
+
+
+def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Path:
+    """Return the directory. If it is not there, call `make` with an empty directory that gets its name afterwards.
+
+    waiting: as for `locked`. Raises OSError and what `make` raises; then nothing is left.
+    """
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with locked(directory.with_name(f".{directory.name}.lock"), waiting) as is_alone:
+        if directory.is_dir():
+            return directory
+        for unfinished in directory.parent.glob(f".{directory.name}.*.tmp") if is_alone else ():  # of killed processes
+            shutil.rmtree(unfinished, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent))
+        try:
+            make(temporary)
+            temporary.chmod(0o755)
+            _publish(temporary, directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return directory
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if not directory.is_dir():  # it is there if another process published it first
+            raise

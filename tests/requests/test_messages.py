@@ -1,0 +1,76 @@
+"""Messages: text parts, tool calls and names reach the chat template as transformers documents them."""
+
+import json
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.messages import parse_messages, template_messages
+
+ARGUMENTS = {"city": "Paris", "days": None}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+USER = {"role": "user", "name": "ann", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]}
+TOOL = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "rain"}
+CHAT = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, TOOL]
+# As Qwen's, Llama's and DeepSeek's: tests of content for truth, for none, and arguments written by tojson.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}>"
+    "{% if m.tool_calls and m['content'] is none %}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% else %}{{ m['content'] + '.' }}{% endif %}{% endfor %}"
+)
+
+
+def written(messages) -> list[dict]:
+    return template_messages(parse_messages(messages, "messages"))
+
+
+def test_what_the_template_reads():
+    user, call, tool = written(CHAT)
+    assert user == {"role": "user", "name": "ann", "content": "Weather?"} and tool == TOOL
+    assert call["content"] is None and call["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    [text], _ = render_jinja_template([[user, call, tool]], chat_template=TEMPLATE)
+    assert text == '<user ann>Weather?.<assistant>weather{"city": "Paris", "days": null}<tool weather>rain.'
+
+
+def test_messages_are_kept_as_the_row_has_them():
+    assert json.loads(parse_messages(CHAT, "messages")) == CHAT
+    assert json.loads(parse_messages(json.dumps(CHAT), "messages")) == CHAT
+
+
+def test_parquet_has_every_key_of_every_message():
+    padded = [{"role": m["role"], "name": None, "content": None, "tool_calls": None} | m for m in CHAT]
+    assert written(padded) == written(CHAT)
+    part = {"type": "text", "text": "Hi", "image_url": None}
+    assert written([{"role": "user", "content": [part]}]) == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_message_without_content_key_and_arguments_that_are_no_object_stay():
+    bare = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}, "f()"]}
+    assert written([bare]) == [bare]
+
+
+@pytest.mark.parametrize("function", [{}, *({"arguments": x} for x in ("null", "", " \n", None, {}))])
+def test_a_call_without_arguments_has_an_empty_object(function):
+    [message] = written([{"role": "assistant", "tool_calls": [{"function": {"name": "now"} | function}]}])
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "images (image_url)"),
+        ({"role": "user", "content": [{"type": "text", "text": ""}, {"type": "input_audio"}]}, "content[1]: audio ("),
+        ({"role": "user", "content": [{"type": "video"}]}, "video (video) are not supported. Leave the part out"),
+        ({"role": "user", "content": ["Hi"]}, 'messages[0].content[0] must be {"type": "text", "text": "..."}'),
+        ({"role": "user", "content": [{"type": "text"}]}, "the only kind of part that is read"),
+        ({"role": "user", "tool_calls": [CALL]}, "messages[0].content must be a text, got None"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content must be a text, got None"),
+        ({"role": "tool", "content": None}, "messages[0].content must be a text, got None"),
+    ],
+)
+def test_what_is_not_read_is_named(message, says):
+    with pytest.raises(RequestError) as error:
+        parse_messages([message], "messages")
+    assert says in str(error.value)
