@@ -17,8 +17,8 @@ _MODULES = {  # the public names, by module; __init__.pyi has them for type chec
     "eagle_ray.api.request_output": ("CompletionOutput", "Logprob", "RequestOutput"),
     "eagle_ray.api.request_sampling": ("SamplingParams",),
     "eagle_ray.batch.job_errors": ("JobError",),
-    "eagle_ray.config": ("ConfigError", "JobConfig", "load_config"),
-    "eagle_ray.core.errors": ("EngineError", "RequestError"),
+    "eagle_ray.config": ("JobConfig", "load_config"),
+    "eagle_ray.core.errors": ("ConfigError", "EngineError", "RequestError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -6,9 +6,9 @@ from eagle_ray.api.request_output import Logprob as Logprob
 from eagle_ray.api.request_output import RequestOutput as RequestOutput
 from eagle_ray.api.request_sampling import SamplingParams as SamplingParams
 from eagle_ray.batch.job_errors import JobError as JobError
-from eagle_ray.config import ConfigError as ConfigError
 from eagle_ray.config import JobConfig as JobConfig
 from eagle_ray.config import load_config as load_config
+from eagle_ray.core.errors import ConfigError as ConfigError
 from eagle_ray.core.errors import EngineError as EngineError
 from eagle_ray.core.errors import RequestError as RequestError
 

@@ -26,17 +26,16 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from torch import nn
 
 from eagle_ray.attention.backend import backend_name
-from eagle_ray.config import ConfigError, JobConfig, ModelConfig, SpeculativeConfig, UnfitDevice
+from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
 from eagle_ray.config.methods import AUTO, draft_requirement, reads_draft
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import Auto, usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import tree_columns
-from eagle_ray.drafters.experimental.datastore import check_datastore
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
@@ -89,6 +88,7 @@ from eagle_ray.registry import (
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.storage.cache_directory import cache_home
+from eagle_ray.storage.datastore import check_datastore
 from eagle_ray.storage.model_store import fetch_model
 from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
 from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer

@@ -27,7 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from eagle_ray.api.llm import LLM
 from eagle_ray.api.request_output import RequestOutput
 from eagle_ray.api.request_sampling import RequestSampling
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 256  # of an answer, where a task names no number

@@ -41,7 +41,6 @@ from eagle_ray.drafters.dflash import DFlashDrafter
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.drafters.ensemble import EnsembleDrafter
-from eagle_ray.drafters.experimental.datastore import read_datastore
 from eagle_ray.drafters.experimental.lookahead import LookaheadDrafter
 from eagle_ray.drafters.experimental.medusa import MedusaDrafter
 from eagle_ray.drafters.experimental.rest import RestIndex
@@ -66,6 +65,7 @@ from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
 from eagle_ray.sampling.rank_acceptance import RankAcceptance
+from eagle_ray.storage.datastore import read_datastore
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
 from eagle_ray.gguf.llama_checkpoint import write_checkpoint
 from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file

@@ -19,8 +19,9 @@ from eagle_ray.build import (
     load_draft,
     model_limits,
 )
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, UnfitDevice
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
+from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs

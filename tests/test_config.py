@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from eagle_ray.build import download
 from eagle_ray.config import (
-    ConfigError,
     JobConfig,
     SamplingConfig,
     ServeConfig,
@@ -28,6 +27,7 @@ from eagle_ray.config import (
     recorded,
 )
 from eagle_ray.config.job import EMBEDDED_HEADS
+from eagle_ray.core.errors import ConfigError
 
 NEEDED = ("input.path=a.jsonl", "output.path=runs/a")
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -6,7 +6,8 @@ import pytest
 
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError
 from tests.conftest import PAIR
 from tests.helpers.fake_hub import hub
 

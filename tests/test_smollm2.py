@@ -13,8 +13,8 @@ from safetensors import safe_open
 from eagle_ray import smollm2
 from eagle_ray.build import download
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError, load_config
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.model_checks import pair_here
 from eagle_ray.doctor.system import smollm2 as smollm2_finding
 from eagle_ray.gguf import smollm2_wheel

@@ -30,10 +30,10 @@ from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
 from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.chat_rows import answer_of_row

@@ -16,7 +16,8 @@ import pyarrow as pa
 from eagle_ray.api.request_sampling import plain_value
 from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
-from eagle_ray.config import ColumnsConfig, ConfigError
+from eagle_ray.config import ColumnsConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import has_effect, match_unsupported
 from eagle_ray.requests.request_columns import RequestColumns
 from eagle_ray.requests.row_location import RowLocation, RowPosition

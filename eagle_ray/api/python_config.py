@@ -16,8 +16,9 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from eagle_ray.api.request_sampling import plain_value
-from eagle_ray.config import ConfigError, ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
+from eagle_ray.config import ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.job import EMBEDDED_PAIRS
+from eagle_ray.core.errors import ConfigError
 
 ORIGIN = "Python"
 UNUSED_PATHS = {"input.path": "prompts", "output.path": "outputs"}  # required keys that a call in this process ignores

@@ -29,8 +29,8 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.nested_rows import nest
 from eagle_ray.batch.progress import WorkerReport
 from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
-from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.slot_limits import usual_slots
 
 ACK_TIMEOUT_S = 30

@@ -27,9 +27,9 @@ import ray
 from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit
 from eagle_ray.batch.ray_environment import LOCAL, RAY_JOB_VARIABLE
 from eagle_ray.batch.signals import check_not_interrupted, time_limit
-from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.config import ExecutionConfig
 from eagle_ray.config.job import ActorRange
-from eagle_ray.core.errors import one_line
+from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
 
 log = logging.getLogger("eagle_ray")

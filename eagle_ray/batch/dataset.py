@@ -36,8 +36,8 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.nested_rows import unnest
 from eagle_ray.batch.pipeline import map_engine
 from eagle_ray.batch.progress import start_progress
-from eagle_ray.config import ConfigError, InputConfig, JobConfig, config_hash, flatten_config
-from eagle_ray.core.errors import RequestError
+from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import describe_value
 from eagle_ray.requests.parameters import has_effect, match_unsupported

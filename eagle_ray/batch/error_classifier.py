@@ -14,8 +14,7 @@ import re
 from dataclasses import dataclass
 
 from eagle_ray.batch.job_errors import outcome_of
-from eagle_ray.config import UnfitDevice
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.storage.storage_errors import DISK_FULL, StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"

@@ -47,9 +47,9 @@ from eagle_ray.batch.row_index import num_ranges
 from eagle_ray.batch.run import NO_PROGRESS, check_error_rate, store_report, summarize_run
 from eagle_ray.batch.status import status_of
 from eagle_ray.batch.usage_meter import USAGE
-from eagle_ray.config import ConfigError, JobConfig, upgrade_config
+from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
-from eagle_ray.core.errors import one_line
+from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.cost import cost
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.storage.path import StoragePath, json_bytes

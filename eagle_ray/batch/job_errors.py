@@ -13,7 +13,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.storage_errors import FileDamaged, NotSupported
 
 

@@ -16,7 +16,7 @@ from eagle_ray.batch.output.lock import LOCK
 from eagle_ray.batch.output.manifest import PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.recorded_inputs import INPUTS
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.glob_match import glob_matches
 from eagle_ray.storage.path import StoragePath
 

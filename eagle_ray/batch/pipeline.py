@@ -25,7 +25,8 @@ from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.output.sink import AtomicParquetSink
 from eagle_ray.batch.progress import start_progress
 from eagle_ray.batch.progress_monitor import Limits, ProgressMonitor
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.slot_limits import usual_slots
 
 log = logging.getLogger("eagle_ray")

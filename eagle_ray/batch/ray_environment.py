@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
 LOCAL = "local"

@@ -30,7 +30,8 @@ from eagle_ray.batch.input.run_files import RUN_PREFIX, is_run
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import QUIET_VARIABLES, RAY_JOB_VARIABLE
 from eagle_ray.batch.signals import accept_interrupt
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 
 CONFIG_FILE = "job.yaml"
 POLL_S = 1.0

@@ -43,7 +43,8 @@ from eagle_ray.batch.output.part_files import part_files, read_tables
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.batch.output.sharding import check_not_sharded, claim_output
 from eagle_ray.batch.row_index import free_index_name
-from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config import JobConfig, config_hash
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 DAMAGED_COPY = f"{RUN}.damaged"

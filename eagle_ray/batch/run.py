@@ -77,10 +77,10 @@ from eagle_ray.batch.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.row_index import INDEX, IndexDamaged, free_index_name, remove_index
 from eagle_ray.batch.signals import interruptible
 from eagle_ray.batch.usage_meter import USAGE
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
-from eagle_ray.core.errors import one_line, shortened
+from eagle_ray.core.errors import ConfigError, one_line, shortened
 from eagle_ray.core.start_log import configure_logging, print_result
 from eagle_ray.report.budgets import budgets
 from eagle_ray.report.cost import cost

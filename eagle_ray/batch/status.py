@@ -20,8 +20,8 @@ from eagle_ray.batch.output.layout import read_derived_record
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
 from eagle_ray.batch.output.sharding import read_shard_plan, shard_outputs
 from eagle_ray.batch.process_id import Process
-from eagle_ray.config import ConfigError
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.text import number, render
 from eagle_ray.storage.path import StoragePath
 

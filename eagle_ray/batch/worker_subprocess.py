@@ -25,8 +25,7 @@ from eagle_ray.batch.error_classifier import WorkerError, classify_error
 from eagle_ray.batch.ipc import Channel
 from eagle_ray.batch.job_errors import WorkerDefect
 from eagle_ray.batch.worker_process import STARTUP_REQUEST, LogLine, WorkerReply
-from eagle_ray.config import ConfigError, UnfitDevice
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 
 log = logging.getLogger("eagle_ray")
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from eagle_ray.build import build_engine_from_config, cost_key
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.planner.cost_cache import cache_path, keep_costs
 from eagle_ray.planner.cost_model import CostCurve, StepCosts

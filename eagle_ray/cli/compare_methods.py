@@ -23,10 +23,10 @@ from eagle_ray import __version__
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import AUTO
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import check_length
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import (

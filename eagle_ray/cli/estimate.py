@@ -34,9 +34,9 @@ from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of
 from eagle_ray.batch.output.manifest import ESTIMATE, output_of, wrap_os_errors
 from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.build import EngineBundle
-from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.config.job import ActorRange
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.models.cpu_runtime import run_in_temporary_thread

@@ -28,9 +28,8 @@ from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.part_files import read_tables, stored_schema
 from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
-from eagle_ray.config import ConfigError
 from eagle_ray.config.records import CountedRowsRecord
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
 from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
 from eagle_ray.storage.path import StoragePath

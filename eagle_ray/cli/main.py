@@ -35,7 +35,8 @@ from eagle_ray.batch.job_errors import (
 )
 from eagle_ray.batch.signals import ignore_until_exit, interruptible
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
-from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config, load_train_config
+from eagle_ray.config import JobConfig, load_config, load_serve_config, load_train_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
 from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
 

@@ -36,9 +36,9 @@ from eagle_ray.build import (
     unavailable_models,
 )
 from eagle_ray.cli.grammar_check import check_grammars
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.methods import reads_draft
-from eagle_ray.core.errors import RequestError, shortened
+from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
 from eagle_ray.requests.sequences import message_of, sequences_of

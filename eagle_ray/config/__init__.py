@@ -3,7 +3,6 @@
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.config.job import (
     ColumnsConfig,
-    ConfigError,
     ExecutionConfig,
     InputConfig,
     JobConfig,
@@ -15,7 +14,6 @@ from eagle_ray.config.job import (
     RestartsConfig,
     SamplingConfig,
     SpeculativeConfig,
-    UnfitDevice,
     changed_keys,
     check_row_sampling,
     config_hash,
@@ -28,7 +26,6 @@ from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [
     "ColumnsConfig",
-    "ConfigError",
     "ExecutionConfig",
     "InputConfig",
     "JobConfig",
@@ -43,7 +40,6 @@ __all__ = [
     "ServingConfig",
     "SpeculativeConfig",
     "TrainConfig",
-    "UnfitDevice",
     "changed_keys",
     "check_row_sampling",
     "config_hash",

@@ -80,14 +80,6 @@ Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_integer_keys)]
 
 
-class ConfigError(Exception):
-    """Invalid usage or configuration: the job did not start (exit code 2)."""
-
-
-class UnfitDevice(ConfigError):
-    """This worker's devices cannot run the engine that is asked for; those of another worker may."""
-
-
 class StrictModel(BaseModel):
     """Frozen section of the configuration that rejects unknown keys and values of another type ("3" for 3)."""
 

@@ -20,10 +20,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.config.job import ConfigError, JobConfig, allowed_text
+from eagle_ray.config.job import JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.config.shard import SLURM, slurm_shard
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.text.strict_json import is_utf8
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)

@@ -1,4 +1,4 @@
-"""The two ways things go wrong: with one request, or with the engine itself.
+"""What goes wrong: one request, the engine itself, or what a user has configured.
 
 Anything else that is raised is a bug and is not caught, but where one row must not end a job (``batch/worker.py``) nor
 one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
@@ -26,6 +26,14 @@ class RequestError(Exception):
 
 class EngineError(Exception):
     """The engine can no longer answer anything: its process should end."""
+
+
+class ConfigError(Exception):
+    """Invalid usage or configuration: the job did not start (exit code 2)."""
+
+
+class UnfitDevice(ConfigError):
+    """This worker's devices cannot run the engine that is asked for; those of another worker may."""
 
 
 def shortened(text: str, most: int = 200) -> str:

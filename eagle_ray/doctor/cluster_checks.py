@@ -13,7 +13,8 @@ import torch
 
 from eagle_ray.batch.job_errors import ClusterError
 from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment, resolve_address
-from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.config import ExecutionConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.check_result import Finding, counted
 from eagle_ray.doctor.system import num_cores
 

@@ -14,10 +14,10 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.build import EMBEDDED, GPU_SHARE, check_models, download, download_metadata, model_limits
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.config.models import is_url
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.cluster_checks import Workers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy

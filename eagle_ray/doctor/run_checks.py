@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from eagle_ray.batch.ray_environment import temporary_directory
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.system import disks, smollm2, software
 

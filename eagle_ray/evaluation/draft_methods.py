@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from eagle_ray.build import build_engine, load_draft
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.methods import (
     AUTO,
     DATASTORE,
@@ -34,6 +34,7 @@ from eagle_ray.config.methods import (
     reads_draft,
     validate_method,
 )
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, num_expanded
 from eagle_ray.tree.static_tree import MC_SIM_7B_63

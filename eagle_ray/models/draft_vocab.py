@@ -15,8 +15,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from eagle_ray.config import ConfigError
 from eagle_ray.config.models import ALL_TOKENS
+from eagle_ray.core.errors import ConfigError
 
 KEY = "speculative.draft_vocab"
 HEAD_FILE = "draft_vocab.txt"  # in the directory of a head

@@ -24,8 +24,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from eagle_ray.config import ConfigError, ServeConfig, load_serve_config
+from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.config.job import ActorRange
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost

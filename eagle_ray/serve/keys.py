@@ -20,7 +20,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 
 ENV_NAME = "EAGLE_RAY_API_KEYS"
 PRIVATE_DOMAINS = ("localhost", "local", "internal")  # top-level names that cannot be registered

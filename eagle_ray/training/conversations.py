@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import FileDamaged

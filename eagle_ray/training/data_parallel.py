@@ -22,8 +22,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor
 
 from eagle_ray.build import load_tokenizer
-from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging
 from eagle_ray.storage.path import StoragePath, read_json_object
 from eagle_ray.training.conversations import TextSource

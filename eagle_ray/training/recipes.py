@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig, num_passes
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.dflash_spec import block_of, layer_config, spread_layers
 from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from eagle_ray.build import download
-from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.models.draft_vocab import head_vocab
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_head, read_config

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from eagle_ray.build import load_causal_lm, load_tokenizer
-from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.cpu_runtime import tune_malloc
 from eagle_ray.models.dtypes import bf16_unit
 from eagle_ray.report.training_page import training_page

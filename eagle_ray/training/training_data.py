@@ -15,8 +15,8 @@ from itertools import islice
 
 import torch
 
-from eagle_ray.config import ConfigError
 from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.conversations import TextSource, log_skipped
 from eagle_ray.training.document_store import DocumentStore

@@ -13,8 +13,8 @@ import torch
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_subprocess import main
-from eagle_ray.config import JobConfig, UnfitDevice
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import EngineError, UnfitDevice
 
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
 LOGGED = "measuring the cost of steps: for up to 5 s"

@@ -32,7 +32,8 @@ from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit, outcome_of
 from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
 from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.batch.signals import interruptible
-from eagle_ray.config import ConfigError, ExecutionConfig
+from eagle_ray.config import ExecutionConfig
+from eagle_ray.core.errors import ConfigError
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.batch.error_classifier import LOOK, SMALLER, classify_error
-from eagle_ray.config import UnfitDevice
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import EngineError, UnfitDevice
 
 
 def engine_error(cause: Exception) -> EngineError:

@@ -15,7 +15,7 @@ from eagle_ray.batch.job_errors import (
     outcome_of,
 )
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import storage_errors
 from eagle_ray.storage.storage_errors import StorageError
 

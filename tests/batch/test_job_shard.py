@@ -13,7 +13,8 @@ from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import output_of
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.batch.output.sharding import claim_output
-from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 

@@ -19,7 +19,7 @@ from eagle_ray.batch.ray_environment import (
     prepare_ray_environment,
     temporary_directory,
 )
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
 from tests.helpers.processes import Watched

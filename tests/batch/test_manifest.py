@@ -19,7 +19,8 @@ from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
 from eagle_ray.batch.status import status_of
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows

@@ -13,7 +13,7 @@ import pytest
 from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.batch.ray_jobs import check_output_outlives_job, with_absolute_paths
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import read_json
 from tests.batch.heads import PATIENCE_S, free_port, head_in, wait_for
 from tests.batch.test_job import ids_of, rows_of, with_changes

@@ -17,7 +17,8 @@ from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
 from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
 from eagle_ray.batch.repair import DAMAGED_COPY, repair_output
 from eagle_ray.batch.status import status_of, status_text
-from eagle_ray.config import ConfigError, JobConfig, config_hash
+from eagle_ray.config import JobConfig, config_hash
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows

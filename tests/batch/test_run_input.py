@@ -14,7 +14,8 @@ from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.partitions import Partitions
 from eagle_ray.batch.path_checks import check_not_run_output
 from eagle_ray.batch.ray_jobs import with_absolute_paths
-from eagle_ray.config import ConfigError, JobConfig, load_config
+from eagle_ray.config import JobConfig, load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows

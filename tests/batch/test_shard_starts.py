@@ -15,7 +15,8 @@ from eagle_ray.batch.output.manifest import output_of
 from eagle_ray.batch.repair import repair_output
 from eagle_ray.batch.row_index import INDEX
 from eagle_ray.batch.run import run_to_completion
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath
 from tests.batch.test_job_shard import shard_of
 from tests.batch.test_starts import (

@@ -16,7 +16,7 @@ from eagle_ray.batch.output.manifest import RUN, RunHandle
 from eagle_ray.batch.output.nested_rows import nest
 from eagle_ray.batch.output.sink import AtomicParquetSink
 from eagle_ray.batch.pipeline import _write
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.storage.path import StoragePath, write_json
 

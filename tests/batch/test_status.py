@@ -13,7 +13,7 @@ from eagle_ray.batch.output.manifest import open_run, read_manifest, record_outc
 from eagle_ray.batch.process_id import Process
 from eagle_ray.batch.status import status_of, status_text
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, write_json
 from tests.batch.test_display import FACTS
 from tests.conftest import token_rows

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.config import ConfigError, load_config
-from eagle_ray.core.errors import RequestError
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_batch import parse_batch_line
 from eagle_ray.requests.sequences import controls_json, sequences_of
 from eagle_ray.requests.structured import response_format_text

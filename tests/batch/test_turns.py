@@ -13,7 +13,8 @@ import pytest
 
 from eagle_ray.batch.run import run_job
 from eagle_ray.cli.export import export
-from eagle_ray.config import ConfigError, JobConfig
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.test_job import rows_of, start_driver, wait_for_another_file, with_changes
 from tests.conftest import small_job

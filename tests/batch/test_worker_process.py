@@ -25,8 +25,8 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.process_id import _start_time
 from eagle_ray.batch.worker import Worker
 from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
-from eagle_ray.config import ConfigError, JobConfig
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker

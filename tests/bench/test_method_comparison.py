@@ -3,7 +3,8 @@
 import pytest
 
 from eagle_ray.build import build_engine
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.evaluation.draft_methods import default_names, parse_methods

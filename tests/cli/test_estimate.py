@@ -17,7 +17,7 @@ from eagle_ray.cli.estimate import (
     measure,
     store_estimate,
 )
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from tests.conftest import token_rows
 
 

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
-from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor import memory_estimate, model_checks
 from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.cluster_checks import Workers, workers

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.config import ConfigError, load_config
-from eagle_ray.drafters.experimental.datastore import check_datastore, read_datastore
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.drafters.experimental.rest import LONGEST, MOST_PLACES, TRIED, RestIndex
 from eagle_ray.drafters.ppm import interpolate
+from eagle_ray.storage.datastore import check_datastore, read_datastore
 
 
 def followed(texts: list[list[int]], run: list[int]) -> dict[int, int]:

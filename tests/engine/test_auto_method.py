@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from eagle_ray.build import build_engine, check_models
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.switch import SwitchDrafter

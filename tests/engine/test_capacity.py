@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from eagle_ray import build
-from eagle_ray.config import SpeculativeConfig, UnfitDevice
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.engine.capacity import (
     Capacity,
     DeviceMemory,

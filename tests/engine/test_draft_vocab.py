@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from eagle_ray.build import build_engine, build_engine_from_config, check_models
-from eagle_ray.config import ConfigError, SpeculativeConfig, load_config
+from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.models import draft_vocab
 from eagle_ray.models.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows

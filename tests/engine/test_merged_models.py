@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from eagle_ray.build import build_engine, check_models
-from eagle_ray.config import ConfigError, ModelConfig, SpeculativeConfig, load_config
+from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine

@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.template import PromptTemplate
 
 

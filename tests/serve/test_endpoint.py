@@ -18,7 +18,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import _check_port
-from eagle_ray.config import ConfigError, load_serve_config
+from eagle_ray.config import load_serve_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas

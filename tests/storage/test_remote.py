@@ -14,7 +14,8 @@ import pytest
 
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.build import download
-from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import remote
 from eagle_ray.storage.model_store import fetch_model
 from eagle_ray.storage.path import StoragePath

@@ -2,8 +2,8 @@
 
 import pytest
 
-from eagle_ray.config import ConfigError, load_config
-from eagle_ray.core.errors import RequestError
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.text.answer import ToolCall
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import ChatFormat

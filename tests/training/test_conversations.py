@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.storage.storage_errors import FileDamaged
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError, load_train_config
+from eagle_ray.config import load_train_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
 from eagle_ray.training import train_head as train_head_module
 from eagle_ray.training.train_head import train_head

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from eagle_ray.build import load_causal_lm
-from eagle_ray.config import ConfigError, ModelConfig
-from eagle_ray.core.errors import EngineError
+from eagle_ray.config import ModelConfig
+from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.models.draft_vocab import read_draft_vocab
 from eagle_ray.models.head_checkpoint import load_dflash, load_head, read_shapes
 from eagle_ray.models.loader import load_config

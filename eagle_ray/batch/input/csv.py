@@ -25,8 +25,7 @@ import pyarrow as pa
 
 from eagle_ray.batch.input.jsonl import CutLine, is_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import json_error
 from eagle_ray.requests.row_location import FIRST, RowPosition
 from eagle_ray.requests.row_schema import ROW_FIELDS

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle_ray.batch.input.files import InputFile
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.rows import UNCARRIED, InputRow
 
 BATCH_ROWS = 256

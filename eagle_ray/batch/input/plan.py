@@ -33,7 +33,8 @@ from eagle_ray.batch.input.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.input.shards import Shard, chunks_in
 from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.config import ColumnsConfig, ConfigError, InputConfig, JobConfig
+from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import ColumnPath
 from eagle_ray.requests.request_columns import PROMPTS, RequestColumns
 from eagle_ray.requests.row_location import RowLocation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from eagle_ray.batch.output.layout import RUN, SUCCESS, data_of
 from eagle_ray.batch.output.part_files import part_files
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import FileVersion, StoragePath
 
 RUN_PREFIX = "run:"

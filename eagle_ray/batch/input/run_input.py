@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 from eagle_ray.batch.input.parquet import BATCH_ROWS, arrow_rows
 from eagle_ray.batch.input.run_files import RUN_PREFIX
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import json_error
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.requests.rows import InputRow

@@ -34,8 +34,7 @@ from eagle_ray.batch.input.run_input import batches_in_run, run_schema
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.output.partitions import partition_types
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import ENCODING_BYTES, RequestError, one_line, wide_encoding
+from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.parameters import ROW_PARAMETERS
 from eagle_ray.requests.row_location import FIRST, RowPosition
 from eagle_ray.requests.rows import UNCARRIED, InputRow

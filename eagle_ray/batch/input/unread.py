@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eagle_ray.batch.input.shards import Shard, rows_in
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import ColumnPath
 from eagle_ray.requests.parameters import PARAMETER_ALIASES, ROW_PARAMETERS, has_effect, match_unsupported
 from eagle_ray.requests.row_location import RowLocation

@@ -39,8 +39,9 @@ from eagle_ray.batch.output.output_index import own_files
 from eagle_ray.batch.output.part_files import attempt_of, part_files
 from eagle_ray.batch.output.recorded_inputs import FORMAT_WITH_INPUTS, input_lists, read_inputs, write_inputs
 from eagle_ray.batch.process_id import Process
-from eagle_ray.config import ConfigError, JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.config.records import RecordKind, RunIdentity, RunRecord
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.storage_errors import remedy_of
 

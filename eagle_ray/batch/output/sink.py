@@ -22,7 +22,7 @@ from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.nested_rows import unnest
 from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 from eagle_ray.storage.storage_errors import remedy_of

@@ -23,7 +23,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.serve.batches.batch_record import BatchRecord
 from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, new_id
 from eagle_ray.serve.http_errors import ApiError

@@ -10,7 +10,7 @@ import pytest
 
 from eagle_ray.batch.input import shards
 from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.decompression import open_decompressed
 from tests.batch.input.test_plan import ids, plan
 

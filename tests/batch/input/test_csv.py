@@ -17,8 +17,7 @@ from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.input.passthrough import CSV_TEXT
 from eagle_ray.batch.input.plan import requests_of
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import RequestError
+from eagle_ray.core.errors import ConfigError, RequestError
 from tests.batch.input.test_plan import errors, ids, plan
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

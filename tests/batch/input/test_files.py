@@ -6,7 +6,7 @@ import pytest
 
 from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.job_errors import InputChanged
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input import shards
 from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of, row_settings_line
-from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
 

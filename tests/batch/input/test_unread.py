@@ -12,7 +12,7 @@ import pytest
 
 from eagle_ray.batch.input.plan import requests_of
 from eagle_ray.cli import main as cli
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import (
     NO_OP_VALUES,
     REQUEST_PARAMETERS,

@@ -13,7 +13,7 @@ from eagle_ray.batch.output.lock import lock_output
 from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, open_run, read_manifest, record_outcome
 from eagle_ray.batch.output.nested_rows import nest
 from eagle_ray.batch.output.sink import AtomicParquetSink
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
 from tests.batch.s3.proxy import Refuse
 from tests.conftest import small_job, token_rows

@@ -11,7 +11,7 @@ from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked,
 from eagle_ray.batch.output import lock
 from eagle_ray.batch.output.lock import LOCK, Lease, lock_output
 from eagle_ray.batch.signals import interruptible
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import s3
 from tests.batch.s3.proxy import IgnoreConditions, Refuse
 

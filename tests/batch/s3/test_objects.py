@@ -14,7 +14,8 @@ from eagle_ray.batch.output.layout import CACHE, RUN
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.start_cache import StartCache
-from eagle_ray.config import ConfigError, load_config
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json

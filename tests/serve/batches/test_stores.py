@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from eagle_ray.config import ConfigError
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.serve.batches import file_store, runner_lease
 from eagle_ray.serve.batches.answer_log import AnswerLog, error_answer, response_answer
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines

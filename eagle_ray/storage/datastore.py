@@ -13,8 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.config import ConfigError
-from eagle_ray.core.errors import one_line
+from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 
