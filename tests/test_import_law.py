@@ -16,11 +16,18 @@ LEVELS = [
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
     | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
     | {"text.strict_json"},
-    {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage", "text.chat_format"}
+    {"requests.columns", "requests.structured", "sampling", "storage", "text.chat_format"}
     | {"text.incremental_parser", "text.template_messages"},
-    {"config", "core.sequence", "requests.messages", "requests.response_items", "text.reasoning_parser"}
+    {
+        "config",
+        "core.sequence",
+        "requests.values",
+        "requests.messages",
+        "requests.response_items",
+        "text.reasoning_parser",
+    }
     | {"text.tool_parser", "tree"},
-    {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},
+    {"kv", "requests.parameters", "requests.template", "text.tokenizer", "text.tool_forms"},
     {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
     {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},

@@ -1,23 +1,464 @@
-"""Name the request parameters that other systems read and this one does not, and tell whether a value asks for one.
+"""The table of what a request may say: one row for each parameter, from which everything else is derived.
 
-The names are those of OpenAI's API, vLLM, SGLang, transformers and llama.cpp. Names that a data set is likely to use
-for plain data (model, user, name, system, suffix, priority) are parameters of a request alone, not of a row.
+A row is a `Parameter`: its name, the kind of its value, its default, where it may stand, and a line of prose. The rows
+of sampling are the fields of `SamplingParams`, the one class that Python's callers, readers of rows and the engine
+share. Keys of the configuration, columns of a row, fields of HTTP bodies and their OpenAPI lines, error texts and the
+tables of the documentation are made of these rows. So a parameter is added by a row here and by its arithmetic.
 
-    >>> match_unsupported("typical_p"), match_unsupported("maxTokens"), match_unsupported("category")
-    ('typical_p', 'max_tokens', None)
-    >>> has_effect("typical_p", 1), has_effect("typical_p", 0.5)
-    (False, True)
+    >>> SAMPLING["top_p"].kind.form
+    'a number above 0, at most 1 (off)'
+    >>> SamplingParams(temperature=0.8, stop="\\n").stop
+    ['\\n']
+    >>> SamplingParams(frequency=1)
+    Traceback (most recent call last):
+    ...
+    eagle_ray.core.errors.ConfigError: SamplingParams.frequency: unknown parameter. Did you mean frequency_penalty?
+
+The names are OpenAI's or else vLLM's. Rows at the end are parameters of other systems that this one does not have.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import difflib
+import functools
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from eagle_ray.requests.row_schema import ROW_FIELDS
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
+from eagle_ray.requests.values import (
+    Boolean,
+    FlagOrCount,
+    Integer,
+    JsonSchema,
+    Kind,
+    LogitBias,
+    Number,
+    ResponseFormat,
+    Text,
+    Texts,
+    TokenIds,
+    WrongValue,
+    plain_value,
+)
+from eagle_ray.text.chat_options import CHAT_NAMES
 from eagle_ray.text.strict_json import parse_json
+
+# A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
+# that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
+MAX_TEMPERATURE = 100.0
+GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
+MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; OpenAI's bound
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
+MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
+MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
+MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at each end of a text
+MAX_STOPS, MAX_ITEMS = 64, 1024  # stop strings, and words, choices or token ids, of an HTTP request
+MAX_SAMPLES = 1024  # of a row
+MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
+NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
+
+
+class Door(Enum):
+    """Where a request comes in."""
+
+    JOB = "a job's configuration and rows"
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    PYTHON = "SamplingParams"
+
+
+EVERYWHERE = frozenset(Door)
+HTTP = frozenset({Door.CHAT, Door.COMPLETIONS, Door.RESPONSES})
+
+
+class Group(Enum):
+    """What a parameter of sampling is about."""
+
+    NOISE = "which token is chosen"
+    LENGTH = "where an output ends, and how many there are"
+    RETURNED = "what an answer tells besides its text"
+    CONTROL = "adjustments of the logits by the tokens so far"
+    TEXT = "how output ids become text"
+    FORM = "what an output must be: at most one of them is set"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A row of the table.
+
+    Attributes:
+        kind: what a value must be, at the doors that `kinds` does not name.
+        default: without a value; also of null, unless null is a value of its own.
+        about: what it does, in a sentence.
+        group: of a parameter of sampling.
+        doors: where it may stand.
+        kinds: the kinds of doors that take other values.
+        is_null_a_value: whether Python's None differs from the default.
+    """
+
+    name: str
+    kind: Kind
+    default: Any = None
+    about: str = ""
+    group: Group | None = None
+    doors: frozenset[Door] = EVERYWHERE
+    kinds: Mapping[Door, Kind] = dataclasses.field(default_factory=dict)
+    is_null_a_value: bool = False
+
+    def kind_at(self, door: Door) -> Kind:
+        return self.kinds.get(door, self.kind)
+
+    def with_rule(self, rule: str) -> Parameter:
+        """Return the row with a rule of its group in what a job's and Python's values must be."""
+        null = "" if isinstance(self.kind, Boolean) else ", or null"
+        told = {
+            door: self.kind_at(door).with_form(f"{self.kind_at(door).form}{null}; {rule}")
+            for door in (Door.JOB, Door.PYTHON)
+        }
+        return dataclasses.replace(self, kinds={**self.kinds, **told})
+
+
+def parameter(
+    default: Any,
+    kind: Kind,
+    about: str,
+    group: Group,
+    http: Kind | None = None,
+    python: Kind | None = None,
+    doors: frozenset[Door] = EVERYWHERE,
+    is_null_a_value: bool = False,
+) -> Any:
+    """Return a field of SamplingParams that is a row of the table. http, python: their kinds, if they differ."""
+    kinds = {} if http is None else dict.fromkeys(HTTP, http)
+    kinds |= {} if python is None else {Door.PYTHON: python}
+    row = Parameter("", kind, default, about, group, doors, kinds, is_null_a_value)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"row": row})
+    return dataclasses.field(default=default, metadata={"row": row})
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def _checked(cls: Class) -> Class:
+    """Make a class of rows check the values that it is given: ConfigError has a line for each wrong or unknown one."""
+    make = cls.__init__  # type: ignore[misc]  # of the class itself, never of one that is derived from it
+
+    @functools.wraps(make)
+    def init(self: Any, **given: Any) -> None:
+        rows = _rows_of(cls)
+        values: dict[str, Any] = {}
+        wrong: list[str] = []
+        for name, row in rows.items():
+            try:
+                values |= {name: _python_value(row, plain_value(given[name]))} if name in given else {}
+            except WrongValue as error:
+                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}")
+        if (second := second_form(values)) is not None:
+            form = rows[second].kind_at(Door.PYTHON).form
+            wrong.append(f"{cls.__name__}.{second}: must be {form}, got {reprlib.repr(given[second])}")
+        wrong += [
+            f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}" for name in given if name not in rows
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        make(self, **values)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+def _python_value(row: Parameter, value: Any) -> Any:
+    """Return the plain value of a keyword; None is the default, unless it is a value of its own."""
+    if value is None:
+        return None if row.is_null_a_value else copy.copy(row.default)
+    return row.kind_at(Door.PYTHON).check(value)
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"
+
+
+@functools.cache
+def _rows_of(cls: type) -> Mapping[str, Parameter]:
+    """Return the rows that are a class's fields, by name."""
+    rows = {
+        field.name: dataclasses.replace(field.metadata["row"], name=field.name) for field in dataclasses.fields(cls)
+    }
+    *names, last = [name for name, row in rows.items() if row.group is Group.FORM]
+    rule = f"at most one of {', '.join(names)} and {last} is set"
+    return {name: row.with_rule(rule) if row.group is Group.FORM else row for name, row in rows.items()}
+
+
+_PENALTY = Number(-MAX_PENALTY, MAX_PENALTY, form=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off")
+_COUNTED = FlagOrCount(MAX_TOP_LOGPROBS, form="True, False, None or an integer, 0 or more")
+
+
+@_checked
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are sampled. Raises ConfigError that names each unknown or wrong parameter.
+
+    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be NumPy's or torch's,
+    and lists may be tuples, sets or arrays.
+
+    They apply in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, repetition_penalty,
+    frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p, min_p. EAGLE's reference
+    implementation applies top_p before top_k. Log-probabilities are of the target's own logits, before all of these.
+    """
+
+    temperature: float = parameter(
+        0.0,
+        Number(0, MAX_TEMPERATURE, form=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"),
+        "Logits are divided by it; 0 is greedy.",
+        Group.NOISE,
+    )
+    top_p: float = parameter(
+        1.0,
+        Number(0, 1, is_above=True, form="a number above 0, at most 1 (off)"),
+        "Sample from the smallest set of the likeliest tokens whose probability reaches it.",
+        Group.NOISE,
+    )
+    top_k: int = parameter(
+        0,
+        Integer(0, off=-1, form="an integer, 0 or -1 (off) or more"),
+        "Sample from this many of the likeliest tokens.",
+        Group.NOISE,
+    )
+    min_p: float = parameter(
+        0.0,
+        Number(0, 1, form="a number between 0 (off) and 1"),
+        "Sample from tokens at least this many times as probable as the likeliest one.",
+        Group.NOISE,
+    )
+    max_tokens: int | None = parameter(
+        256,
+        Integer(1, form="an integer, 1 or more"),
+        "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves.",
+        Group.LENGTH,
+        python=Integer(1, form="an integer, 1 or more, or None"),
+        is_null_a_value=True,
+    )
+    stop: list[str] = parameter(
+        [],
+        Texts(form="a list of strings, none of them empty"),
+        "Texts that end an output and are not part of it.",
+        Group.LENGTH,
+        http=Texts(
+            max_items=MAX_STOPS,
+            max_chars=MAX_STOP_CHARS,
+            form=f"a text or a list of at most {MAX_STOPS} texts, each of 1 to {MAX_STOP_CHARS} characters",
+        ),
+    )
+    n: int = parameter(
+        1,
+        Integer(1, MAX_SAMPLES, form=f"a number of samples per row, 1 to {MAX_SAMPLES}"),
+        "Samples of each prompt.",
+        Group.LENGTH,
+        http=Integer(1, MAX_CHOICES, form=f"a number of choices, 1 to {MAX_CHOICES}"),
+        doors=EVERYWHERE - {Door.RESPONSES},
+    )
+    seed: int | None = parameter(
+        None,
+        Integer(-(2**63), max_integer=2**64 - 1, form="a 64-bit integer"),
+        "Key of the noise. Null makes one from the run's seed, the row's id and the sample's index.",
+        Group.NOISE,
+    )
+    ignore_eos: bool = parameter(False, Boolean(), "Continue past the end-of-sequence token.", Group.LENGTH)
+    logprobs: bool | int | None = parameter(
+        False,
+        Boolean(),
+        "Return the log-probability of each output token.",
+        Group.RETURNED,
+        python=_COUNTED,
+        doors=EVERYWHERE - {Door.RESPONSES},
+    )
+    top_logprobs: int = parameter(
+        0,
+        Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"),
+        "With logprobs, also return this many of the likeliest tokens at each position.",
+        Group.RETURNED,
+        doors=EVERYWHERE - {Door.COMPLETIONS},
+    )
+    prompt_logprobs: bool | int | None = parameter(
+        False,
+        Boolean(form="true or false, with logprobs"),
+        "With logprobs, also return the prompt's log-probabilities; then none of it comes from the prefix cache.",
+        Group.RETURNED,
+        python=_COUNTED,
+        doors=frozenset({Door.JOB, Door.PYTHON}),
+    )
+    presence_penalty: float = parameter(
+        0.0, _PENALTY, "Subtracted from the logit of each token that the output has so far.", Group.CONTROL
+    )
+    frequency_penalty: float = parameter(
+        0.0, _PENALTY, "Subtracted from a token's logit as often as the output has it.", Group.CONTROL
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        Number(
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+            form=f"a number between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, 1 is off",
+        ),
+        "Divides positive logits of tokens in prompt or output, and multiplies negative ones.",
+        Group.CONTROL,
+    )
+    logit_bias: dict[int, float] = parameter(
+        {},
+        LogitBias(MAX_LOGIT_BIAS, form=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"),
+        "What is added to the logits of tokens, by token id.",
+        Group.CONTROL,
+        http=LogitBias(
+            MAX_LOGIT_BIAS,
+            form=f"an object of token ids and numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
+        ),
+    )
+    allowed_token_ids: list[int] | None = parameter(
+        None,
+        TokenIds(min_items=1, form="a list of token ids, at least one, or null for all"),
+        "The only tokens that an output may have.",
+        Group.CONTROL,
+        http=TokenIds(min_items=1, form="a list of token ids, at least one"),
+    )
+    bad_words: list[str] = parameter(
+        [],
+        Texts(form="a list of words, none of them empty"),
+        "Words that an output may not have, as the tokenizer writes them at the beginning of a text and after a space. "
+        "Other spellings are not found.",
+        Group.CONTROL,
+        http=Texts(
+            takes_one=False,
+            max_items=MAX_ITEMS,
+            form=f"a list of at most {MAX_ITEMS} texts, none of them empty",
+        ),
+    )
+    min_tokens: int = parameter(
+        0,
+        Integer(0, form="an integer, 0 (off) to max_tokens"),
+        "Output tokens before EOS, a stop token or a stop string can end the output.",
+        Group.CONTROL,
+    )
+    stop_token_ids: list[int] = parameter(
+        [],
+        TokenIds(form="a list of token ids"),
+        "Tokens that end an output and are not part of its text, with ignore_eos too.",
+        Group.LENGTH,
+        http=TokenIds(max_items=MAX_ITEMS, form=f"a list of at most {MAX_ITEMS} token ids"),
+    )
+    include_stop_str_in_output: bool = parameter(
+        False, Boolean(), "Whether the text keeps the stop string or stop token that ended it.", Group.TEXT
+    )
+    skip_special_tokens: bool = parameter(True, Boolean(), "Whether the text leaves special tokens out.", Group.TEXT)
+    json_schema: str | None = parameter(
+        None,
+        JsonSchema(form="a JSON schema, as an object or as JSON text"),
+        "A JSON schema that an output must fit.",
+        Group.FORM,
+    )
+    json_object: bool = parameter(
+        False,
+        Boolean(),
+        "Whether an output must be a JSON object.",
+        Group.FORM,
+    )
+    regex: str | None = parameter(
+        None,
+        Text(form="a regular expression"),
+        "A regular expression that an output must match.",
+        Group.FORM,
+    )
+    choice: list[str] | None = parameter(
+        None,
+        Texts(
+            min_items=1,
+            takes_one=False,
+            is_json=True,
+            form="a list of texts, none of them empty",
+        ),
+        "Texts of which an output must be one.",
+        Group.FORM,
+        http=Texts(
+            min_items=1,
+            max_items=MAX_ITEMS,
+            takes_one=False,
+            form=f"a list of 1 to {MAX_ITEMS} texts, none of them empty",
+        ),
+    )
+    grammar: str | None = parameter(
+        None,
+        Text(form="a grammar in Lark's syntax or GBNF"),
+        "A grammar in llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).",
+        Group.FORM,
+    )
+    response_format: str | None = parameter(
+        None,
+        ResponseFormat(form=f"OpenAI's {RESPONSE_FORMAT_FORM}"),
+        "OpenAI's spelling of json_object and json_schema.",
+        Group.FORM,
+        http=ResponseFormat(form=RESPONSE_FORMAT_FORM),
+        doors=EVERYWHERE - {Door.RESPONSES},
+    )
+
+    @classmethod
+    def of_checked(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters with values that a reader has checked by the table; those of others are defaults."""
+        params = object.__new__(cls)
+        for name, row in SAMPLING.items():
+            object.__setattr__(params, name, values.get(name, row.default))
+        return params
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return these parameters with another seed."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "seed", seed)
+        return changed
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return whether the output's log-probabilities are requested: by True, or by a number, 0 included."""
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Return how many of the likeliest tokens are returned at each output token."""
+        return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))
+
+    @property
+    def num_top_prompt_logprobs(self) -> int:
+        return 0 if self.prompt_logprobs is True else int(self.prompt_logprobs or 0)
+
+
+SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
+
+
+def names_in(*groups: Group) -> tuple[str, ...]:
+    """Return the names of the parameters of these groups, in the table's order."""
+    return tuple(name for name, row in SAMPLING.items() if row.group in groups)
+
+
+def second_form(values: Mapping[str, Any]) -> str | None:
+    """Return the second name, in the table's order, that says what an output must be; None if at most one does."""
+    return next(iter([name for name in names_in(Group.FORM) if values.get(name)][1:]), None)
+
 
 NoOpValues = Mapping[str, tuple[Any, ...]]
 # Parameters that have a value with which they change nothing. An absent or empty value never changes anything, but of
@@ -237,7 +678,7 @@ UNSUPPORTED_PARAMETERS = (frozenset(NO_OP_VALUES) - REQUEST_PARAMETERS) | {
     "truncation_side",
     "vllm_xargs",
 }
-ROW_PARAMETERS = frozenset(field.name for field in ROW_FIELDS)
+ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT_NAMES})
 # What to use in place of a parameter that has another name here.
 PARAMETER_ALIASES = {
     "enable_thinking": "chat_template_kwargs",

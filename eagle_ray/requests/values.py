@@ -1,0 +1,364 @@
+"""Kinds of parameter values: what a value must be, its plain form, and its types in JSON and in Arrow.
+
+A kind's `form` completes the sentence "must be ...". `check` returns the plain value of a right one and raises
+WrongValue, with the place within the value, for a wrong one. Values are strict: "3" is not 3, and true is not 1.
+
+    >>> Number(0, 1, form="a number between 0 and 1").check(1)
+    1.0
+    >>> Texts(form="a list of texts, none of them empty").check(["a", ""])
+    Traceback (most recent call last):
+    ...
+    eagle_ray.requests.values.WrongValue: must be a list of texts, none of them empty, got ''
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
+from eagle_ray.text.strict_json import JsonError, is_utf8
+
+Json = dict[str, Any]
+MAX_INTEGER = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported here
+JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
+
+
+class WrongValue(ValueError):
+    """A value is not of its kind.
+
+    Attributes:
+        form: what it must be.
+        value: the wrong part of it.
+        steps: keys and indices that lead to that part; none for the whole value.
+        reason: what a reader of JSON, a schema or a text found, if that says more than the form.
+    """
+
+    def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
+        super().__init__(f"must be {form}, got {reprlib.repr(value)}")
+        self.form, self.value, self.steps, self.reason = form, value, steps, reason
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """A kind of value. arrow: the type of its column, as `row_schema` names it."""
+
+    arrow = "string"
+
+    @property
+    @abstractmethod
+    def form(self) -> str:
+        """Return what a value must be."""
+
+    @abstractmethod
+    def check(self, value: Any) -> Any:
+        """Return the plain value. Raises WrongValue."""
+
+    @abstractmethod
+    def schema(self) -> Json:
+        """Return the JSON schema of a value in a request's body."""
+
+    def with_form(self, form: str) -> Kind:
+        """Return this kind, told in other words."""
+        return replace(self, **{"form": form})
+
+    def wrong(self, value: Any, *steps: str | int, limit: int | None = None) -> WrongValue:
+        """Return the error of a value, or of the part of it at these steps; limit: the bound that it exceeds."""
+        return WrongValue(self.form if limit is None else f"{self.form}, at most {limit}", value, steps)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number in a closed interval; is_above: above `low`."""
+
+    low: float
+    high: float
+    form: str = ""
+    is_above: bool = False
+    arrow = "float64"
+
+    def check(self, value: Any) -> float:
+        is_right = is_number(value) and self.low <= value <= self.high  # not so for NaN
+        if not is_right or (self.is_above and value == self.low):
+            raise self.wrong(value)
+        return float(value)
+
+    def schema(self) -> Json:
+        lowest = "exclusiveMinimum" if self.is_above else "minimum"
+        return {"type": "number", lowest: self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """An integer from `low`. high: a bound that the form names. off: another value that is `low`."""
+
+    low: int
+    high: int | None = None
+    form: str = ""
+    off: int | None = None
+    max_integer: int = MAX_INTEGER
+    arrow = "int64"
+
+    def check(self, value: Any) -> int:
+        if is_integer(value) and value == self.off:
+            return self.low
+        if not is_integer(value) or value < self.low or (self.high is not None and value > self.high):
+            raise self.wrong(value)
+        if value > self.max_integer:
+            raise self.wrong(value, limit=self.max_integer)
+        return int(value)
+
+    def schema(self) -> Json:
+        lowest = self.low if self.off is None else min(self.low, self.off)
+        if self.high is not None:
+            return {"type": "integer", "minimum": lowest, "maximum": self.high}
+        return {"type": "integer", "minimum": lowest, "exclusiveMaximum": self.max_integer + 1}
+
+
+@dataclass(frozen=True)
+class Boolean(Kind):
+    form: str = "true or false"
+    arrow = "bool"
+
+    def check(self, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> Json:
+        return {"type": "boolean"}
+
+
+@dataclass(frozen=True)
+class FlagOrCount(Kind):
+    """True or False, or a number of the likeliest tokens: how vLLM's Python API asks for log-probabilities."""
+
+    high: int
+    form: str = ""
+
+    def check(self, value: Any) -> bool | int:
+        if isinstance(value, bool):
+            return value
+        if not is_integer(value) or not 0 <= value <= self.high:
+            raise self.wrong(value)
+        return int(value)
+
+    def schema(self) -> Json:
+        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": self.high}]}
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """A text that is not empty. max_chars: None for no limit."""
+
+    form: str = ""
+    max_chars: int | None = None
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str) or not value or not is_utf8(value):
+            raise self.wrong(value)
+        if self.max_chars is not None and len(value) > self.max_chars:
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> Json:
+        longest = {} if self.max_chars is None else {"maxLength": self.max_chars}
+        return {"type": "string", "minLength": 1} | longest
+
+
+@dataclass(frozen=True)
+class Texts(Kind):
+    """A list of texts, none of them empty; one text is a list of one.
+
+    Attributes:
+        is_json: a text that begins like a JSON list is one, as in CSV files, and no text is a list of one.
+        takes_one: whether a text alone is taken.
+    """
+
+    form: str = ""
+    min_items: int = 0
+    max_items: int | None = None
+    max_chars: int | None = None
+    takes_one: bool = True
+    is_json: bool = False
+    arrow = "list<string>"
+
+    def check(self, value: Any) -> list[str]:
+        value = self._as_list(value)
+        if not isinstance(value, list) or len(value) < self.min_items:
+            raise self.wrong(value)
+        if self.max_items is not None and len(value) > self.max_items:
+            raise self.wrong(value)
+        item_kind = Text(self.form, self.max_chars)
+        for i, item in enumerate(value):
+            try:
+                item_kind.check(item)
+            except WrongValue:
+                raise self.wrong(item, i) from None
+        return value
+
+    def _as_list(self, value: Any) -> Any:
+        if self.is_json:
+            try:
+                return choice_list(value)
+            except (JsonError, json.JSONDecodeError) as error:
+                raise WrongValue(self.form, value, reason=str(error)) from None
+        return [value] if isinstance(value, str) and self.takes_one else value
+
+    def schema(self) -> Json:
+        item = Text(self.form, self.max_chars).schema()
+        lengths = {"minItems": self.min_items} if self.min_items else {}
+        lengths |= {} if self.max_items is None else {"maxItems": self.max_items}
+        texts = {"type": "array", "items": item} | lengths
+        return {"anyOf": [item, texts]} if self.takes_one else texts
+
+
+@dataclass(frozen=True)
+class TokenIds(Kind):
+    form: str = ""
+    min_items: int = 0
+    max_items: int | None = None
+    arrow = "list<int64>"
+
+    def check(self, value: Any) -> list[int]:
+        if not isinstance(value, list) or len(value) < self.min_items:
+            raise self.wrong(value)
+        if self.max_items is not None and len(value) > self.max_items:
+            raise self.wrong(value)
+        for i, token in enumerate(value):
+            if not is_integer(token) or token < 0:
+                raise self.wrong(token, i)
+            if token > MAX_TOKEN_ID:
+                raise self.wrong(token, i, limit=MAX_TOKEN_ID)
+        return value
+
+    def schema(self) -> Json:
+        item = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_TOKEN_ID + 1}
+        lengths = {"minItems": self.min_items} if self.min_items else {}
+        lengths |= {} if self.max_items is None else {"maxItems": self.max_items}
+        return {"type": "array", "items": item} | lengths
+
+
+@dataclass(frozen=True)
+class LogitBias(Kind):
+    """Numbers by token id. JSON has texts, such as "17", for token ids."""
+
+    max_bias: float
+    form: str = ""
+    arrow = "map<int64, float64>"
+
+    def check(self, value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise self.wrong(value)
+        checked: dict[int, float] = {}
+        for key, bias in value.items():
+            token = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
+            if not is_integer(token) or not 0 <= token <= MAX_TOKEN_ID:
+                raise self.wrong(key, str(key))
+            if not is_number(bias) or not math.fabs(bias) <= self.max_bias:
+                raise self.wrong(bias, str(key))
+            checked[int(token)] = float(bias)
+        return checked
+
+    def schema(self) -> Json:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -self.max_bias, "maximum": self.max_bias},
+        }
+
+
+@dataclass(frozen=True)
+class JsonSchema(Kind):
+    """A JSON schema, as an object or as JSON text; it is kept as text, whose order of keys is that of the output."""
+
+    form: str = ""
+
+    def check(self, value: Any) -> str:
+        return _json_text(self, schema_text, value)
+
+    def schema(self) -> Json:
+        return {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
+
+
+@dataclass(frozen=True)
+class ResponseFormat(Kind):
+    """OpenAI's response_format, as an object or as JSON text; it is kept as text."""
+
+    form: str = ""
+
+    def check(self, value: Any) -> str:
+        return _json_text(self, response_format_text, value)
+
+    def schema(self) -> Json:
+        any_schema: Json = {"type": ["object", "boolean"]}
+        labels: Json = {"name": {}, "description": {}, "strict": {}}  # they say nothing of an answer
+        return {
+            "anyOf": [
+                _format_schema("text"),
+                _format_schema("json_object"),
+                _format_schema("json_object", schema={"type": "object"}),
+                _format_schema("json_schema", schema=any_schema, **labels),
+                _format_schema("json_schema", json_schema=object_schema(schema=any_schema, type={}, **labels)),
+                JSON_TEXT,
+            ]
+        }
+
+
+def _json_text(kind: Kind, text_of: Any, value: Any) -> str:
+    """Return the JSON text of a value. An error of the JSON itself is the reason of the WrongValue."""
+    try:
+        return str(text_of(value))
+    except (JsonError, json.JSONDecodeError) as error:
+        raise WrongValue(kind.form, value, reason=str(error)) from None
+    except ValueError:
+        raise kind.wrong(value) from None
+
+
+def object_schema(**properties: Json) -> Json:
+    """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
+    required = [name for name, schema in properties.items() if schema]
+    others = {"type": "null"}
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": others}
+
+
+def _format_schema(format_type: str, **properties: Json) -> Json:
+    """Return the JSON schema of a response_format of this type."""
+    return object_schema(type={"const": format_type}, **properties)
+
+
+def plain_value(value: Any) -> Any:
+    """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
+
+    What pandas has for a missing value, which compares with nothing, is None.
+    """
+    if type(value).__name__ in PANDAS_NULLS:
+        return None
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain_key(key): plain_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        is_plain = set(map(type, value)) <= {int, float, str}
+        return list(value) if is_plain else [plain_value(inner) for inner in value]
+    return value
+
+
+def _plain_key(key: Any) -> Any:
+    """Return a key's plain value; a tuple or a set as it is, since a list is no key."""
+    return key if isinstance(key, tuple | frozenset) else plain_value(key)
