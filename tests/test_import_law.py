@@ -14,10 +14,10 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVELS = [
     {"core.acceptance_stats", "core.async_copy", "core.errors", "core.graph_protocol", "core.slot_limits"}
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
-    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
+    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options"}
     | {"text.strict_json"},
     {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage", "text.chat_format"}
-    | {"text.incremental_parser", "text.template_messages"},
+    | {"text.incremental_parser"},
     {"config", "core.sequence", "requests.messages", "requests.response_items", "text.reasoning_parser"}
     | {"text.tool_parser", "tree"},
     {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},

@@ -42,7 +42,7 @@ from eagle_ray.requests.sampling_limits import (
     STRUCTURED_KEYS,
 )
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM, choice_list, response_format_text, schema_text
-from eagle_ray.text.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
     CHOICE_FORM,
     KWARGS_FORM,
@@ -51,7 +51,6 @@ from eagle_ray.text.chat_options import (
     check_template_kwargs,
     check_tools,
 )
-from eagle_ray.text.chat_templates import NAMES
 from eagle_ray.text.strict_json import JsonError
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
@@ -174,7 +173,7 @@ class ModelConfig(StrictModel):
         "has room (with kv_tokens null: at most 4096)",
     )
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
     )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"

@@ -20,12 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
-from eagle_ray.text.chat_format import TOOL_PARSERS, ChatFormat
+from eagle_ray.text.chat_format import TEMPLATE_NAMES, TOOL_PARSERS, ChatFormat, template_path, unread_arguments
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.chat_templates import NAMES, template_path
 from eagle_ray.text.incremental_parser import num_begun
 from eagle_ray.text.reasoning_parser import CLOSE
-from eagle_ray.text.template_messages import unread_arguments
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
@@ -213,7 +211,7 @@ class Tokenizer:
             raise RequestError(
                 "no_chat_template",
                 "messages need a chat template and the target has none: give a prompt, or set model.chat_template to "
-                f"{', '.join(NAMES)} or a Jinja file",
+                f"{', '.join(TEMPLATE_NAMES)} or a Jinja file",
             )
         self._check_tools(options)
         try:

@@ -13,8 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.core.errors import EngineError, RequestError
-from eagle_ray.text.chat_templates import NAMES
-from eagle_ray.text.template_messages import template_message
+from eagle_ray.text.chat_format import TEMPLATE_NAMES, template_message
 from eagle_ray.text.tokenizer import MAX_CHARS_PER_TOKEN, REPLACEMENT_CHAR, ChatTemplateError, TextOptions, Tokenizer
 from tests.helpers.tokenizers import LFS_POINTER, SPECIAL, write_tokenizer
 
@@ -188,7 +187,7 @@ def test_templates_by_name_say_what_their_targets_were_trained_on(directory, nam
     assert text.encode_chat(messages).count(BOS) == spelled.count("<|bos|>")  # as tokens, and no further one
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
 @pytest.mark.parametrize("messages", [TURNS[1:], [*HI, *HI], [*HI, SYSTEM], [{"role": "tool", "content": "x"}]])
 def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, messages):
     with pytest.raises(RequestError, match="user and assistant take turns") as error:
@@ -197,7 +196,7 @@ def test_templates_by_name_refuse_what_their_targets_never_saw(directory, name, 
 
 
 def test_the_names_are_those_of_the_files():
-    assert set(NAMES) == SPELLED.keys()
+    assert set(TEMPLATE_NAMES) == SPELLED.keys()
 
 
 def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
