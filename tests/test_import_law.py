@@ -18,8 +18,8 @@ LEVELS = [
     | {"text.strict_json"},
     {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage", "text.chat_format"}
     | {"text.incremental_parser"},
-    {"config", "core.sequence", "requests.messages", "requests.response_items", "text.reasoning_parser"}
-    | {"text.tool_parser", "tree"},
+    {"config", "core.sequence", "requests.messages", "requests.response_items", "text.output_text"}
+    | {"text.reasoning_parser", "text.tool_parser", "tree"},
     {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},
     {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
     {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
