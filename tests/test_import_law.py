@@ -16,13 +16,13 @@ LEVELS = [
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
     | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options"}
     | {"text.strict_json"},
-    {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage", "text.chat_format"}
-    | {"text.incremental_parser"},
+    {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage"}
+    | {"text.chat_format", "text.incremental_parser"},
     {"config", "core.sequence", "requests.messages", "requests.response_items", "text.output_text"}
-    | {"text.reasoning_parser", "text.tool_parser", "tree"},
-    {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},
-    {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
-    {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
+    | {"text.reasoning_parser", "text.tool_grammar", "text.tool_parser", "tree"},
+    {"kv", "requests.sampling_values", "requests.template", "text.tokenizer", "text.tool_forms"},
+    {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser"},
+    {"models", "requests.chat_rows", "requests.rows"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
     {"planner", "requests.output_rows"},
     {"engine", "registry"},

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from eagle_ray.text.answer import Answer, ChatEvent, answer_of
-from eagle_ray.text.chat_format import ChatFormat
+from eagle_ray.text.chat_format import ChatFormat, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.reasoning_parser import CLOSE, OPEN, ReasoningParser, ReasoningStart
+from eagle_ray.text.reasoning_parser import ReasoningParser
 from eagle_ray.text.tool_forms import HermesParser, Llama3JsonParser, MistralParser
 from eagle_ray.text.tool_parser import ToolParser
 
@@ -77,14 +77,3 @@ class AnswerParser:
 def parse_answer(text: str, parser: AnswerParser) -> Answer:
     """Return the answer that a whole text is."""
     return answer_of([*parser.feed(text), *parser.end()])
-
-
-def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
-    """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
-
-    A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for enable_thinking: false.
-    """
-    end = prompt_end.rstrip()
-    if reasoning_parser is None or end.endswith(CLOSE):
-        return "none"
-    return "inside" if reasoning_parser == "deepseek_r1" or end.endswith(OPEN) else "optional"

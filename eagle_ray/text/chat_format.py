@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from eagle_ray.text.answer import ToolCall
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
@@ -29,14 +29,20 @@ TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 # Special tokens that a tokenizer leaves out of a text, and that parsers must see.
 MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    "qwen3": ("<think>", "</think>"),
-    "deepseek_r1": ("<think>", "</think>"),
+    "hermes": (TOOL_OPEN, TOOL_CLOSE),
+    "llama3_json": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
+    "qwen3": (THINK_OPEN, THINK_CLOSE),
+    "deepseek_r1": (THINK_OPEN, THINK_CLOSE),
 }
+ReasoningStart = Literal["none", "inside", "optional"]
+"""How an answer begins: without reasoning, inside of it, or with a marker that may open it."""
 _OTHER_FORMS = ("<function=", "<arg_key>")  # Qwen3-Coder's and GLM's calls, within <tool_call> too
 _BLOCK = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -109,19 +115,30 @@ def _named(name: str) -> str | None:
 def _tool_parser_of(template: str) -> str | None:
     if any(mark in template for mark in _OTHER_FORMS):
         return None
-    if "[TOOL_CALLS]" in template:
+    if TOOL_CALLS in template:
         return "mistral"
-    if "<tool_call>" in template:
+    if TOOL_OPEN in template:
         return "hermes"
     is_llama_3 = "<|start_header_id|>" in template and '"parameters"' in template
-    return "llama3_json" if is_llama_3 or "<|python_tag|>" in template else None
+    return "llama3_json" if is_llama_3 or PYTHON_TAG in template else None
 
 
 def _reasoning_parser_of(template: str) -> str | None:
     """A template that only closes reasoning, to leave it out of earlier turns, is of a model that writes no opening."""
-    if "<think>" in template:
+    if THINK_OPEN in template:
         return "qwen3"
-    return "deepseek_r1" if "</think>" in template else None
+    return "deepseek_r1" if THINK_CLOSE in template else None
+
+
+def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
+    """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
+
+    A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for enable_thinking: false.
+    """
+    end = prompt_end.rstrip()
+    if reasoning_parser is None or end.endswith(THINK_CLOSE):
+        return "none"
+    return "inside" if reasoning_parser == "deepseek_r1" or end.endswith(THINK_OPEN) else "optional"
 
 
 def template_path(chosen: str) -> Path:

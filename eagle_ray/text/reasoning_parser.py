@@ -9,13 +9,8 @@ Newlines right before and after a marker belong to it. A text that ends within t
 
 from __future__ import annotations
 
-from typing import Literal
-
+from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN
 from eagle_ray.text.incremental_parser import IncrementalParser, Step
-
-OPEN, CLOSE = "<think>", "</think>"
-ReasoningStart = Literal["none", "inside", "optional"]
-"""How an answer begins: without reasoning, inside of it, or with a marker that may open it."""
 
 
 class ReasoningParser(IncrementalParser):
@@ -30,7 +25,7 @@ class ReasoningParser(IncrementalParser):
         if is_marked or self._starts_inside:
             self._consume()
             self._drops_newlines = True
-            if (yield from self._pass_until(CLOSE, "reasoning")):
+            if (yield from self._pass_until(THINK_CLOSE, "reasoning")):
                 self._consume()
                 self._drops_newlines = True
         while True:
@@ -40,7 +35,7 @@ class ReasoningParser(IncrementalParser):
     def _begins_with_marker(self) -> Step[bool]:
         """Return whether the text begins with the marker, after white space. _pos is after it then."""
         start = yield from self._next_character()
-        if start == OPEN[0] and (yield from self._skip(OPEN)):
+        if start == THINK_OPEN[0] and (yield from self._skip(THINK_OPEN)):
             return True
         self._pos = 0
         return False

@@ -18,10 +18,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
-from eagle_ray.text.chat_format import TEMPLATE_NAMES, TOOL_PARSERS, ChatFormat, template_path, unread_arguments
+from eagle_ray.text.chat_format import (
+    TEMPLATE_NAMES,
+    THINK_CLOSE,
+    TOOL_PARSERS,
+    ChatFormat,
+    template_path,
+    unread_arguments,
+)
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.text.output_text import DEFAULT_TEXT, DecodeStream, StopCheck, StopPlace, StopSearch, TextOptions
-from eagle_ray.text.reasoning_parser import CLOSE
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
@@ -98,12 +104,13 @@ class Tokenizer:
 
     def reasoning_end_id(self) -> int:
         """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
-        ids = self._tokenizer.encode(CLOSE, add_special_tokens=False)
+        ids = self._tokenizer.encode(THINK_CLOSE, add_special_tokens=False)
         if len(ids) > 1:
-            message = (
-                f"the target writes {CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. Set"
+            raise RequestError(
+                "invalid_sampling",
+                f"the target writes {THINK_CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. "
+                "Set model.reasoning_parser to none",
             )
-            raise RequestError("invalid_sampling", f"{message} model.reasoning_parser to none")
         return int(ids[0])
 
     def special_marker_ids(self) -> dict[str, int]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import re
 
+from eagle_ray.text.chat_format import PYTHON_TAG, TOOL_CALLS, TOOL_CLOSE, TOOL_OPEN
 from eagle_ray.text.incremental_parser import Step
 from eagle_ray.text.tool_parser import ToolParser
 
-TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
 _NOT_IN_NAME = re.compile(r"[^\w.\-\[\]\s]")
 MAX_NAME_CHARS = 200  # between [TOOL_CALLS] and its arguments; names of tools have at most 64
