@@ -19,10 +19,10 @@ LEVELS = [
     {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage"}
     | {"text.chat_format", "text.incremental_parser"},
     {"config", "core.sequence", "requests.messages", "requests.response_items", "text.output_text"}
-    | {"text.reasoning_parser", "text.tool_grammar", "text.tool_parser", "tree"},
-    {"kv", "requests.sampling_values", "requests.template", "text.tokenizer", "text.tool_forms"},
-    {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser"},
-    {"models", "requests.chat_rows", "requests.rows"},
+    | {"text.tool_grammar", "text.tool_parser", "tree"},
+    {"kv", "requests.sampling_values", "requests.template", "text.tokenizer"},
+    {"attention", "core.decode_batch", "requests.chat_rows", "requests.request_columns"},
+    {"models", "requests.rows"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
     {"planner", "requests.output_rows"},
     {"engine", "registry"},

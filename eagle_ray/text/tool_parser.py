@@ -1,32 +1,83 @@
-"""ToolParser: find tool calls in the content of an answer, and pass everything else on as content.
+"""AnswerParser: split the text of an answer into reasoning, content and tool calls, as it grows or at once.
 
-    >>> parser = HermesParser({"add"})
-    >>> parser.feed('Adding.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>') + parser.end()
-    [ChatEvent('content', 'Adding.'), ChatEvent('call', 'add', 0), ChatEvent('arguments', '{"a": 1}', 0)]
+    >>> chat_format = ChatFormat("hermes", "qwen3")
+    >>> parse_answer("<think>\\nHm.\\n</think>\\n\\nFour.", AnswerParser.of(chat_format, NO_OPTIONS, ""))
+    Answer(content='Four.', reasoning='Hm.', calls=())
+
+Newlines right before and after a marker belong to it. A text that ends within the reasoning has no content.
 
 A call is an object with the name of one of the request's tools and an object of arguments. It is told as soon as its
 name is certain, and its arguments as they come. Anything else that begins like a call is content, character for
 character. If only the end shows that a call is none, a broken event takes it back.
+
+The forms in which models write tool calls have the names that vLLM has for them:
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>             Hermes 2, Qwen 2.5, Qwen 3
+    llama3_json   {"name": "add", "parameters": {"a": 1}}; {...}    or after <|python_tag|> Llama 3.1, 3.2, 3.3
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {...}]               Mistral
+                  [TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]...    or without [ARGS]         Mistral since 2025
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
+from eagle_ray.text.answer import Answer, ChatEvent, answer_of
+from eagle_ray.text.chat_format import (
+    PYTHON_TAG,
+    THINK_CLOSE,
+    THINK_OPEN,
+    TOOL_CALLS,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+    ChatFormat,
+    reasoning_at,
+)
+from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.incremental_parser import IncrementalParser, ObjectScanner, Step
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 MAX_HEAD_CHARS = 1000  # of what stands before the arguments, in a call that is told before it is whole
-NO_ARGUMENTS = "{}"
+_NAME = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
+_NOT_IN_NAME = re.compile(r"[^\w.\-\[\]\s]")
+MAX_NAME_CHARS = 200  # between [TOOL_CALLS] and its arguments; names of tools have at most 64
+
+
+class ReasoningParser(IncrementalParser):
+    """Splits reasoning off. starts_inside: the prompt ends with the opening marker, or the model writes none."""
+
+    def __init__(self, starts_inside: bool):
+        super().__init__()
+        self._starts_inside = starts_inside
+
+    def _parse(self) -> Step[None]:
+        is_marked = yield from self._begins_with_marker()
+        if is_marked or self._starts_inside:
+            self._consume()
+            self._drops_newlines = True
+            if (yield from self._pass_until(THINK_CLOSE, "reasoning")):
+                self._consume()
+                self._drops_newlines = True
+        while True:
+            self._pass("content", len(self._text))
+            yield
+
+    def _begins_with_marker(self) -> Step[bool]:
+        """Return whether the text begins with the marker, after white space. _pos is after it then."""
+        start = yield from self._next_character()
+        if start == THINK_OPEN[0] and (yield from self._skip(THINK_OPEN)):
+            return True
+        self._pos = 0
+        return False
 
 
 class ToolParser(IncrementalParser):
-    """tool_names: the tools that may be called. A call of another one is content."""
+    """Finds tool calls in content. tool_names: the tools that may be called. A call of another one is content."""
 
     def __init__(self, tool_names: Collection[str]):
         super().__init__()
@@ -159,3 +210,147 @@ def _loads(text: str) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+class HermesParser(ToolParser):
+    def _parse(self) -> Step[None]:
+        while (yield from self._pass_until(TOOL_OPEN, "content")):
+            is_object = (yield from self._next_character()) == "{"
+            if not (is_object and (yield from self._object_call())):
+                self._as_content()
+                continue
+            yield from self._skip(TOOL_CLOSE)
+            self._end_call()
+
+
+class Llama3JsonParser(ToolParser):
+    """Without the tag, calls are read at the beginning of the answer only."""
+
+    def _parse(self) -> Step[None]:
+        if (yield from self._next_character()) == "{":
+            yield from self._objects()
+        else:
+            self._pos = 0
+        while (yield from self._pass_until(PYTHON_TAG, "content")):
+            yield from self._objects()
+
+    def _objects(self) -> Step[None]:
+        """Read calls with semicolons between them. The first that is none is content."""
+        while True:
+            is_object = (yield from self._next_character()) == "{"
+            if not (is_object and (yield from self._object_call())):
+                self._as_content()
+                return
+            self._end_call()
+            if not (yield from self._skip(";")):
+                return
+
+
+class MistralParser(ToolParser):
+    def _parse(self) -> Step[None]:
+        while (yield from self._pass_until(TOOL_CALLS, "content")):
+            if (yield from self._next_character()) == "[":
+                self._pos += 1
+                yield from self._list()
+            else:
+                yield from self._named_call()
+
+    def _list(self) -> Step[None]:
+        """Read a list of calls, after its bracket. The first that is none is content, and the rest with it."""
+        while True:
+            is_object = (yield from self._next_character()) == "{"
+            if not (is_object and (yield from self._object_call())):
+                self._as_content()
+                return
+            self._end_call()
+            if not (yield from self._skip(",")):
+                break
+        yield from self._skip("]")
+        self._end_call()
+
+    def _named_call(self) -> Step[None]:
+        name = yield from self._name()
+        if name is None or not (yield from self._arguments_call(name)):
+            self._as_content()
+            return
+        self._end_call()
+
+    def _name(self) -> Step[str | None]:
+        """Return the name before an object of arguments, which begins at _pos then; None if no such name follows."""
+        start = self._pos
+        while True:
+            found = _NOT_IN_NAME.search(self._text, start)
+            end = len(self._text) if found is None else found.start()
+            if found is not None or self._is_final or end - start > MAX_NAME_CHARS:
+                break
+            yield
+        if found is None or found[0] != "{" or end - start > MAX_NAME_CHARS:
+            return None
+        named = _NAME.fullmatch(self._text, start, end)
+        if named is None:
+            return None
+        self._pos = end
+        return named["name"]
+
+
+_TOOL_PARSERS: dict[str, Callable[[Collection[str]], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+
+
+class AnswerParser:
+    """The parsers that one answer goes through. is_parallel: keep every call, not only the first."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, is_parallel: bool = True):
+        self._reasoning, self._tools = reasoning, tools
+        self._is_parallel = is_parallel
+        self._only_call: int | None = None
+
+    @classmethod
+    def of(cls, chat_format: ChatFormat, options: ChatOptions, prompt_end: str) -> AnswerParser:
+        """Return a new parser for one answer. prompt_end: the last characters of the prompt, markers included."""
+        reasoning = tools = None
+        if chat_format.reasoning_parser is not None:
+            is_inside = reasoning_at(chat_format.reasoning_parser, prompt_end) == "inside"
+            reasoning = ReasoningParser(is_inside)
+        if options.has_tools and chat_format.tool_parser is not None:
+            tools = _TOOL_PARSERS[chat_format.tool_parser](options.callable_names)
+        return cls(reasoning, tools, options.parallel_tool_calls)
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """Return the events that are certain after a further piece of the text."""
+        events = [ChatEvent("content", text)] if self._reasoning is None else self._reasoning.feed(text)
+        return list(self._kept(self._with_calls(events)))
+
+    def end(self) -> list[ChatEvent]:
+        """Return the remaining events, once the text is whole."""
+        events = self._with_calls([] if self._reasoning is None else self._reasoning.end())
+        if self._tools is not None:
+            events += self._tools.end()
+        return list(self._kept(events))
+
+    def _with_calls(self, events: list[ChatEvent]) -> list[ChatEvent]:
+        if self._tools is None:
+            return events
+        found = [self._tools.feed(event.text) if event.kind == "content" else [event] for event in events]
+        return [event for part in found for event in part]
+
+    def _kept(self, events: Iterable[ChatEvent]) -> Iterable[ChatEvent]:
+        for event in events:
+            if self._is_parallel or event.kind in ("content", "reasoning") or self._is_only_call(event):
+                yield event
+
+    def _is_only_call(self, event: ChatEvent) -> bool:
+        if self._only_call is None:
+            self._only_call = event.index
+        is_kept = event.index == self._only_call
+        if is_kept and event.kind == "broken":
+            self._only_call = None
+        return is_kept
+
+
+def parse_answer(text: str, parser: AnswerParser) -> Answer:
+    """Return the answer that a whole text is."""
+    return answer_of([*parser.feed(text), *parser.end()])
