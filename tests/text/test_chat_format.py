@@ -4,9 +4,9 @@ import pytest
 
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.text.answer import ToolCall
 from eagle_ray.text.chat_format import ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.incremental_parser import ToolCall
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.text.tool_parser import AnswerParser, parse_answer
 from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
