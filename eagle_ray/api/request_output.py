@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.text.incremental_parser import Answer
+from eagle_ray.text.answer import Answer
 from eagle_ray.text.tokenizer import Tokenizer
 
 

@@ -38,7 +38,7 @@ from eagle_ray.serve.responses import (
     whole_usage,
 )
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
-from eagle_ray.text.incremental_parser import ChatEvent
+from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.tokenizer import Tokenizer
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from eagle_ray.text.incremental_parser import ToolCall
+from eagle_ray.text.answer import ToolCall
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 _TEMPLATES = Path(__file__).parent.parent / "assets" / "templates"

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+from eagle_ray.text.answer import Answer, ChatEvent, ToolCall, answer_of, merged
+from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import REASONING_PARSERS, TOOL_PARSERS, ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.incremental_parser import Answer, ChatEvent, ToolCall, answer_of, merged
-from eagle_ray.text.tool_parser import AnswerParser, parse_answer
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "get.weather", "f")]
 OPTIONS = ChatOptions.of({"tools": TOOLS})

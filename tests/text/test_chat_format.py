@@ -4,11 +4,11 @@ import pytest
 
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.text.answer import ToolCall
+from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.incremental_parser import ToolCall
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.text.tool_parser import AnswerParser, parse_answer
 from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.helpers.tokenizers import TEMPLATE, special_tokenizer, write_tokenizer
 

@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Tokenizer
 from eagle_ray.build import ASSETS
 from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import TOOL_PARSERS, ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.tool_grammar import needs_grammar, tool_grammar
-from eagle_ray.text.tool_parser import AnswerParser, parse_answer
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1600, 4

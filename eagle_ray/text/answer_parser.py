@@ -25,6 +25,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
+from eagle_ray.text.answer import Answer, ChatEvent, IncrementalParser, ObjectScanner, Step, answer_of
 from eagle_ray.text.chat_format import (
     PYTHON_TAG,
     THINK_CLOSE,
@@ -36,7 +37,6 @@ from eagle_ray.text.chat_format import (
     reasoning_at,
 )
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.incremental_parser import Answer, ChatEvent, IncrementalParser, ObjectScanner, Step, answer_of
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
