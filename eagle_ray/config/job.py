@@ -36,7 +36,7 @@ from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
 from eagle_ray.requests.parameters import SAMPLING, Door, Group, Parameter, names_in, second_form
 from eagle_ray.requests.values import WrongValue
-from eagle_ray.text.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
     CHOICE_FORM,
     KWARGS_FORM,
@@ -45,7 +45,6 @@ from eagle_ray.text.chat_options import (
     check_template_kwargs,
     check_tools,
 )
-from eagle_ray.text.chat_templates import NAMES
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -148,7 +147,7 @@ class ModelConfig(StrictModel):
         "has room (with kv_tokens null: at most 4096)",
     )
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
     )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"
