@@ -16,18 +16,13 @@ LEVELS = [
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
     | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
     | {"text.strict_json"},
-    {"requests.columns", "requests.structured", "sampling", "storage", "text.chat_format"}
+    {"requests.columns", "requests.structured", "storage", "text.chat_format"}
     | {"text.incremental_parser", "text.template_messages"},
-    {
-        "config",
-        "core.sequence",
-        "requests.values",
-        "requests.messages",
-        "requests.response_items",
-        "text.reasoning_parser",
-    }
-    | {"text.tool_parser", "tree"},
-    {"kv", "requests.parameters", "requests.template", "text.tokenizer", "text.tool_forms"},
+    {"requests.values"},
+    {"requests.parameters"},
+    {"config", "sampling", "requests.messages", "requests.response_items", "text.reasoning_parser", "text.tool_parser"},
+    {"core.sequence", "text.tokenizer", "tree"},
+    {"kv", "requests.template", "text.tool_forms"},
     {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
     {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
@@ -50,7 +45,8 @@ HEAVY = {
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
-NO_TORCH = ["config", "report", "storage", "requests/row_schema.py", "batch/output/sink.py"]
+NO_TORCH = ["config", "report", "storage", "batch/output/sink.py"]
+NO_TORCH += [f"requests/{name}.py" for name in ("parameters", "row_schema", "values")]
 
 
 def package(path: Path) -> str:
