@@ -14,14 +14,12 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVELS = [
     {"core.acceptance_stats", "core.async_copy", "core.errors", "core.graph_protocol", "core.slot_limits"}
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
-    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options"}
-    | {"text.strict_json"},
+    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.strict_json"},
     {"requests.columns", "requests.parameters", "requests.structured", "sampling", "storage"}
     | {"text.chat_format", "text.output_text"},
-    {"config", "core.sequence", "requests.messages", "requests.response_items", "text.answer_parser"}
-    | {"text.tokenizer", "text.tool_grammar", "tree"},
-    {"kv", "requests.chat_rows", "requests.sampling_values", "requests.template"},
-    {"attention", "core.decode_batch", "requests.request_columns"},
+    {"core.sequence", "requests.messages", "requests.response_items", "text.chat_options", "tree"},
+    {"config", "kv", "requests.sampling_values", "requests.template", "text.answer_parser", "text.tokenizer"},
+    {"attention", "core.decode_batch", "requests.chat_rows", "requests.request_columns"},
     {"models", "requests.rows"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
     {"planner", "requests.output_rows"},

@@ -18,9 +18,8 @@ from eagle_ray.requests.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_K
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.text.chat_format import ChatFormat, reasoning_at
-from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tool_grammar import needs_grammar, tool_grammar
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
 GRAMMAR_NAMES = STRUCTURED_KEYS
