@@ -238,9 +238,10 @@ class Doors:
             requests[int(sequence.request_id.partition("/")[0])][0].sequences.append(sequence)
         for row in output:
             answered, request = requests[int(row["request_id"])]
-            answered.body.append(row | {"request_id": request["request_id"]})
-            if row["status"] == "error":
-                answered.refusal = f"{row['error_code']}: {self._without_place(row['error_message'])}"
+            message = None if row["error_message"] is None else self._without_place(row["error_message"])
+            answered.body.append(row | {"request_id": request["request_id"], "error_message": message})
+            if message is not None:
+                answered.refusal = f"{row['error_code']}: {message}"
 
     def _without_place(self, text: str) -> str:
         text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)
