@@ -18,7 +18,7 @@ from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.parameters import has_effect, match_unsupported
+from eagle_ray.requests.refused import has_effect, match_unsupported
 from eagle_ray.requests.request_columns import RequestColumns
 from eagle_ray.requests.row_location import RowLocation, RowPosition
 from eagle_ray.requests.row_schema import REQUEST
