@@ -33,7 +33,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.report.batch_output import line_of
-from eagle_ray.requests.parameters import SAMPLING
+from eagle_ray.requests.parameters import SAMPLING, Group
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
@@ -259,19 +259,15 @@ def silent_log() -> Iterator[None]:
 
 
 def described(sequence: EngineSequence) -> dict[str, Any]:
-    """Return the sampling values of a sequence that are not at their defaults."""
-    return _fields(sequence.sampling)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner):
-            nested = _fields(inner)
-            found |= {field.name: nested} if field.name == "grammar" else nested
-        elif field.default is dataclasses.MISSING or inner != field.default:
-            found[field.name] = inner
+    """Return the sampling values of a sequence that are not at their defaults; texts as the engine has them."""
+    names = [name for name, row in SAMPLING.items() if row.group not in (Group.FORM, Group.TEXT) and name != "stop"]
+    found = {name: getattr(sequence.sampling, name) for name in names}
+    found["logit_bias"] = [pair for pair in sorted(found["logit_bias"].items()) if pair[1]]
+    found["bad_words"] = sequence.bad_word_ids
+    found = {name: value for name, value in found.items() if value and value != SAMPLING[name].default}
+    if sequence.grammar_spec is not None:
+        spec = dataclasses.asdict(sequence.grammar_spec)
+        found["grammar"] = {name: value for name, value in spec.items() if value or name == "kind"}
     return found
 
 
