@@ -31,10 +31,10 @@ from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
 from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import TextOptions, Tokenizer
 from eagle_ray.text.tool_grammar import needs_grammar
 

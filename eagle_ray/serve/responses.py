@@ -11,11 +11,11 @@ from functools import reduce
 from typing import Any
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.requests.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.answer_parser import parse_answer
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -25,8 +25,8 @@ from itertools import count, groupby
 from typing import Any
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import (
     Json,
     call_key,
@@ -37,8 +37,8 @@ from eagle_ray.serve.responses import (
     shown_ids,
     whole_usage,
 )
-from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.text.answer import ChatEvent
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 

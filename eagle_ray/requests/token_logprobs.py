@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.serve.null_tokenizer import NullTokenizer
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import REPLACEMENT_CHAR, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens

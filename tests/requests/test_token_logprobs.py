@@ -3,10 +3,10 @@
 import json
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.serve.json_parts import json_bytes
-from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
+from eagle_ray.text.null_tokenizer import NullTokenizer
 
 
 def test_a_token_of_probability_zero_is_sent_as_openai_sends_it():
