@@ -1,89 +1,135 @@
-"""Log-probabilities in the two forms that OpenAI's protocol has for them.
+"""Log-probabilities of tokens: one value, and its forms in OpenAI's bodies, in Python's outputs and in rows.
 
->>> chat_logprobs([Place(17, -0.1, [(17, -0.1)])], text)[0]["token"]
+>>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), spell)[0]["token"]
 'Paris'
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.text.null_tokenizer import NullTokenizer
-from eagle_ray.text.tokenizer import REPLACEMENT_CHAR, Tokenizer
-
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
+REPLACEMENT_CHAR = "\ufffd"  # in the text of a token that is only a part of a character
+
+Spell = Callable[[int], str]
+"""Function that returns the text of one token id."""
+RankedTokens = list[tuple[int, float]]
+"""Token ids and their log-probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token. logprob: None where nothing precedes it. top: the likeliest tokens there, as many as asked for."""
+    """One token.
+
+    Attributes:
+        logprob: None if nothing precedes the token.
+        top: the likeliest tokens at its position, if requested.
+    """
 
     token: int
     logprob: float | None
-    top: TopLogprobs
+    top: RankedTokens
 
 
-def prompt_places(sequence: Sequence) -> list[TokenLogprob]:
-    num_tops = sequence.sampling.top_logprobs
-    tops = sequence.prompt_tops if num_tops else [[]] * len(sequence.prompt_ids)
-    return [_place(*place) for place in zip(sequence.prompt_ids, sequence.prompt_logprobs, tops, strict=True)]
+def token_logprobs(
+    ids: list[int], logprobs: Iterable[float | None], tops: list[RankedTokens] | None
+) -> list[TokenLogprob]:
+    """tops: None, or empty, if no likeliest tokens were recorded."""
+    recorded = tops or [[]] * len(ids)
+    return [TokenLogprob(*values) for values in zip(ids, logprobs, recorded, strict=True)]
 
 
-def output_places(sequence: Sequence, start: int, end: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of the output ids [start, end)."""
-    ids, logprobs = sequence.output_ids[start:end], sequence.output_logprobs[start:end]
-    tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else [[]] * len(ids)
-    return [_place(*place) for place in zip(ids, logprobs, tops, strict=True)]
-
-
-def _place(token: int, logprob: float | None, top: TopLogprobs) -> TokenLogprob:
-    finite_top = [(other, max(value, MIN_LOGPROB)) for other, value in top]
-    return TokenLogprob(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
-
-
-def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NullTokenizer) -> list[dict[str, Any]]:
+def chat_form(tokens: Iterable[TokenLogprob], spell: Spell) -> list[dict[str, Any]]:
     return [
-        _token(place.token, place.logprob, text)
-        | {"top_logprobs": [_token(token, logprob, text) for token, logprob in place.top]}
-        for place in places
+        _chat_token(token.token, token.logprob, spell)
+        | {"top_logprobs": [_chat_token(*top, spell) for top in token.top]}
+        for token in tokens
     ]
 
 
-def _token(token: int, logprob: float | None, text: Tokenizer | NullTokenizer) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
     """bytes is null for a token that is only a part of a character."""
-    spelled = text.decode_with_special([token])
-    return {
-        "token": spelled,
-        "logprob": logprob,
-        "bytes": None if REPLACEMENT_CHAR in spelled else list(spelled.encode()),
-    }
+    text = spell(token)
+    data = None if REPLACEMENT_CHAR in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
 
-def text_logprobs(
-    places: list[TokenLogprob], text: Tokenizer | NullTokenizer, has_tops: bool, offset: int = 0
-) -> dict[str, Any]:
-    """offset: characters before the first place. Of alternatives that are spelled alike the likeliest is shown."""
-    tokens = [text.decode_with_special([place.token]) for place in places]
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, MIN_LOGPROB)
+
+
+def completion_form(tokens: list[TokenLogprob], spell: Spell, has_tops: bool, offset: int = 0) -> dict[str, Any]:
+    """offset: characters before the first token."""
+    texts = [spell(token.token) for token in tokens]
     offsets = [offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    tops = [_by_spelling(place, text) for place in places] if has_tops else None
+    for text in texts:
+        offsets.append(offsets[-1] + len(text))
     return {
-        "tokens": tokens,
-        "token_logprobs": [place.logprob for place in places],
-        "top_logprobs": tops,
+        "tokens": texts,
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [_by_text(token, spell) for token in tokens] if has_tops else None,
         "text_offset": offsets[:-1],
     }
 
 
-def _by_spelling(place: TokenLogprob, text: Tokenizer | NullTokenizer) -> dict[str, float] | None:
-    """Return the alternatives and, as OpenAI does, the token itself, by text; null for the first token."""
-    if place.logprob is None:
+def _by_text(token: TokenLogprob, spell: Spell) -> dict[str, float] | None:
+    """Return the likeliest tokens and, as OpenAI does, the token itself, by text; None if nothing precedes it.
+
+    Of tokens with equal texts the likeliest is kept.
+    """
+    if token.logprob is None:
         return None
-    ranked = [*place.top, (place.token, place.logprob)]
-    found: dict[str, float] = {}
-    for token, logprob in sorted(ranked, key=lambda pair: -pair[1]):
-        found.setdefault(text.decode_with_special([token]), logprob)
-    return found
+    ranked = [(other, max(logprob, MIN_LOGPROB)) for other, logprob in (*token.top, (token.token, token.logprob))]
+    by_text: dict[str, float] = {}
+    for other, logprob in sorted(ranked, key=lambda pair: -pair[1]):
+        by_text.setdefault(spell(other), logprob)
+    return by_text
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token under the unprocessed logits.
+
+    Attributes:
+        rank: 1 for the likeliest token; None if it is not among the recorded ones.
+        decoded_token: its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Logprobs = list[dict[int, Logprob] | None]
+"""For each token, the log-probabilities by token id: its own, and those of the likeliest tokens."""
+
+
+def python_form(tokens: Iterable[TokenLogprob], spell: Spell | None, num_tops: int) -> Logprobs:
+    """Return the log-probabilities of the tokens and of the num_tops likeliest at each position, likeliest first."""
+    return [None if token.logprob is None else _by_id(token, token.logprob, spell, num_tops) for token in tokens]
+
+
+def _by_id(token: TokenLogprob, logprob: float, spell: Spell | None, num_tops: int) -> dict[int, Logprob]:
+    ranks = {other: rank for rank, (other, _) in enumerate(token.top, 1)}
+    shown = dict(token.top[:num_tops])
+    shown.setdefault(token.token, logprob)
+    return {
+        other: Logprob(value, ranks.get(other), None if spell is None else spell(other))
+        for other, value in shown.items()
+    }
+
+
+def row_form(tops: Iterable[RankedTokens]) -> list[list[dict[str, Any]]]:
+    """Return the likeliest tokens as a column of an output row has them."""
+    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
+
+
+def row_logprobs(row: dict[str, Any]) -> list[TokenLogprob] | None:
+    """Return the log-probabilities of an output row, or None if it has none."""
+    ids, logprobs, tops = row["output_token_ids"], row["token_logprobs"], row.get("token_top_logprobs")
+    if ids is None or logprobs is None:
+        return None
+    ranked = [[(top["token_id"], top["logprob"]) for top in column] for column in tops or ()]
+    return token_logprobs(ids, logprobs, ranked)
