@@ -32,7 +32,7 @@ from eagle_ray.config import JobConfig, load_config, load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.parameters import SAMPLING
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
