@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, TopLogprobs
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.chat_rows import answer_columns, answer_of_row
 from eagle_ray.requests.rows import num_samples, num_turns
 from eagle_ray.requests.sequences import (
@@ -29,6 +29,7 @@ from eagle_ray.requests.sequences import (
     turn_index_of,
     turn_request,
 )
+from eagle_ray.requests.token_logprobs import row_form
 from eagle_ray.text.tokenizer import Tokenizer
 
 IDENTITY = ("request_id", "row_index", "source_file")
@@ -118,7 +119,7 @@ class OutputRows:
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
-            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
+            "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
             **_prompt_logprobs(sequence),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
@@ -148,10 +149,6 @@ class OutputRows:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def _tops(tops: list[TopLogprobs]) -> list[list[dict[str, Any]]]:
-    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
-
-
 def _prompt_logprobs(sequence: Sequence) -> RequestRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
     sampling = sequence.sampling
@@ -159,7 +156,7 @@ def _prompt_logprobs(sequence: Sequence) -> RequestRow:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.num_top_logprobs else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs else None,
     }
 
 

@@ -30,10 +30,10 @@ from eagle_ray.requests.sampling_values import (
 )
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
 from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions, needs_grammar
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
