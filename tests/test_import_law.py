@@ -14,7 +14,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 LEVELS = [
     {"core.acceptance_stats", "core.async_copy", "core.errors", "core.graph_protocol", "core.slot_limits"}
     | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
-    | {"requests.row_schema", "requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
+    | {"requests.sampling_limits", "text.answer", "text.chat_options", "text.chat_templates"}
     | {"text.strict_json"},
     {"requests.columns", "requests.structured", "sampling", "storage", "text.chat_format"}
     | {"text.incremental_parser", "text.template_messages"},
@@ -28,11 +28,11 @@ LEVELS = [
     }
     | {"text.tool_parser", "tree"},
     {"kv", "requests.parameters", "requests.template", "text.tokenizer", "text.tool_forms"},
-    {"attention", "core.decode_batch", "requests.request_columns", "text.answer_parser", "text.tool_grammar"},
-    {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
-    {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
-    {"planner", "requests.output_rows"},
-    {"engine", "registry"},
+    {"attention", "core.decode_batch", "requests.row_schema", "text.answer_parser", "text.tool_grammar"},
+    {"models", "requests.chat_rows", "requests.request_columns", "requests.sampling_values"},
+    {"drafters", "requests.rows", "smollm2"},
+    {"planner", "requests.openai_batch", "requests.sequences"},
+    {"engine", "registry", "requests.output_rows"},
     {"build"},
     {"evaluation", "batch", "training"},
     {"serve", "doctor", "api"},

@@ -35,6 +35,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
     Boolean,
+    Checked,
     FlagOrCount,
     Integer,
     JsonSchema,
@@ -48,7 +49,7 @@ from eagle_ray.requests.values import (
     WrongValue,
     plain_value,
 )
-from eagle_ray.text.chat_options import CHAT_NAMES
+from eagle_ray.text.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM, check_template_kwargs, check_tools
 from eagle_ray.text.strict_json import parse_json
 
 # A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
@@ -450,6 +451,44 @@ class SamplingParams:
 SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
 
 
+_CHAT_DOORS = frozenset({Door.JOB, Door.CHAT, Door.RESPONSES})
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+# What a request with messages says to its chat template.
+CHAT: Mapping[str, Parameter] = {
+    row.name: row
+    for row in (
+        Parameter(
+            "tools",
+            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
+            [],
+            "Functions that the answer may call, as in OpenAI's API.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "tool_choice",
+            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
+            "auto",
+            "None leaves the tools out of the prompt; required and a named tool force a call.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "parallel_tool_calls",
+            Boolean(),
+            True,
+            "With false, only the first call of an answer is kept.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "chat_template_kwargs",
+            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
+            {},
+            "Further values for the chat template. A row's or a request's names are added to the configuration's.",
+            doors=_CHAT_DOORS,
+        ),
+    )
+}
+
+
 def names_in(*groups: Group) -> tuple[str, ...]:
     """Return the names of the parameters of these groups, in the table's order."""
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
@@ -678,7 +717,7 @@ UNSUPPORTED_PARAMETERS = (frozenset(NO_OP_VALUES) - REQUEST_PARAMETERS) | {
     "truncation_side",
     "vllm_xargs",
 }
-ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT_NAMES})
+ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT})
 # What to use in place of a parameter that has another name here.
 PARAMETER_ALIASES = {
     "enable_thinking": "chat_template_kwargs",
