@@ -17,8 +17,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from eagle_ray.config.job import MAX_TOP_LOGPROBS, PositiveInt, RowSampling, SamplingConfig, allowed_text
+from eagle_ray.config.job import PositiveInt, RowSampling, SamplingConfig, allowed_text
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS
 
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported here

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat, PositiveInt, Seed, StrictModel
-from eagle_ray.text.chat_templates import NAMES
+from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -39,7 +39,7 @@ class TargetConfig(StrictModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda")
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
     )
 
     def model_config_for(self, draft: str | None, max_model_len: int | None = None) -> ModelConfig:

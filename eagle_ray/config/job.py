@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -23,25 +23,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.requests.sampling_limits import (
-    MAX_LOGIT_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_TEMPERATURE,
-    MAX_TOP_LOGPROBS,
-    MIN_REPETITION_PENALTY,
-    STRUCTURED_KEYS,
-)
-from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM, choice_list, response_format_text, schema_text
-from eagle_ray.text.chat_format import REASONING_PARSERS, TOOL_PARSERS
+from eagle_ray.requests.parameters import SAMPLING, Door, Group, Parameter, names_in, second_form
+from eagle_ray.requests.values import WrongValue
+from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
     CHOICE_FORM,
     KWARGS_FORM,
@@ -50,32 +44,12 @@ from eagle_ray.text.chat_options import (
     check_template_kwargs,
     check_tools,
 )
-from eagle_ray.text.chat_templates import NAMES
 
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-
-
-def _integer_keys(value: Any) -> Any:
-    """Return a mapping with its keys as integers: JSON has texts, such as "17", for token ids."""
-    if not isinstance(value, dict):
-        return value
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
-
-
-def _top_k(value: Any) -> Any:
-    """Return 0 for -1, vLLM's value for off; any other value unchanged."""
-    return 0 if value == -1 and isinstance(value, int) else value
-
-
-ONLY_ONE = "at most one of json_schema, json_object, regex, choice, grammar and response_format is set"
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
-LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_integer_keys)]
 
 
 class StrictModel(BaseModel):
@@ -172,7 +146,7 @@ class ModelConfig(StrictModel):
         "has room (with kv_tokens null: at most 4096)",
     )
     chat_template: Name = Field(
-        default="auto", description=f"auto (the target's own), {', '.join(NAMES)}, none, or a Jinja file"
+        default="auto", description=f"auto (the target's own), {', '.join(TEMPLATE_NAMES)}, none, or a Jinja file"
     )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         default="auto", description=f"auto (by the chat template's markers), {', '.join(TOOL_PARSERS)}, or none"
@@ -255,87 +229,23 @@ class SpeculativeConfig(StrictModel):
         return data
 
 
-class SamplingConfig(StrictModel):
+def _section_field(row: Parameter) -> tuple[Any, Any]:
+    """Return the key of a row of the table, as pydantic makes fields."""
+    kind = row.kind_at(Door.JOB)
+    return Annotated[Any, PlainValidator(kind.check)], Field(default=row.default, description=kind.form)
+
+
+_KEYS = {name: _section_field(row) for name, row in SAMPLING.items() if name != "seed"}
+_SamplingKeys: Any = create_model("_SamplingKeys", __base__=StrictModel, **_KEYS)  # type: ignore[call-overload]
+
+
+class SamplingConfig(_SamplingKeys):
     """Default sampling parameters, which a row can override. Null is a key's default.
 
-    They apply in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, repetition_penalty,
-    frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p, min_p. EAGLE's reference
-    implementation applies top_p before top_k. Log-probabilities are of the target's own logits, before all of these.
-
-    presence_penalty: subtracted from the logit of each token that the output has so far.
-    frequency_penalty: subtracted from a token's logit as often as the output has it.
-    repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones.
-    logit_bias: what is added to the logits of tokens, by token id.
-    allowed_token_ids: the only tokens that an output may have.
-    bad_words: words that an output may not have, as the tokenizer writes them at the beginning of a text and after a
-        space. Other spellings are not found.
-    min_tokens: output tokens before EOS, a stop token or a stop string can end the output.
-    stop_token_ids: tokens that end an output and are not part of its text, with ignore_eos too.
-    include_stop_str_in_output: whether the text keeps the stop string or stop token that ended it.
-    skip_special_tokens: whether the text leaves special tokens out.
-    top_logprobs: with logprobs, also store this many of the likeliest tokens at each place.
-    prompt_logprobs: with logprobs, also store the prompt's log-probabilities.
-    json_schema, json_object, regex, choice, grammar, response_format: what an output must be. Only tokens that fit can
-        be sampled, before all other parameters. A row that sets one of them does without the job's. grammar is in
-        llguidance's Lark syntax (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); a schema's
-        keywords that llguidance does not support are errors of the row.
+    The keys, their values and what they do stand in the table of parameters (``requests/parameters.py``).
     """
 
     own_nulls: ClassVar[frozenset[str]] = frozenset()
-
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = Field(
-        default=0.0, description=f"a number between 0 (greedy) and {MAX_TEMPERATURE:g}"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="a number above 0, at most 1 (off)")
-    top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_top_k)] = Field(
-        default=0, description="an integer, 0 or -1 (off) or more"
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="a number between 0 (off) and 1")
-    max_tokens: PositiveInt = Field(default=256, description="an integer, 1 or more")
-    stop: Names = Field(default=[], description="a list of strings, none of them empty")
-    n: Annotated[int, Field(ge=1, le=1024)] = Field(default=1, description="a number of samples per row, 1 to 1024")
-    ignore_eos: bool = Field(default=False, description="true or false")
-    logprobs: bool = Field(default=False, description="true or false")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = Field(
-        default=0, description=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"
-    )
-    prompt_logprobs: bool = Field(default=False, description="true or false, with logprobs")
-    presence_penalty: Penalty = Field(
-        default=0.0, description=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
-    )
-    frequency_penalty: Penalty = Field(
-        default=0.0, description=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off"
-    )
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] = Field(
-        default=1.0,
-        description=f"a number between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}, 1 is off",
-    )
-    logit_bias: LogitBias = Field(
-        default={}, description=f"token ids with numbers between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}"
-    )
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
-        default=None, description="a list of token ids, at least one, or null for all"
-    )
-    bad_words: Names = Field(default=[], description="a list of words, none of them empty")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        default=0, description="an integer, 0 (off) to max_tokens"
-    )
-    stop_token_ids: list[TokenId] = Field(default=[], description="a list of token ids")
-    include_stop_str_in_output: bool = Field(default=False, description="true or false")
-    skip_special_tokens: bool = Field(default=True, description="true or false")
-    json_schema: Annotated[str, BeforeValidator(schema_text)] | None = Field(
-        default=None, description=f"a JSON schema, as an object or as JSON text, or null; {ONLY_ONE}"
-    )
-    json_object: bool = Field(default=False, description=f"true or false; {ONLY_ONE}")
-    regex: Name | None = Field(default=None, description=f"a regular expression, or null; {ONLY_ONE}")
-    choice: Annotated[list[Name], Field(min_length=1), BeforeValidator(choice_list)] | None = Field(
-        default=None, description=f"a list of texts, none of them empty, or null; {ONLY_ONE}"
-    )
-    grammar: Name | None = Field(default=None, description=f"a grammar in Lark's syntax or GBNF, or null; {ONLY_ONE}")
-    response_format: Annotated[str, BeforeValidator(response_format_text)] | None = Field(
-        default=None,
-        description=f"OpenAI's {RESPONSE_FORMAT_FORM}, or null; {ONLY_ONE}",
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -346,10 +256,10 @@ class SamplingConfig(StrictModel):
         names = cls.model_fields.keys() - cls.own_nulls
         return {name: value for name, value in data.items() if value is not None or name not in names}
 
-    @field_validator(*STRUCTURED_KEYS)
+    @field_validator(*names_in(Group.FORM), check_fields=False)
     @classmethod
     def _only_one(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and any(info.data.get(name) for name in STRUCTURED_KEYS if name != info.field_name):
+        if second_form({**info.data, info.field_name or "": value}) == info.field_name:
             raise ValueError("another key says what outputs must be")
         return value
 
@@ -567,10 +477,12 @@ class JobConfig(StrictModel):
     logging: LoggingConfig = LoggingConfig()
 
 
-def allowed_text(description: str, details: Iterable[Mapping[str, Any]]) -> str:
+def allowed_text(description: str, details: Sequence[Mapping[str, Any]]) -> str:
     """Return what a value must be, with the limit that it exceeds. details: pydantic's errors of the value."""
+    errors = [detail.get("ctx", {}).get("error") for detail in details]
+    forms = [error.form for error in errors if isinstance(error, WrongValue)]
     limits = [int(detail["ctx"]["lt"]) - 1 for detail in details if detail["type"] == "less_than"]
-    return f"{description}, at most {limits[0]}" if limits else description
+    return forms[0] if forms else f"{description}, at most {limits[0]}" if limits else description
 
 
 # A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.

@@ -25,6 +25,7 @@ from eagle_ray.config.models import check_model_names, check_target_name, resolv
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.config.shard import SLURM, slurm_shard
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.strict_json import is_utf8
 
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
@@ -178,7 +179,7 @@ def _validated(root: type[Root], settings: list[ConfigSetting]) -> Root:
     try:
         return root.model_validate(_nest(root, settings))
     except ValidationError as error:
-        wanted = {_key_of(root, detail)[0] for detail in error.errors() if detail["type"] == "string_type"}
+        wanted = {_key_of(root, detail)[0] for detail in error.errors() if _needs_text(detail)}
     settings = [_as_text(setting) if setting.key in wanted else setting for setting in settings]
     try:
         return root.model_validate(_nest(root, settings))
@@ -330,6 +331,18 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
     return model
 
 
+def _wrong_of(detail: ErrorDetails) -> WrongValue | None:
+    """Return the error of a kind in the table of parameters, if the detail comes from one."""
+    error = detail.get("ctx", {}).get("error")
+    return error if isinstance(error, WrongValue) else None
+
+
+def _needs_text(detail: ErrorDetails) -> bool:
+    """Return whether an error says that a value should have been a text."""
+    wrong = _wrong_of(detail)
+    return detail["type"] == "string_type" if wrong is None else wrong.needs_text
+
+
 def _explain(root: type[BaseModel], error: ValidationError, settings: list[ConfigSetting]) -> list[str]:
     """Return one line per wrong key, in schema order, even if a value failed several validators."""
     lines: dict[str, str] = {}
@@ -374,7 +387,10 @@ def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], s
     if detail["type"] == "missing":
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]
-    value = given[-1].value if given and given[-1].key == key else detail["input"]
+    wrong = _wrong_of(detail)
+    value = detail["input"] if wrong is None else wrong.value
+    if given and given[-1].key == key:
+        value = given[-1].value
     if key == "output.format" and value in TABLE_FORMATS:
         return TABLE_FORMATS[value]
     if key in SECRET:

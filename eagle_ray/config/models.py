@@ -18,9 +18,9 @@ from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, Specula
 from eagle_ray.config.methods import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
-from eagle_ray.text.chat_templates import NAMES
+from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
-NO_FILES = ("auto", "none", *NAMES)  # values of model.chat_template that are not file names
+NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
 ALL_TOKENS = "all"  # as speculative.draft_vocab
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

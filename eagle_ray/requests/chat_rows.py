@@ -16,7 +16,8 @@ from eagle_ray.requests.row_schema import CHAT_FIELDS
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.tokenizer import TextOptions, Tokenizer
+from eagle_ray.text.output_text import TextOptions
+from eagle_ray.text.tokenizer import Tokenizer
 
 JSON_COLUMNS = ("tools", "tool_choice", "chat_template_kwargs")
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import describe_value, json_error, json_text
+from eagle_ray.text.chat_format import template_arguments, template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
-from eagle_ray.text.template_messages import template_arguments, template_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = {

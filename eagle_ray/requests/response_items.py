@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate
-from eagle_ray.text.template_messages import template_arguments
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"

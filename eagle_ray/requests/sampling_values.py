@@ -17,10 +17,9 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_KEYS
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.text.answer_parser import reasoning_at
-from eagle_ray.text.chat_format import ChatFormat
+from eagle_ray.text.chat_format import ChatFormat, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.tokenizer import TextOptions
+from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tool_grammar import needs_grammar, tool_grammar
 
 CONTROL_NAMES = tuple(Controls.__dataclass_fields__)

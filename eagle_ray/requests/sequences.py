@@ -34,7 +34,8 @@ from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.tokenizer import TextOptions, Tokenizer
+from eagle_ray.text.output_text import TextOptions
+from eagle_ray.text.tokenizer import Tokenizer
 
 # The sampling columns that are fields of SamplingParams; n and stop are not, and the seed is made for each sample.
 SAMPLING_COLUMNS = (

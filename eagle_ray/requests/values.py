@@ -39,11 +39,13 @@ class WrongValue(ValueError):
         value: the wrong part of it.
         steps: keys and indices that lead to that part; none for the whole value.
         reason: what a reader of JSON, a schema or a text found, if that says more than the form.
+        needs_text: the wrong part would have to be a text and is none.
     """
 
     def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
+        self.needs_text = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,11 @@ class Text(Kind):
     max_chars: int | None = None
 
     def check(self, value: Any) -> str:
-        if not isinstance(value, str) or not value or not is_utf8(value):
+        if not isinstance(value, str):
+            error = self.wrong(value)
+            error.needs_text = True
+            raise error
+        if not value or not is_utf8(value):
             raise self.wrong(value)
         if self.max_chars is not None and len(value) > self.max_chars:
             raise self.wrong(value)
@@ -208,8 +214,9 @@ class Texts(Kind):
         for i, item in enumerate(value):
             try:
                 item_kind.check(item)
-            except WrongValue:
-                raise self.wrong(item, i) from None
+            except WrongValue as error:
+                error.steps = (i,)
+                raise
         return value
 
     def _as_list(self, value: Any) -> Any:

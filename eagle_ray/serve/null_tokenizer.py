@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from eagle_ray.core.errors import RequestError
 from eagle_ray.text.chat_format import ChatFormat
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.tokenizer import DEFAULT_TEXT, TextOptions
+from eagle_ray.text.output_text import DEFAULT_TEXT, TextOptions
 
 
 class NullTokenizer:

@@ -38,8 +38,8 @@ from eagle_ray.requests.sampling_limits import (
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM, response_format_text, schema_text, with_own_keys
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.unsupported import refuse_in_message, refuse_unbuilt
+from eagle_ray.text.chat_format import template_arguments, template_message
 from eagle_ray.text.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM
-from eagle_ray.text.template_messages import template_arguments, template_message
 
 
 def _utf8(text: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.text.tokenizer import REPLACEMENT_CHAR, Tokenizer
+from eagle_ray.text.output_text import REPLACEMENT_CHAR
+from eagle_ray.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
 

@@ -1,34 +1,53 @@
-"""ChatFormat: how the answers of a target hold reasoning and tool calls. Chosen by its chat template's own markers.
+"""The chat format of a target: templates by name, messages as a template reads them, and the form of its answers.
 
+    >>> template_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]})
+    {'role': 'user', 'content': 'Hi'}
     >>> ChatFormat.of("...<tool_call>...<think>...", "auto", "auto")
     ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False)
 
-The names are vLLM's.
+A template gets each content as one text, and the arguments of a tool call as an object, as transformers documents it;
+OpenAI's format has text parts, and arguments as JSON. A call without arguments has an empty object.
+
+The templates by name are those of targets whose tokenizers were published without one. Each begins a conversation with
+the tokenizer's own BOS token, as the target was trained. The names of parsers are vLLM's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from eagle_ray.text.answer import ToolCall
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json
+
+_TEMPLATES = Path(__file__).parent.parent / "assets" / "templates"
+TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 # Special tokens that a tokenizer leaves out of a text, and that parsers must see.
 MARKERS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "llama3_json": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    "qwen3": ("<think>", "</think>"),
-    "deepseek_r1": ("<think>", "</think>"),
+    "hermes": (TOOL_OPEN, TOOL_CLOSE),
+    "llama3_json": (PYTHON_TAG,),
+    "mistral": (TOOL_CALLS, CALL_ID, ARGS),
+    "qwen3": (THINK_OPEN, THINK_CLOSE),
+    "deepseek_r1": (THINK_OPEN, THINK_CLOSE),
 }
+ReasoningStart = Literal["none", "inside", "optional"]
+"""How an answer begins: without reasoning, inside of it, or with a marker that may open it."""
 _OTHER_FORMS = ("<function=", "<arg_key>")  # Qwen3-Coder's and GLM's calls, within <tool_call> too
 _BLOCK = re.compile(r"\{[{%](.*?)[}%]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+NO_ARGUMENTS = ("", "null")  # texts that clients send for a call without arguments
+MAX_ARGUMENTS_CHARS = 1 << 20  # of a tool call; json holds Python's lock while it reads them
 MISTRAL_ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 
@@ -96,16 +115,80 @@ def _named(name: str) -> str | None:
 def _tool_parser_of(template: str) -> str | None:
     if any(mark in template for mark in _OTHER_FORMS):
         return None
-    if "[TOOL_CALLS]" in template:
+    if TOOL_CALLS in template:
         return "mistral"
-    if "<tool_call>" in template:
+    if TOOL_OPEN in template:
         return "hermes"
     is_llama_3 = "<|start_header_id|>" in template and '"parameters"' in template
-    return "llama3_json" if is_llama_3 or "<|python_tag|>" in template else None
+    return "llama3_json" if is_llama_3 or PYTHON_TAG in template else None
 
 
 def _reasoning_parser_of(template: str) -> str | None:
     """A template that only closes reasoning, to leave it out of earlier turns, is of a model that writes no opening."""
-    if "<think>" in template:
+    if THINK_OPEN in template:
         return "qwen3"
-    return "deepseek_r1" if "</think>" in template else None
+    return "deepseek_r1" if THINK_CLOSE in template else None
+
+
+def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
+    """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
+
+    A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for enable_thinking: false.
+    """
+    end = prompt_end.rstrip()
+    if reasoning_parser is None or end.endswith(THINK_CLOSE):
+        return "none"
+    return "inside" if reasoning_parser == "deepseek_r1" or end.endswith(THINK_OPEN) else "optional"
+
+
+def template_path(chosen: str) -> Path:
+    """Return the Jinja file of a template's name, or of a path to one."""
+    return _TEMPLATES / f"{chosen}.jinja" if chosen in TEMPLATE_NAMES else Path(chosen)
+
+
+def template_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a checked message with its content as one text and the arguments of its tool calls as objects."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    written = dict(message)
+    if isinstance(content, list):
+        written["content"] = "".join(part["text"] for part in content)
+    if isinstance(calls, list):
+        written["tool_calls"] = [_template_call(call) for call in calls]
+    return written
+
+
+def template_arguments(arguments: Any) -> Any:
+    """Return the arguments of a call as an object; a text that is not the JSON of one unchanged.
+
+    Raises HalfSurrogate for a text that holds half a surrogate pair.
+    """
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in NO_ARGUMENTS):
+        return {}
+    if not isinstance(arguments, str) or len(arguments) > MAX_ARGUMENTS_CHARS:
+        return arguments
+    try:
+        value = parse_json(arguments)
+    except HalfSurrogate:
+        raise
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def unread_arguments(messages: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the place of the first arguments, in messages as a template reads them, that are not an object."""
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        for j, call in enumerate(calls if isinstance(calls, list) else ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and not isinstance(function.get("arguments"), dict):
+                return f"messages[{i}].tool_calls[{j}].function.arguments"
+    return None
+
+
+def _template_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, if they are one or the JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return call | {"function": function | {"arguments": template_arguments(function.get("arguments"))}}

@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, chat templates, and where a stop string ends an output.
+"""Tokenizer: text to ids and back, and the chat template of a target.
 
 >>> tokenizer = Tokenizer.load("eagle_ray/assets/tiny/target")
 >>> tokenizer.decode(tokenizer.encode("Hello there"))
@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.storage.model_files import check_files, eos_ids_of, is_lfs_pointer
-from eagle_ray.text.chat_format import TOOL_PARSERS, ChatFormat
+from eagle_ray.text.chat_format import (
+    TEMPLATE_NAMES,
+    THINK_CLOSE,
+    TOOL_PARSERS,
+    ChatFormat,
+    template_path,
+    unread_arguments,
+)
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.chat_templates import NAMES, template_path
-from eagle_ray.text.incremental_parser import num_begun
-from eagle_ray.text.reasoning_parser import CLOSE
-from eagle_ray.text.template_messages import unread_arguments
+from eagle_ray.text.output_text import DEFAULT_TEXT, DecodeStream, StopCheck, StopPlace, StopSearch, TextOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
-REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
 MAX_CHARS_PER_TOKEN = 8  # a longer text, per available token, is checked by its beginning first
 PROMPT_END_TOKENS = 16  # tokens at the end of a prompt that tell whether it opens the answer's reasoning
 MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more than within the whole text
@@ -37,26 +38,6 @@ MAX_TOKENS_LOST_AT_CUT = 64  # tokens that the beginning of a text may have more
 
 class ChatTemplateError(EngineError):
     """The file that model.chat_template names cannot be read, or is not Jinja."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How output ids become text.
-
-    Attributes:
-        stop_token_ids: tokens that end an output. The one that did is not part of the text.
-        min_tokens: output tokens whose text contains no end: stop strings count from the next token on.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop: keep the stop string, EOS or stop token that ended the output.
-    """
-
-    stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    include_stop: bool = False
-
-
-DEFAULT_TEXT = TextOptions()
 
 
 class Tokenizer:
@@ -123,12 +104,13 @@ class Tokenizer:
 
     def reasoning_end_id(self) -> int:
         """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
-        ids = self._tokenizer.encode(CLOSE, add_special_tokens=False)
+        ids = self._tokenizer.encode(THINK_CLOSE, add_special_tokens=False)
         if len(ids) > 1:
-            message = (
-                f"the target writes {CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. Set"
+            raise RequestError(
+                "invalid_sampling",
+                f"the target writes {THINK_CLOSE} with {len(ids)} tokens, so an output's form cannot begin after it. "
+                "Set model.reasoning_parser to none",
             )
-            raise RequestError("invalid_sampling", f"{message} model.reasoning_parser to none")
         return int(ids[0])
 
     def special_marker_ids(self) -> dict[str, int]:
@@ -213,7 +195,7 @@ class Tokenizer:
             raise RequestError(
                 "no_chat_template",
                 "messages need a chat template and the target has none: give a prompt, or set model.chat_template to "
-                f"{', '.join(NAMES)} or a Jinja file",
+                f"{', '.join(TEMPLATE_NAMES)} or a Jinja file",
             )
         self._check_tools(options)
         try:
@@ -307,185 +289,8 @@ class Tokenizer:
         ]
         if not found:
             return self.decode(ids, options.skip_special_tokens)
-        return self._text_to(found[0] if len(found) == 1 else min(found, key=StopPlace.order), options)
-
-    def _text_to(self, place: StopPlace, options: TextOptions) -> str:
-        """Return an output's text before a stop string, or with it if options include it."""
-        if not place.search.names_special:
-            return place.text[: place.end if options.include_stop else place.start]
-        num_ids = place.search.num_ids(place.ids, place.start + 1, options)
-        begin, skip = place.ids[num_ids - 1], options.skip_special_tokens  # the token in which the stop string begins
-        ids = place.ids[: num_ids - 1] if skip and begin in self._special_tokens else place.ids[:num_ids]
-        own, shown = self.decode(ids, skip), place.search.text.decode(ids, skip)
-        num_inside = max(0, len(shown) - place.start)
-        before = own[: max(0, len(own) - num_inside)]
-        return before + place.text[len(shown) - num_inside : place.end] if options.include_stop else before
-
-
-@dataclass(frozen=True, slots=True)
-class StopPlace:
-    """A stop string in the text of ids: its characters from start to end."""
-
-    search: StopSearch
-    ids: Sequence[int]
-    text: str
-    start: int
-    end: int
-    options: TextOptions
-
-    def order(self) -> tuple[int, int, bool]:
-        """Return a key by which the place that ends first is the smallest, whichever tokens its text shows."""
-        num_left = len(self.text) - self.end  # comparable if both end in one token
-        return self.search.num_ids(self.ids, self.end, self.options), -num_left, not self.search.names_special
-
-
-@dataclass(frozen=True, slots=True)
-class StopSearch:
-    """Stop strings, and the tokenizer that makes the texts in which they are searched.
-
-    Attributes:
-        names_special: whether the stop strings hold special tokens, which the texts then show.
-    """
-
-    text: Tokenizer
-    stops: Sequence[str]
-    names_special: bool
-
-    def first_in(self, ids: Sequence[int], options: TextOptions) -> StopPlace | None:
-        """Return the stop string that ends first in the text of ids, past the text of the first min_tokens."""
-        text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
-        if options.min_tokens:
-            num_endless = self._num_chars(ids[: options.min_tokens], options)
-        found = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
-        end, start = min(found, default=(0, 0))
-        return StopPlace(self, ids, text, start, end, options) if found else None
-
-    def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
-        """Return how many of the ids have a text of at least num_chars characters."""
-        return bisect_left(range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1)
-
-    def _num_chars(self, ids: Sequence[int], options: TextOptions) -> int:
-        """Return the whole characters in the text of ids."""
-        return len(self.text.decode(ids, options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
-
-
-def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | None:
-    """Return end and start of the first stop string that ends past the first num_endless characters, or None."""
-    start = text.find(stop, max(0, num_endless - len(stop) + 1))
-    return None if start < 0 else (start + len(stop), start)
-
-
-class StopCheck:
-    """Finds stop strings in one growing output."""
-
-    def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
-        self._searches = [_GrowingSearch(search, options) for search in text.stop_searches(stops)]
-
-    def __call__(self, output_ids: list[int]) -> int | None:
-        """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
-
-        output_ids: everything generated so far; a call may bring several new ids.
-        """
-        found = [search.num_kept(output_ids) for search in self._searches]
-        return min((num_kept for num_kept in found if num_kept is not None), default=None)
-
-
-class _GrowingSearch:
-    """A search in one growing output. Each token is decoded once, in a window of its neighbours.
-
-    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
-    """
-
-    def __init__(self, search: StopSearch, options: TextOptions):
-        self._text, self._stops, self._options = search.text, search.stops, options
-        self._window = 0  # ids before it are not decoded again
-        self._read = 0  # ids before it are in _tail, or too old for any stop string
-        self._seen = 0
-        self._tail = ""
-        self._num_endless = 0  # characters after _tail, of the first min_tokens tokens: no stop string may end in them
-
-    def num_kept(self, output_ids: list[int]) -> int | None:
-        """Return how many ids to keep, as StopCheck does for its searches together."""
-        for end in range(self._seen + 1, len(output_ids) + 1):
-            if self._completes(output_ids, end):
-                return end
-            self._seen = end
-        return None
-
-    def _completes(self, ids: list[int], end: int) -> bool:
-        skip = self._options.skip_special_tokens
-        old = self._text.decode(ids[self._window : self._read], skip)
-        new = self._text.decode(ids[self._window : end], skip)
-        whole = new.rstrip(REPLACEMENT_CHAR)
-        text = self._tail + whole[len(old) :]
-        if end <= self._options.min_tokens:
-            self._num_endless = len(text) - len(self._tail)
-        elif any(_end_of_stop(text, stop, len(self._tail) + self._num_endless) for stop in self._stops):
-            return True
-        if len(whole) == len(new) > len(old):
-            self._window, self._read = self._read, end
-            self._tail, self._num_endless = text[-max(map(len, self._stops)) :], 0
-        return False
-
-
-class DecodeStream:
-    """One output's text piece by piece. The concatenated pieces are always a prefix of `final_text` of the whole
-    output.
-
-    No piece splits a character. Text that may be the beginning of a stop string is held back.
-    """
-
-    def __init__(self, text: Tokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
-        self._text, self._stops, self._options = text, stops, options
-        self._own = _GrowingText(text, options, stops)
-        self._searched = [
-            (search.stops, _GrowingText(search.text, options, stops) if search.names_special else self._own)
-            for search in text.stop_searches(stops)
-        ]
-        self._held = ""
-        self._told = ""
-
-    def grow(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain after these further ids, which do not end the output."""
-        self._held += self._own.grow(ids)
-        num_held = 0
-        for stops, growing in self._searched:
-            if growing is not self._own:
-                growing.grow(ids)
-            num_held = max(num_held, num_begun(growing.tail, stops))  # of another text, at least as many as of this one
-        known = self._held[: max(0, len(self._held) - num_held)]
-        self._held = self._held[len(known) :]
-        self._told += known
-        return known
-
-    def end(self, output_ids: Sequence[int]) -> str:
-        """Return the rest, once all ids of the output are known."""
-        whole = self._text.final_text(output_ids, self._stops, self._options)
-        return whole[len(self._told) :]
-
-
-class _GrowingText:
-    """The whole characters of one growing output. tail: the last of them, as many as the longest stop string has."""
-
-    def __init__(self, text: Tokenizer, options: TextOptions, stops: Sequence[str]):
-        self._text, self._skip = text, options.skip_special_tokens
-        self._max_tail = max(map(len, stops), default=0)
-        self._ids: list[int] = []
-        self._window = 0  # as in _GrowingSearch
-        self._read = 0
-        self.tail = ""
-
-    def grow(self, ids: Sequence[int]) -> str:
-        """Return the text that these further ids complete."""
-        self._ids += ids
-        old = self._text.decode(self._ids[self._window : self._read], self._skip)
-        new = self._text.decode(self._ids[self._window :], self._skip)
-        if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
-            return ""
-        self._window, self._read = self._read, len(self._ids)
-        piece = new[len(old) :]
-        self.tail = (self.tail + piece)[-self._max_tail :] if self._max_tail else ""
-        return piece
+        place = found[0] if len(found) == 1 else min(found, key=StopPlace.order)
+        return place.text_to(self, self._special_tokens)
 
 
 def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

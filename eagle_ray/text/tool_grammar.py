@@ -18,9 +18,17 @@ from typing import Any, Protocol
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.sampling_limits import check_schema
+from eagle_ray.text.chat_format import (
+    ARGS,
+    PYTHON_TAG,
+    THINK_CLOSE,
+    THINK_OPEN,
+    TOOL_CALLS,
+    TOOL_CLOSE,
+    TOOL_OPEN,
+    ReasoningStart,
+)
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.reasoning_parser import CLOSE, OPEN, ReasoningStart
-from eagle_ray.text.tool_forms import ARGS, PYTHON_TAG, TOOL_CALLS, TOOL_CLOSE, TOOL_OPEN
 
 Tool = dict[str, Any]
 JSON_OPTIONS = {"whitespace_pattern": " ?"}  # a model may write white space without an end
@@ -50,8 +58,8 @@ def tool_grammar(
     rules |= {"answer": "calls"} if options.must_call else writer.free()
     start = "SPACE answer"
     if reasoning != "none":
-        rules |= _until("reasoning", CLOSE, special_ids)
-        opened = f"(SPACE {_written(OPEN, special_ids)} reasoning)?" if reasoning == "optional" else "reasoning"
+        rules |= _until("reasoning", THINK_CLOSE, special_ids)
+        opened = f"(SPACE {_written(THINK_OPEN, special_ids)} reasoning)?" if reasoning == "optional" else "reasoning"
         start = f"{opened} {start}"
     terminals = {"TEXT": r"/(.|\n)*/", "NO_OBJECT": _NO_OBJECT, "SPACE": r"/\n{0,2}/"}
     return "\n".join(f"{name}: {body}" for name, body in ({"start": start} | rules | terminals).items())

@@ -50,3 +50,8 @@ def special_tokenizer(directory: Path, chat_template: str, *tokens: str) -> Targ
     content["added_tokens"] += [{"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)]
     path.write_text(json.dumps(content))
     return TargetTokenizer.load(directory)
+
+
+def ids_of(text: TargetTokenizer, string: str) -> list[int]:
+    """The ids of a string, without the <|bos|> that encoding adds."""
+    return text.encode(string)[1:]

@@ -1,0 +1,235 @@
+"""The text of an output: where it ends, and how it grows.
+
+A stop string may end within a token, and a character may take several tokens, so that an output's text is found by
+decoding windows of its ids:
+
+    stop_check     after each step: how many ids to keep, once a stop string is complete
+    decode_stream  while it runs: the whole characters that no stop string can take back
+    final_text     once it has ended: the text before its end
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from eagle_ray.text.answer import num_begun
+
+REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output ids become text.
+
+    Attributes:
+        stop_token_ids: tokens that end an output. The one that did is not part of the text.
+        min_tokens: output tokens whose text contains no end: stop strings count from the next token on.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop: keep the stop string, EOS or stop token that ended the output.
+    """
+
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+
+DEFAULT_TEXT = TextOptions()
+
+
+class Detokenizer(Protocol):
+    """The part of `Tokenizer` that finds where an output ends."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, without special tokens by default."""
+
+    def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
+        """Return the texts in which stop strings are searched."""
+
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
+        """Return an output's text up to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopPlace:
+    """A stop string in the text of ids: its characters from start to end."""
+
+    search: StopSearch
+    ids: Sequence[int]
+    text: str
+    start: int
+    end: int
+    options: TextOptions
+
+    def order(self) -> tuple[int, int, bool]:
+        """Return a key by which the place that ends first is the smallest, whichever tokens its text shows."""
+        num_left = len(self.text) - self.end  # comparable if both end in one token
+        return self.search.num_ids(self.ids, self.end, self.options), -num_left, not self.search.names_special
+
+    def text_to(self, own: Detokenizer, special_ids: Collection[int]) -> str:
+        """Return an output's text before the stop string, or with it if the options include it.
+
+        own: makes the output's text, which leaves special_ids out if the options skip them.
+        """
+        includes_stop, skip = self.options.include_stop, self.options.skip_special_tokens
+        if not self.search.names_special:
+            return self.text[: self.end if includes_stop else self.start]
+        num_ids = self.search.num_ids(self.ids, self.start + 1, self.options)
+        begin = self.ids[num_ids - 1]  # the token in which the stop string begins
+        ids = self.ids[: num_ids - 1] if skip and begin in special_ids else self.ids[:num_ids]
+        text, shown = own.decode(ids, skip), self.search.text.decode(ids, skip)
+        num_inside = max(0, len(shown) - self.start)
+        before = text[: max(0, len(text) - num_inside)]
+        return before + self.text[len(shown) - num_inside : self.end] if includes_stop else before
+
+
+@dataclass(frozen=True, slots=True)
+class StopSearch:
+    """Stop strings, and the tokenizer that makes the texts in which they are searched.
+
+    Attributes:
+        names_special: whether the stop strings hold special tokens, which the texts then show.
+    """
+
+    text: Detokenizer
+    stops: Sequence[str]
+    names_special: bool
+
+    def first_in(self, ids: Sequence[int], options: TextOptions) -> StopPlace | None:
+        """Return the stop string that ends first in the text of ids, past the text of the first min_tokens."""
+        text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
+        if options.min_tokens:
+            num_endless = self._num_chars(ids[: options.min_tokens], options)
+        found = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
+        end, start = min(found, default=(0, 0))
+        return StopPlace(self, ids, text, start, end, options) if found else None
+
+    def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
+        """Return how many of the ids have a text of at least num_chars characters."""
+        return bisect_left(range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1)
+
+    def _num_chars(self, ids: Sequence[int], options: TextOptions) -> int:
+        """Return the whole characters in the text of ids."""
+        return len(self.text.decode(ids, options.skip_special_tokens).rstrip(REPLACEMENT_CHAR))
+
+
+def _end_of_stop(text: str, stop: str, num_endless: int) -> tuple[int, int] | None:
+    """Return end and start of the first stop string that ends past the first num_endless characters, or None."""
+    start = text.find(stop, max(0, num_endless - len(stop) + 1))
+    return None if start < 0 else (start + len(stop), start)
+
+
+class StopCheck:
+    """Finds stop strings in one growing output."""
+
+    def __init__(self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+        self._searches = [_GrowingSearch(search, options) for search in text.stop_searches(stops)]
+
+    def __call__(self, output_ids: list[int]) -> int | None:
+        """Return how many ids to keep, up to and including the first that completes a stop string, or None to continue.
+
+        output_ids: everything generated so far; a call may bring several new ids.
+        """
+        found = [search.num_kept(output_ids) for search in self._searches]
+        return min((num_kept for num_kept in found if num_kept is not None), default=None)
+
+
+class _GrowingSearch:
+    """A search in one growing output. Each token is decoded once, in a window of its neighbours.
+
+    A window, because a token's text may depend on the tokens before it, and a character may span several tokens.
+    """
+
+    def __init__(self, search: StopSearch, options: TextOptions):
+        self._text, self._stops, self._options = search.text, search.stops, options
+        self._window = 0  # ids before it are not decoded again
+        self._read = 0  # ids before it are in _tail, or too old for any stop string
+        self._seen = 0
+        self._tail = ""
+        self._num_endless = 0  # characters after _tail, of the first min_tokens tokens: no stop string may end in them
+
+    def num_kept(self, output_ids: list[int]) -> int | None:
+        """Return how many ids to keep, as StopCheck does for its searches together."""
+        for end in range(self._seen + 1, len(output_ids) + 1):
+            if self._completes(output_ids, end):
+                return end
+            self._seen = end
+        return None
+
+    def _completes(self, ids: list[int], end: int) -> bool:
+        skip = self._options.skip_special_tokens
+        old = self._text.decode(ids[self._window : self._read], skip)
+        new = self._text.decode(ids[self._window : end], skip)
+        whole = new.rstrip(REPLACEMENT_CHAR)
+        text = self._tail + whole[len(old) :]
+        if end <= self._options.min_tokens:
+            self._num_endless = len(text) - len(self._tail)
+        elif any(_end_of_stop(text, stop, len(self._tail) + self._num_endless) for stop in self._stops):
+            return True
+        if len(whole) == len(new) > len(old):
+            self._window, self._read = self._read, end
+            self._tail, self._num_endless = text[-max(map(len, self._stops)) :], 0
+        return False
+
+
+class DecodeStream:
+    """One output's text piece by piece. The concatenated pieces are always a prefix of `final_text` of the whole
+    output.
+
+    No piece splits a character. Text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT):
+        self._text, self._stops, self._options = text, stops, options
+        self._own = _GrowingText(text, options, stops)
+        self._searched = [
+            (search.stops, _GrowingText(search.text, options, stops) if search.names_special else self._own)
+            for search in text.stop_searches(stops)
+        ]
+        self._held = ""
+        self._told = ""
+
+    def grow(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain after these further ids, which do not end the output."""
+        self._held += self._own.grow(ids)
+        num_held = 0
+        for stops, growing in self._searched:
+            if growing is not self._own:
+                growing.grow(ids)
+            num_held = max(num_held, num_begun(growing.tail, stops))  # of another text, at least as many as of this one
+        known = self._held[: max(0, len(self._held) - num_held)]
+        self._held = self._held[len(known) :]
+        self._told += known
+        return known
+
+    def end(self, output_ids: Sequence[int]) -> str:
+        """Return the rest, once all ids of the output are known."""
+        whole = self._text.final_text(output_ids, self._stops, self._options)
+        return whole[len(self._told) :]
+
+
+class _GrowingText:
+    """The whole characters of one growing output. tail: the last of them, as many as the longest stop string has."""
+
+    def __init__(self, text: Detokenizer, options: TextOptions, stops: Sequence[str]):
+        self._text, self._skip = text, options.skip_special_tokens
+        self._max_tail = max(map(len, stops), default=0)
+        self._ids: list[int] = []
+        self._window = 0  # as in _GrowingSearch
+        self._read = 0
+        self.tail = ""
+
+    def grow(self, ids: Sequence[int]) -> str:
+        """Return the text that these further ids complete."""
+        self._ids += ids
+        old = self._text.decode(self._ids[self._window : self._read], self._skip)
+        new = self._text.decode(self._ids[self._window :], self._skip)
+        if new.endswith(REPLACEMENT_CHAR) or len(new) <= len(old):
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        piece = new[len(old) :]
+        self.tail = (self.tail + piece)[-self._max_tail :] if self._max_tail else ""
+        return piece

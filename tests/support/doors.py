@@ -1,0 +1,360 @@
+"""Every way in which a request can be given, over one engine each: what was refused and why, or what it became.
+
+    with Doors(tmp_path, "corpus") as doors:
+        doors.http("chat", [b'{"messages": []}'])         # ['400 bad_value messages: messages: must be ...']
+
+This module alone imports what reads requests, so that a move of a module changes a line here and no other test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import io
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle_ray import LLM, SamplingParams
+from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.job_errors import OUTCOMES
+from eagle_ray.batch.output.manifest import RunHandle
+from eagle_ray.batch.worker import Worker
+from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
+from eagle_ray.core.sequence import Sequence as EngineSequence
+from eagle_ray.engine.async_engine import AsyncEngine
+from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
+from eagle_ray.serve.app import build_app
+from eagle_ray.serve.batches.batch_input import check_lines, read_lines
+from eagle_ray.serve.openapi import openapi
+from eagle_ray.serve.service import Service
+from eagle_ray.storage.path import StoragePath
+from tests.serve.client import request as http_request
+
+__all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
+
+URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
+PATHS = URLS | {"tokenize": "/tokenize"}
+SAMPLING_NAMES = frozenset(SamplingParams.model_fields)
+CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # arguments of LLM.chat
+# Reads tools and one value, so that both show in a prompt; the model has seen neither.
+TEMPLATE = (
+    "<|bos|>{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}<|end|>{% endif %}"
+    "{% for message in messages %}{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}"
+    "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NO_PATHS = ["input.path=in.jsonl", "output.path=out"]
+AT_ONCE = 16  # requests
+MAX_SHOWN_CHARS = 160  # of one value of an accepted request
+ENGINE = {
+    "model.dtype": "float32",
+    "model.tool_parser": "hermes",
+    "speculative.max_nodes": 8,
+    "speculative.max_depth": 3,
+    "speculative.top_k": 4,
+    "speculative.budget": "uniform",
+}
+_recorded: contextvars.ContextVar[list[EngineSequence] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@dataclasses.dataclass
+class Answered:
+    """What came of one request.
+
+    Attributes:
+        refusal: why it was refused; None for an answer.
+        sequences: those that the engine got for it.
+        body: the answer, as its door gives it.
+    """
+
+    refusal: str | None = None
+    sequences: list[EngineSequence] = dataclasses.field(default_factory=list)
+    body: Any = None
+
+
+class Doors:
+    """An engine for each of a job's worker, an endpoint and an LLM, which start when they are first used."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._template = directory / "template.jinja"
+        self._template.write_text(TEMPLATE)
+        self._num_files = 0
+        self._worker: Worker | None = None
+        self._service: Service | None = None
+        self._llm: LLM | None = None
+
+    def __enter__(self) -> Doors:
+        self._patch = pytest.MonkeyPatch()
+        _record_sequences(self._patch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        for started in (self._worker, self._service, self._llm):
+            if started is not None:
+                started.close()
+
+    def rows(self, lines: Sequence[bytes], format_: str = "jsonl", each: bool = True) -> list[Answered]:
+        """Give each line to a job as an input file of its own, or all of them as one file.
+
+        The answers of a line are its output rows.
+        """
+        files = [[line] for line in lines] if each else [list(lines)]
+        answers: list[Answered] = []
+        requests: list[tuple[Answered, dict[str, Any]]] = []
+        for file in files:
+            found, read = self._read_rows(file, format_)
+            answers += found
+            requests += zip(found, read, strict=True) if read else []
+        self._answer_rows(requests)
+        return answers
+
+    def http(self, door: str, bodies: Sequence[bytes]) -> list[Answered]:
+        """POST each body to a route of the endpoint."""
+        app = build_app(self.service)
+
+        async def post(body: bytes) -> Answered:
+            headers = {"Content-Type": "application/json"}
+            answer = await http_request(app, "POST", PATHS[door], body, headers)
+            if "event-stream" in answer.headers["content-type"]:
+                return Answered(body=answer.body.decode())
+            return _http_answer(answer.status, answer.json)
+
+        return asyncio.run(_all(post, bodies))
+
+    def batch_lines(self, door: str, lines: Sequence[bytes]) -> list[Answered]:
+        """Give each line to the endpoint's batches as a file of its own."""
+
+        async def answer(line: bytes) -> Answered:
+            checked = check_lines(io.BytesIO(line), URLS[door], 100)
+            if checked.errors:
+                error = checked.errors[0]
+                return Answered(f"file refused: {_joined(error['code'], error['param'])}: {error['message']}")
+            [(_, body)] = read_lines(io.BytesIO(line))
+            status, text = await self.service.answer_line(0, URLS[door], json.dumps(body).encode())
+            return _http_answer(status, json.loads(text))
+
+        return asyncio.run(_all(answer, lines))
+
+    def python(self, calls: Sequence[Callable[[LLM], Any]]) -> list[Answered]:
+        """Make each call; its outputs are the answer."""
+        llm = self.llm
+        with ThreadPoolExecutor(AT_ONCE // 4) as threads:
+            return list(threads.map(lambda call: contextvars.Context().run(_called, call, llm), calls))
+
+    def configured(self, sets: Sequence[str]) -> list[Answered]:
+        """Set one key each, as --set does; the answer is the configuration."""
+
+        def load(one: str) -> Answered:
+            try:
+                return Answered(body=load_config(None, [*NO_PATHS, one], env={}))
+            except ConfigError as error:
+                return Answered(f"ConfigError: {str(error).removesuffix(f' (from --set {one})')}")
+
+        return [load(one) for one in sets]
+
+    @property
+    def default_job(self) -> JobConfig:
+        return load_config(None, NO_PATHS, env={})
+
+    @property
+    def service(self) -> Service:
+        if self._service is None:
+            limits = {"serving.slots": AT_ONCE, "serving.max_queued": 4096, "serving.max_body_bytes": 1 << 20}
+            limits["serving.max_queued_tokens"] = 1 << 30
+            settings = ENGINE | limits | {"model.device": "cpu", "model.chat_template": str(self._template)}
+            self._service = Service.start(load_serve_config(None, env={}, overrides=settings), threads=1)
+        return self._service
+
+    @property
+    def llm(self) -> LLM:
+        if self._llm is None:
+            settings = {name.partition(".")[2]: value for name, value in ENGINE.items()}
+            template = str(self._template)
+            self._llm = LLM("embedded:tiny", device="cpu", slots=AT_ONCE, threads=1, chat_template=template, **settings)
+        return self._llm
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            run = RunHandle(StoragePath.of(str(self._directory / "out")), "run", 1, "hash")
+            self._worker = Worker(self._job("in.jsonl"), run, passthrough=[], threads=1)
+        return self._worker
+
+    def spell(self, token: int) -> str:
+        """Return the text of one token."""
+        return self.llm.tokenizer.decode_with_special([token])
+
+    def prompt_text(self, sequence: EngineSequence) -> str:
+        return self.llm.tokenizer.decode_with_special(sequence.prompt_ids)
+
+    def exported(self, rows: list[dict[str, Any]], url: str | None) -> dict[str, Any]:
+        """Return the line that `eagle-ray export` makes of one request's output rows."""
+        return line_of([row | {"url": url} for row in rows], self.spell)
+
+    def _job(self, name: str, **settings: Any) -> JobConfig:
+        paths = {"input.path": str(self._directory / name), "output.path": str(self._directory / "out")}
+        own = {"model.target": "embedded:tiny", "model.device": "cpu", "model.chat_template": str(self._template)}
+        own["execution.slots"] = AT_ONCE
+        return load_config(None, env={}, overrides=ENGINE | paths | own | settings)
+
+    def _read_rows(self, lines: list[bytes], format_: str) -> tuple[list[Answered], list[dict[str, Any]]]:
+        """Return an answer for each line, to be filled in, and the requests; or the refusal of the whole file."""
+        self._num_files += 1
+        name = f"in{self._num_files}.jsonl"
+        (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
+        try:
+            plan = plan_input(self._job(name, **{"input.format": format_}))
+            return [Answered() for _ in lines], list(requests_of(plan.without_passthrough))
+        except ConfigError as error:
+            return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
+
+    def _answer_rows(self, requests: list[tuple[Answered, dict[str, Any]]]) -> None:
+        """Answer all requests in the worker together, and give each its sequences and output rows."""
+        numbered = [row | {"request_id": f"{i:06d}"} for i, (_, row) in enumerate(requests)]
+        sequences: list[EngineSequence] = []
+        token = _recorded.set(sequences)
+        try:
+            output = asyncio.run(self.worker.answer(table_of(numbered, REQUEST))).to_pylist()
+        finally:
+            _recorded.reset(token)
+        for answered, _ in requests:
+            answered.body = []
+        for sequence in sequences:
+            requests[int(sequence.request_id.partition("/")[0])][0].sequences.append(sequence)
+        for row in output:
+            answered, request = requests[int(row["request_id"])]
+            answered.body.append(row | {"request_id": request["request_id"]})
+            if row["status"] == "error":
+                answered.refusal = f"{row['error_code']}: {self._without_place(row['error_message'])}"
+
+    def _without_place(self, text: str) -> str:
+        text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)
+        return text.replace(f"{self._directory}/", "")
+
+
+@contextmanager
+def silent_log() -> Iterator[None]:
+    """Leave out what the package logs about wrong requests."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def described(sequence: EngineSequence) -> dict[str, Any]:
+    """Return the sampling values of a sequence that are not at their defaults."""
+    return _fields(sequence.sampling)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            nested = _fields(inner)
+            found |= {field.name: nested} if field.name == "grammar" else nested
+        elif field.default is dataclasses.MISSING or inner != field.default:
+            found[field.name] = inner
+    return found
+
+
+def _record_sequences(patch: pytest.MonkeyPatch) -> None:
+    """Let the engine tell which sequences it was given for the request that the context is of."""
+    generate, stream = AsyncEngine.generate, AsyncEngine.stream
+
+    async def recorded_generate(self: AsyncEngine, sequence: EngineSequence) -> EngineSequence:
+        _record(sequence)
+        return await generate(self, sequence)
+
+    async def recorded_stream(self: AsyncEngine, sequence: EngineSequence) -> AsyncGenerator[int, None]:
+        _record(sequence)
+        async for count in stream(self, sequence):
+            yield count
+
+    patch.setattr(AsyncEngine, "generate", recorded_generate)
+    patch.setattr(AsyncEngine, "stream", recorded_stream)
+
+
+def _record(sequence: EngineSequence) -> None:
+    if (sequences := _recorded.get()) is not None:
+        sequences.append(sequence)
+
+
+async def _all(answer: Callable[[bytes], Any], bodies: Sequence[bytes]) -> list[Answered]:
+    """Answer all bodies, several at once, and give each the sequences that the engine got for it."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(body: bytes) -> Answered:
+        async with places:
+            sequences: list[EngineSequence] = []
+            _recorded.set(sequences)
+            answered = await answer(body)
+            answered.sequences = sequences
+            return answered
+
+    return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
+def _http_answer(status: int, body: Any) -> Answered:
+    """Return an answer. A refusal's type is shown if it is not that of most, its param if its message names it not."""
+    if status == 200:
+        return Answered(body=body)
+    error = body["error"]
+    kind = None if error["type"] == "invalid_request_error" else error["type"]
+    param = error["param"]
+    if param is not None and error["message"].startswith((f"{param}:", f"{param} ")):
+        param = None
+    return Answered(f"{_joined(str(status), kind, error['code'], param)}: {error['message']}")
+
+
+def _joined(*parts: str | None) -> str:
+    return " ".join(part for part in parts if part is not None)
+
+
+def _called(call: Callable[[LLM], Any], llm: LLM) -> Answered:
+    sequences: list[EngineSequence] = []
+    _recorded.set(sequences)
+    try:
+        outputs = call(llm)
+    except Exception as error:  # what a caller would see
+        return Answered(f"{type(error).__name__}: {_python_place(str(error))}")
+    for output in outputs:
+        if output.error is not None:
+            return Answered(f"{output.error.code}: {_python_place(str(output.error))}")
+    return Answered(sequences=sequences, body=outputs)
+
+
+def _python_place(text: str) -> str:
+    return re.sub(r"prompts, row 0 \(counted from 0\)", "HERE", text)
+
+
+def shown(value: Any) -> str:
+    """Return a value as JSON text of one line, shortened."""
+    return shortened(json.dumps(value, ensure_ascii=True, default=_plain), MAX_SHOWN_CHARS)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Return a text without long runs of one character, and cut to a length."""
+    num_chars = len(text)
+    text = re.sub(r"(.)\1{11,}", lambda run: f"{run[1]}<{len(run[0])} times>", text)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({num_chars} characters)"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)

@@ -1,0 +1,95 @@
+"""The files of tests/goldens that freeze what a user sees: `python -m tests.support.goldens --write` writes them.
+
+    requests/*.txt   what each door makes of each request of the corpus
+    openapi.json     the document of the endpoint over the embedded pair
+    exit_codes.txt   the exit codes of every command
+
+Without --write it prints how they differ. tests/test_goldens.py compares them, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.doors import OUTCOMES, Doors, openapi, silent_log
+from tests.support.request_corpus import CORPUS, line_outcomes, outcomes
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+VOCAB_SIZE = 1536  # of embedded:tiny
+LINE_CHARS = 160  # of JSON
+HOW = "If the change is meant, run: python -m tests.support.goldens --write"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the files")
+    is_written = parser.parse_args().write
+    torch.set_num_threads(1)
+    num_changed = 0
+    with tempfile.TemporaryDirectory() as directory, Doors(Path(directory)) as doors, silent_log():
+        for name, made in FILES.items():
+            difference = compare(name, made(doors), is_written)
+            num_changed += bool(difference)
+            print(difference or f"{name}: unchanged")
+    return 0 if is_written else min(num_changed, 1)
+
+
+def compare(name: str, text: str, is_written: bool = False) -> str:
+    """Return a unified diff of a file and its new text, "" if they are equal. is_written: write the new text."""
+    path = GOLDENS / name
+    before = path.read_text() if path.exists() else ""
+    if is_written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    lines = difflib.unified_diff(before.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="")
+    return "\n".join(lines)
+
+
+def _table(doors: Doors, group: str) -> str:
+    found = line_outcomes(doors) if group == "lines" else outcomes(doors, CORPUS[group])
+    blocks = ("\n    ".join([case, *map(": ".join, made.items())]) for case, made in found.items())
+    return "\n".join(blocks) + "\n"
+
+
+def _openapi(_: Doors) -> str:
+    document = openapi("embedded:tiny", VOCAB_SIZE)
+    document["info"]["version"] = "of this release"
+    return _indented(document) + "\n"
+
+
+def _indented(value: Any, indent: str = "") -> str:
+    """Return sorted JSON text. What fits into a line stands in one."""
+    line = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    if len(indent) + len(line) <= LINE_CHARS or not isinstance(value, dict | list) or not value:
+        return line
+    if isinstance(value, list):
+        parts = [_indented(one, indent + " ") for one in value]
+    else:
+        parts = [f"{json.dumps(key)}: {_indented(value[key], indent + ' ')}" for key in sorted(value)]
+    opening, closing = "[]" if isinstance(value, list) else "{}"
+    return f"{opening}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{closing}"
+
+
+def _exit_codes(_: Doors) -> str:
+    lines = [f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}" for one in OUTCOMES]
+    return "\n".join(lines) + "\n"
+
+
+FILES: dict[str, Callable[[Doors], str]] = {
+    **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines")},
+    "openapi.json": _openapi,
+    "exit_codes.txt": _exit_codes,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

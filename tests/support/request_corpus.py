@@ -1,0 +1,305 @@
+"""Requests that are wrong in one way each, and their neighbours that are not: what each door makes of them.
+
+    >>> CORPUS["sampling"].cases[0].changes
+    {'temperature': -0.1}
+
+A case changes a plain request of each door. `outcomes` gives every case to every door of its group.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_ray import SamplingParams
+from tests.support.doors import CHAT_OPTIONS, URLS, Answered, Doors, described, shortened, shown
+
+Json = dict[str, Any]
+REQUESTS_FILE = Path(__file__).with_name("requests.txt")
+MAX_OUTCOME_CHARS = 400  # of one refusal
+DEEP = 250  # lists in each other, more than are read
+HALF = "cut \ud83d"  # half a surrogate pair
+PROMPT = "What is the capital of France?"
+HI = [{"role": "user", "content": PROMPT}]
+LIMITS = {"max_tokens": 2, "seed": 1}
+BASES: dict[str, Json] = {
+    "row": {"id": "r", "prompt": PROMPT, **LIMITS},
+    "prompt": {"prompt": PROMPT, **LIMITS},
+    "python": {},
+    "config": {},
+    "chat": {"messages": HI, **LIMITS},
+    "completions": {"prompt": PROMPT, **LIMITS},
+    "responses": {"input": PROMPT, "max_output_tokens": 2, "seed": 1},
+    "tokenize": {"messages": HI},
+}
+BATCH = ("batch chat", "batch completions", "batch responses")
+HTTP = ("chat", "completions", "responses")
+PYTHON = ("prompt", "python")
+ALL = ("row", *PYTHON, "config", *BATCH, *HTTP, "line chat")
+REQUESTS = tuple(door for door in ALL if door != "config")
+CHATS = ("row", *PYTHON, "config", "batch chat", "batch responses", "chat", "responses")
+MESSAGES = ("row", *PYTHON, "batch chat", "chat", "line chat", "tokenize")
+PROMPTS = ("row", *PYTHON, "batch completions", "completions", "tokenize")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request.
+
+    Attributes:
+        changes: what it has besides a plain request, or in place of it.
+        raw: JSON text of further keys, for what no dictionary can hold.
+    """
+
+    changes: Json
+    raw: str = ""
+
+    @property
+    def name(self) -> str:
+        return shown(self.changes) if not self.raw else f"raw {shown(self.raw)[1:-1]}"
+
+    def request(self, base: Json) -> Json:
+        return base | self.changes
+
+    def body(self, base: Json) -> bytes:
+        text = json.dumps(self.request(base))
+        return (f"{text[:-1]}, {self.raw}}}" if self.raw else text).encode()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases, and the doors that each of them goes through. is_chat: the plain row is one of messages."""
+
+    doors: tuple[str, ...]
+    cases: tuple[Case, ...]
+    is_chat: bool = False
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def read_cases(section: str) -> tuple[Case, ...]:
+    """Return the cases of a section of requests.txt."""
+    text = REQUESTS_FILE.read_text().partition(f"[{section}]\n")[2].partition("\n[")[0]
+    found: list[Case] = []
+    for line in text.strip().replace("\n    ", " ").splitlines():
+        name, _, values = line.partition(": ")
+        for value in map(_expanded, json.loads(f"[{values}]")):
+            found.append(Case(value if name == "several" else {name: value}))
+    return tuple(found)
+
+
+def _expanded(value: Any) -> Any:
+    """Return a value with what requests.txt writes in short."""
+    if value == "@deep":
+        return nested(DEEP)
+    if value == "@deep text":
+        return json.dumps(nested(DEEP))
+    if isinstance(value, str) and (repeated := re.fullmatch(r"@(\d+) (.)", value)):
+        return int(repeated[1]) * repeated[2]
+    if isinstance(value, list) and value and isinstance(value[0], str) and re.fullmatch(r"@\d+", value[0]):
+        return int(value[0][1:]) * [_expanded(value[1])]
+    if isinstance(value, list):
+        return [_expanded(one) for one in value]
+    return {_expanded(k): _expanded(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+FAULTS = tuple(
+    Case({}, raw)
+    for raw in (
+        '"max_tokens": 1, "max_tokens": 2',
+        '"metadata": {"a": "b", "a": "c"}',
+        '"temperature": NaN',
+        '"temperature": -Infinity',
+        '"temperature": 1e999',
+        '"user": ' + "9" * 5000,
+        '"user": "\\ud83d"',
+        '"\\ud83d": 1',
+        '"user": ' + "[" * 250 + "]" * 250,
+        '"user": "\t"',
+        '"user": tru',
+        '"user": 1,',
+        '"": 1',
+    )
+)
+CORPUS = {
+    "sampling": Group(ALL, read_cases("sampling")),
+    "structured": Group(ALL, read_cases("structured")),
+    "chat_options": Group(CHATS, read_cases("chat_options"), is_chat=True),
+    "messages": Group(MESSAGES, read_cases("messages"), is_chat=True),
+    "prompts": Group(PROMPTS, read_cases("prompts")),
+    "inputs": Group(("responses", "batch responses"), read_cases("inputs")),
+    "unsupported": Group(REQUESTS, read_cases("unsupported")),
+    "labels": Group(REQUESTS, read_cases("labels")),
+    "json": Group(("row", "batch chat", *HTTP[:2], "line chat", "tokenize"), FAULTS),
+}
+LINE = {"custom_id": "a", "method": "POST", "url": URLS["chat"], "body": BASES["chat"]}
+WRONG_LINES: tuple[Any, ...] = (
+    *({name: value for name, value in LINE.items() if name != absent} for absent in LINE),
+    *(LINE | {name: value} for name in LINE for value in (None, "", 5, [], {})),
+    LINE | {"method": "GET"},
+    LINE | {"url": "/v1/embeddings"},
+    LINE | {"url": URLS["completions"]},
+    LINE | {"other": 1},
+    LINE | {"custom_id": "x" * 513},
+    LINE | {"custom_id": HALF},
+    [LINE],
+)
+LINES = (
+    *(json.dumps(line).encode() for line in (LINE, *WRONG_LINES)),
+    b'{"custom_id": "a", "custom_id": "b"}',
+    b"no JSON",
+    b"\xff\xfe",
+    b'\xef\xbb\xbf{"custom_id": "a"}',
+    b"null",
+)
+
+
+def outcomes(doors: Doors, group: Group) -> dict[str, dict[str, str]]:
+    """Return for each case what each door made of it. Doors that made the same of it stand together."""
+    found = {door: _outcomes_at(door, doors, group) for door in group.doors}
+    table: dict[str, dict[str, str]] = {}
+    for i, case in enumerate(group.cases):
+        by_outcome: dict[str, list[str]] = {}
+        for door in group.doors:
+            if found[door][i] is not None:
+                by_outcome.setdefault(found[door][i], []).append(door)
+        assert case.name not in table, case.name
+        table[case.name] = {_joined(together, group): outcome for outcome, together in by_outcome.items()}
+    return table
+
+
+def _joined(doors: list[str], group: Group) -> str:
+    """Return the names of doors, with one name for all, for all of batch files and for all of HTTP."""
+    if len(doors) == len(group.doors) > 1:
+        return "all"
+    for name, several in (("batch", BATCH), ("HTTP", (*HTTP, "line chat"))):
+        if {*several} <= {*doors}:
+            doors = [name if door == several[0] else door for door in doors if door not in several[1:]]
+    return ", ".join(doors)
+
+
+def line_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
+    """Return what a job and the endpoint make of each line of a batch file."""
+    found = {"batch": doors.rows(LINES, "openai_batch"), "line": doors.batch_lines("chat", LINES)}
+    return {
+        line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY"): {
+            door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()
+        }
+        for i, line in enumerate(LINES)
+    }
+
+
+def _outcomes_at(door: str, doors: Doors, group: Group) -> list[str | None]:
+    """Return the outcome of each case at one door; None where the door cannot be given such a request."""
+    plain, *answers = _answers_at(door, doors, [Case({}), *group.cases], group)
+    assert plain is None or plain.refusal is None, f"{door}: {plain}"
+    return [
+        None if answered is None else _outcome(answered, plain, case, doors)
+        for case, answered in zip(group.cases, answers, strict=True)
+    ]
+
+
+def _answers_at(door: str, doors: Doors, given: list[Case], group: Group) -> list[Answered | None]:
+    kind, _, endpoint = door.partition(" ")
+    base = _base(endpoint or kind, group)
+    if kind == "config":
+        return _configured(doors, given, group)
+    if kind == "python":
+        return list(doors.python([_call(case, group) for case in given]))
+    if kind == "prompt":
+        return list(doors.python([lambda llm, case=case: llm.generate(case.request(base)) for case in given]))
+    bodies = [case.body(base) for case in given]
+    if kind == "row":
+        return list(doors.rows(bodies))
+    if kind == "batch":
+        return list(doors.rows([_line(endpoint, body, i) for i, body in enumerate(bodies)], "openai_batch", False))
+    if kind == "line":
+        return list(doors.batch_lines(endpoint, [_line(endpoint, body, 0) for body in bodies]))
+    return list(doors.http(door, bodies))
+
+
+def _base(door: str, group: Group) -> Json:
+    base = BASES[door]
+    if group.is_chat and "prompt" in base:
+        return {name: value for name, value in base.items() if name != "prompt"} | {"messages": HI}
+    return {"prompt": PROMPT} if door == "tokenize" and not group.is_chat else base
+
+
+def _line(endpoint: str, body: bytes, number: int) -> bytes:
+    head = json.dumps({"custom_id": f"c{number}", "method": "POST", "url": URLS[endpoint]})
+    return head[:-1].encode() + b', "body": ' + body + b"}"
+
+
+def _call(case: Case, group: Group) -> Any:
+    """Return a call of an LLM with the case's changes as keyword arguments, where Python has them."""
+
+    def call(llm: Any) -> Any:
+        changes = dict(case.changes)
+        options = {name: changes.pop(name) for name in CHAT_OPTIONS if name in changes}
+        prompt, messages = changes.pop("prompt", PROMPT), changes.pop("messages", HI)
+        params = SamplingParams(**LIMITS | changes)
+        if options or group.is_chat:
+            return llm.chat(messages, params, **options)
+        return llm.generate(prompt, params)
+
+    return call
+
+
+def _configured(doors: Doors, given: list[Case], group: Group) -> list[Answered | None]:
+    """Set the keys of the configuration; None for a case of several keys."""
+    section = "chat" if group.is_chat else "sampling"
+    found: list[Answered | None] = []
+    for case in given:
+        if len(case.changes) != 1:
+            found.append(Answered(body={}) if not case.changes else None)
+            continue
+        [(name, value)] = case.changes.items()
+        [answered] = doors.configured([f"{section}.{name}={json.dumps(value)}"])
+        if answered.refusal is None:
+            own, default = (getattr(getattr(one, section), name, None) for one in (answered.body, doors.default_job))
+            answered.body = {} if own == default else {name: own}
+        found.append(answered)
+    return found
+
+
+def _outcome(answered: Answered, plain: Answered, case: Case, doors: Doors) -> str:
+    """Return the refusal, or `ok` and how the engine's request and the answer differ from those of a plain request."""
+    if answered.refusal is not None:
+        return _one_line(answered.refusal)
+    if not plain.sequences:
+        same = answered.body == plain.body
+        return "ok" if same else f"ok {shown(answered.body)}"
+    if not answered.sequences:
+        return "ok, but nothing was generated"
+    own, usual = (_parts(one, doors) for one in (answered, plain))
+    if "seed" in case.changes and case.changes["seed"] is None:
+        own["seed"] = usual["seed"]  # a random one, or that of the row's id
+    names = dict.fromkeys((*own, *usual))
+    changed = {name: own.get(name) for name in names if own.get(name) != usual.get(name)}
+    if len(changed) > 1:
+        changed.pop("output", None)  # it follows from the others
+    return f"ok {shown(changed)}" if changed else "ok"
+
+
+def _one_line(text: str) -> str:
+    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SamplingParams.model_fields)}", "Parameters: ...")
+    return shortened(text, MAX_OUTCOME_CHARS)
+
+
+def _parts(answered: Answered, doors: Doors) -> Json:
+    first = answered.sequences[0]
+    parts = described(first) | {"num_sequences": len(answered.sequences)}
+    prompt = doors.prompt_text(first)
+    parts["prompt"] = prompt if len(prompt) < 200 else f"{len(first.prompt_ids)} tokens"
+    parts["output"] = doors.llm.tokenizer.decode_with_special(first.output_ids)
+    if isinstance(answered.body, str):
+        parts["stream"] = True
+    return parts
