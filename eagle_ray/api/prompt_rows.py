@@ -86,7 +86,7 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
 def _request_row(row: Mapping[str, Any], number: int, columns: RequestColumns) -> RequestRow:
     check_keys(row)
     location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
-    request = dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location)
+    request = dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location).to_row()
     if request["request_id"] == location.id != row.get("id"):  # the reader's, for a prompt without an id
         request["request_id"] = None
     return request

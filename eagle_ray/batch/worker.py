@@ -30,8 +30,15 @@ from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.output_rows import OutputRows
 from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of
-from eagle_ray.requests.rows import num_samples, num_turns
-from eagle_ray.requests.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
+from eagle_ray.requests.sequences import (
+    CATEGORY,
+    RequestRow,
+    num_samples,
+    num_turns,
+    sequence_of,
+    sequences_of,
+    turn_request,
+)
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:

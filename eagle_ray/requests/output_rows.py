@@ -17,12 +17,13 @@ from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.requests.chat_rows import answer_columns, answer_of_row
-from eagle_ray.requests.rows import num_samples, num_turns
 from eagle_ray.requests.sequences import (
     RequestRow,
     controls_json,
     message_of,
     messages_of,
+    num_samples,
+    num_turns,
     prompt_text_of,
     stop_strings,
     text_options_of,

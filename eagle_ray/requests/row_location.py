@@ -36,7 +36,7 @@ class RowLocation:
     position: RowPosition
 
     def __str__(self) -> str:
-        return _format(self.path, *self.position)
+        return location_of(self.path, *self.position)
 
     @property
     def id(self) -> str:
@@ -44,10 +44,10 @@ class RowLocation:
         return f"{self.name}:{self.position.row}"
 
 
-def location_text(request: Mapping[str, Any]) -> str:
-    """Return the location as text, for a row that has become a request."""
-    return _format(request["source_file"], request["row_index"], request["source_line"])
+def location_text(row: Mapping[str, Any]) -> str:
+    """Return the location as text, of a row of a table of requests."""
+    return location_of(row["source_file"], row["row_index"], row["source_line"])
 
 
-def _format(path: str, row: int, line: int | None) -> str:
+def location_of(path: str, row: int, line: int | None) -> str:
     return f"{path}, row {row} (counted from 0)" if line is None else f"{path}, line {line}"

@@ -1,11 +1,11 @@
 """Parse one input row into one request: its id, its prompt, its sampling values, or the reason why it is bad.
 
-Never raises because of a row's content: a bad row is a request with error_code and error_message, which name file,
-row, column and the fix.
+Never raises because of a row's content: a bad row is a request with an error, which names file, row, column and the
+fix.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
     >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
-    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location)["request_id"]
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location).id
     '7'
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import ColumnPath, describe_value, json_error, json_text
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_columns import RequestColumns
 from eagle_ray.requests.row_location import RowLocation
 from eagle_ray.requests.values import (
@@ -43,24 +44,24 @@ UNCARRIED = "__uncarried__"
 """Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
-def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
-    """Return the REQUEST columns of one row, without passthrough columns; absent ones are null."""
-    request = {
-        "request_id": id_of(row, columns, location),
-        "row_index": location.position.row,
-        "source_file": location.path,
-        "source_line": location.position.line,
-    }
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
+    """Return the request of one row, without carried columns."""
+    request = Request(
+        id=id_of(row, columns, location),
+        source_file=location.path,
+        row_index=location.position.row,
+        source_line=location.position.line,
+    )
     try:
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        request |= _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
+        request = replace(request, **_prompt_of(row, columns), sampling=_sampling_of(row), chat=_chat_of(row))
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
         return request
     except RequestError as error:
-        return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
+        return replace(request, error=RequestError(error.code, f"{location}: {error}"))
 
 
 def unreadable(row: InputRow) -> RequestError | None:
@@ -190,8 +191,6 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
             raise _bad_sampling(name, error.form, value, error.reason) from None
     if (second := second_form(values)) is not None:
         raise _bad_sampling(second, SAMPLING[second].kind_at(Door.JOB).form, given[second])
-    if "logit_bias" in values:
-        values["logit_bias"] = list(values["logit_bias"].items())  # as Arrow takes a map
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
@@ -261,18 +260,3 @@ def _parsed_text(text: str, name: str, kind: Kind) -> Any:
 def _as_int(value: Any) -> Any:
     """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
-
-
-def num_samples(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many samples a request row has, good or bad."""
-    return row["n"] or config.sampling.n
-
-
-def num_turns(row: dict[str, Any]) -> int:
-    """Return how many turns each sample of a request row has: 1 unless it is a conversation."""
-    return len(row["user_turns"] or [None])
-
-
-def num_rows(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many output rows a request row has, good or bad."""
-    return num_samples(row, config) * num_turns(row)

@@ -20,7 +20,6 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.chat_rows import chat_options_of, is_chat
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.row_location import location_text
-from eagle_ray.requests.rows import num_samples
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
@@ -70,6 +69,16 @@ def sequence_of(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None,
     """Return one sample of the row. Raises as sequences_of does."""
     [sequence] = _sequences(row, config, tokenizer, [sample_index])
     return sequence
+
+
+def num_samples(row: RequestRow, config: JobConfig) -> int:
+    """Return how many samples a request row has, good or bad."""
+    return row["n"] or config.sampling.n
+
+
+def num_turns(row: RequestRow) -> int:
+    """Return how many turns each sample of a request row has: 1 unless it is a conversation."""
+    return len(row["user_turns"] or [None])
 
 
 def turn_request(row: RequestRow, answers: list[str | None]) -> RequestRow:

@@ -24,7 +24,7 @@ FORMAT = {"type": "json_object", "schema": {"maximum": Decimal("9.90")}}
 
 
 def request(**row):
-    return parse_row(row, COLUMNS, PLACE)
+    return {name: value for name, value in parse_row(row, COLUMNS, PLACE).to_row().items() if value is not None}
 
 
 def test_a_prompt_of_each_kind():
@@ -120,8 +120,8 @@ def test_a_bad_row_says_what_is_wrong_where(row, code, says):
 
 def test_a_row_that_is_no_row_keeps_its_reason():
     bad = parse_row(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
-    assert bad["request_id"] == "sub/a.jsonl:7"
-    assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
+    assert bad.id == "sub/a.jsonl:7"
+    assert (bad.error.code, str(bad.error)) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
 
 
 def test_a_rows_own_sampling():

@@ -36,9 +36,10 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import ColumnPath
+from eagle_ray.requests.request import table_of_requests
 from eagle_ray.requests.request_columns import PROMPTS, RequestColumns
 from eagle_ray.requests.row_location import RowLocation
-from eagle_ray.requests.row_schema import REQUEST, RESERVED, ROW_FIELDS, table_of
+from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.requests.template import PromptTemplate
 from eagle_ray.storage.path import StoragePath
@@ -344,7 +345,7 @@ def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """Yield the requests of one shard in small tables."""
     for chunk in chunks_in(shard, plan.needed, plan.source_types):
         requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
-        table = table_of(requests, REQUEST)
+        table = table_of_requests(requests)
         for column in plan.passthrough_columns:
             table = table.append_column(column.name, chunk.carried[column.source])
         yield table
@@ -487,5 +488,5 @@ def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, location in _rows(plan) if on_bad_row == "fail" else ():
         request = parse_row(row, plan.columns, location)
-        if request.get("error_code"):
-            raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")
+        if request.error is not None:
+            raise ConfigError(f"{request.error} (input.on_bad_row is fail)")
