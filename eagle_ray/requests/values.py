@@ -275,8 +275,10 @@ class LogitBias(Kind):
         checked: dict[int, float] = {}
         for key, bias in value.items():
             token = int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key
-            if not is_integer(token) or not 0 <= token <= MAX_TOKEN_ID:
+            if not is_integer(token) or token < 0:
                 raise self.wrong(key, str(key))
+            if token > MAX_TOKEN_ID:
+                raise self.wrong(token, str(key), limit=MAX_TOKEN_ID)
             if not is_number(bias) or not math.fabs(bias) <= self.max_bias:
                 raise self.wrong(bias, str(key))
             checked[int(token)] = float(bias)

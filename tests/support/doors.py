@@ -23,15 +23,17 @@ from typing import Any
 
 import pytest
 
-from eagle_ray import LLM, SamplingParams
+from eagle_ray import LLM
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.job_errors import OUTCOMES
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
-from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
+from eagle_ray.config import JobConfig, load_config, load_serve_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.parameters import SAMPLING
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
@@ -44,7 +46,7 @@ __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "open
 
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 PATHS = URLS | {"tokenize": "/tokenize"}
-SAMPLING_NAMES = frozenset(SamplingParams.model_fields)
+SAMPLING_NAMES = frozenset(SAMPLING)
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # arguments of LLM.chat
 # Reads tools and one value, so that both show in a prompt; the model has seen neither.
 TEMPLATE = (
