@@ -18,9 +18,8 @@ from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import has_effect, match_unsupported
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
 from eagle_ray.requests.row_schema import REQUEST
 from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.sequences import RequestRow

@@ -17,7 +17,7 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.row_location import location_text
+from eagle_ray.requests.columns import location_text
 from eagle_ray.requests.sampling_values import GRAMMAR_NAMES, grammar_of, merged_values
 from eagle_ray.requests.sequences import RequestRow
 from eagle_ray.sampling.grammar import GrammarCompiler

@@ -15,11 +15,10 @@ import pyarrow as pa
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.columns import location_of
 from eagle_ray.requests.parameters import CHAT, SAMPLING
-from eagle_ray.requests.row_location import location_of
 from eagle_ray.requests.row_schema import REQUEST, table_of
 
-PROMPTS = ("prompt", "messages", "prompt_token_ids", "user_turns")
 _OWN_COLUMNS = frozenset(REQUEST.names)
 
 

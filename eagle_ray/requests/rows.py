@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import ColumnPath, describe_value, json_error, json_text
+from eagle_ray.requests.columns import (
+    TEMPLATE_KEY,
+    ColumnPath,
+    RequestColumns,
+    RowLocation,
+    describe_value,
+    json_error,
+    json_text,
+)
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation
 from eagle_ray.requests.values import (
     Boolean,
     JsonSchema,
@@ -46,22 +51,25 @@ UNCARRIED = "__uncarried__"
 
 def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
     """Return the request of one row, without carried columns."""
-    request = Request(
-        id=id_of(row, columns, location),
-        source_file=location.path,
-        row_index=location.position.row,
-        source_line=location.position.line,
-    )
+    asked: dict[str, Any] = {}
+    bad: RequestError | None = None
     try:
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        request = replace(request, **_prompt_of(row, columns), sampling=_sampling_of(row), chat=_chat_of(row))
+        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": _chat_of(row)}
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
-        return request
     except RequestError as error:
-        return replace(request, error=RequestError(error.code, f"{location}: {error}"))
+        bad = RequestError(error.code, f"{location}: {error}")
+    return Request(
+        id=id_of(row, columns, location),
+        source_file=location.path,
+        row_index=location.position.row,
+        source_line=location.position.line,
+        error=bad,
+        **asked,
+    )
 
 
 def unreadable(row: InputRow) -> RequestError | None:
@@ -114,7 +122,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
     if columns.template is not None:
-        return columns.template.request_of(row)
+        prompt = columns.template.prompt_of(row)
+        return {"prompt": prompt} if isinstance(prompt, str) else {"messages": parse_messages(prompt, TEMPLATE_KEY)}
     found = {name: path.value_in(row) for name, path in columns.prompts.items()}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:

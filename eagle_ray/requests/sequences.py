@@ -18,8 +18,8 @@ from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.chat_rows import chat_options_of, is_chat
+from eagle_ray.requests.columns import location_text
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.row_location import location_text
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,

@@ -21,7 +21,7 @@ from eagle_ray.batch.input.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.input.shards import WHOLE, FilePart, FileScan
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_location import FIRST, RowPosition
+from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.storage.path import FileVersion, StoragePath
 
 

@@ -9,9 +9,7 @@ import pytest
 from eagle_ray.batch.input.plan import PROMPTS
 from eagle_ray.config import SamplingConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import ColumnPath
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.columns import ColumnPath, RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.row_schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.requests.rows import parse_row
 

@@ -35,13 +35,10 @@ from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import ColumnPath
+from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
 from eagle_ray.requests.request import table_of_requests
-from eagle_ray.requests.request_columns import PROMPTS, RequestColumns
-from eagle_ray.requests.row_location import RowLocation
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.requests.template import PromptTemplate
 from eagle_ray.storage.path import StoragePath
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`

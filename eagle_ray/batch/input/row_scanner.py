@@ -24,8 +24,7 @@ from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.shards import FilePart, FileScan, scan
 from eagle_ray.batch.row_index import Table
 from eagle_ray.config import JobConfig
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowPosition
+from eagle_ray.requests.columns import RequestColumns, RowPosition
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 
 NUM_THREADS = 16  # each waits for one object
