@@ -239,7 +239,7 @@ class LLM:
         first = sequences[0]
         wants_logprobs = params.wants_logprobs if row["logprobs"] is None else row["logprobs"]
         prompt_logprobs = None
-        if first.sampling.prompt_logprobs:
+        if first.sampling.wants_prompt_logprobs:
             values, tops = first.prompt_logprobs, first.prompt_tops
             prompt_logprobs = logprobs_of(first.prompt_ids, values, tops, params.num_top_prompt_logprobs, text)
         return RequestOutput(

@@ -139,7 +139,7 @@ def completion_of(
         text=text,
         token_ids=sequence.output_ids,
         finish_reason=parts.finish_reason(sequence.finish_reason),
-        seed=sequence.sampling.seed,
+        seed=sequence.sampling.seed or 0,
         stats=stats,
         ttft_s=(sequence.first_token_at or arrived) - arrived,
         e2e_s=(sequence.finished_at or arrived) - arrived,

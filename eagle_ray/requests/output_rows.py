@@ -93,7 +93,7 @@ class OutputRows:
         return self.text.final_text(sequence.output_ids, stops, options)
 
     def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        spec, state = sequence.sampling.grammar, sequence.grammar
+        spec, state = sequence.grammar_spec, sequence.grammar
         if spec is None or state is None:
             return {}
         is_cut = sequence.finish_reason == "stop" and not state.has_end
@@ -113,13 +113,13 @@ class OutputRows:
         return columns
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
-        logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
+        logprobs = sequence.output_logprobs if sequence.sampling.wants_logprobs else None
         return {
             "finish_reason": sequence.finish_reason,
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
-            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.top_logprobs else None,
+            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
             **_prompt_logprobs(sequence),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
@@ -156,11 +156,11 @@ def _tops(tops: list[TopLogprobs]) -> list[list[dict[str, Any]]]:
 def _prompt_logprobs(sequence: Sequence) -> RequestRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
     sampling = sequence.sampling
-    if not sampling.prompt_logprobs:
+    if not sampling.wants_prompt_logprobs:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.top_logprobs else None,
+        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.num_top_logprobs else None,
     }
 
 

@@ -224,7 +224,7 @@ class Service:
 
         Raises RequestError and EngineError.
         """
-        if sequence.sampling.grammar is not None:
+        if sequence.grammar_spec is not None:
             async with self._compilations[asked.client].turn(client=0, tokens=1):
                 try:
                     await self._engine.compile_grammar(sequence)

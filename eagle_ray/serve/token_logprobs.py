@@ -27,7 +27,7 @@ class TokenLogprob:
 
 
 def prompt_places(sequence: Sequence) -> list[TokenLogprob]:
-    num_tops = sequence.sampling.top_logprobs
+    num_tops = sequence.sampling.num_top_logprobs
     tops = sequence.prompt_tops if num_tops else [[]] * len(sequence.prompt_ids)
     return [_place(*place) for place in zip(sequence.prompt_ids, sequence.prompt_logprobs, tops, strict=True)]
 
@@ -35,7 +35,7 @@ def prompt_places(sequence: Sequence) -> list[TokenLogprob]:
 def output_places(sequence: Sequence, start: int, end: int) -> list[TokenLogprob]:
     """Return the log-probabilities of the output ids [start, end)."""
     ids, logprobs = sequence.output_ids[start:end], sequence.output_logprobs[start:end]
-    tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else [[]] * len(ids)
+    tops = sequence.output_tops[start:end] if sequence.sampling.num_top_logprobs else [[]] * len(ids)
     return [_place(*place) for place in zip(ids, logprobs, tops, strict=True)]
 
 
