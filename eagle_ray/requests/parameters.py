@@ -499,6 +499,19 @@ def names_in(*groups: Group) -> tuple[str, ...]:
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
 
 
+def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
+
+    One that says what its output must be does without what the defaults say about that.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    kept = dict(defaults)
+    forms = names_in(Group.FORM)
+    if any(own.get(name) for name in forms):
+        kept |= {name: None for name in forms if name in kept}
+    return kept | own
+
+
 def second_form(values: Mapping[str, Any]) -> str | None:
     """Return the second name, in the table's order, that says what an output must be; None if at most one does."""
     return next(iter([name for name in names_in(Group.FORM) if values.get(name)][1:]), None)

@@ -7,8 +7,9 @@ True
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -16,8 +17,9 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import location_of
-from eagle_ray.requests.parameters import CHAT, SAMPLING
+from eagle_ray.requests.parameters import CHAT, SAMPLING, SamplingParams, merged_values
 from eagle_ray.requests.row_schema import REQUEST, table_of
+from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 
 _OWN_COLUMNS = frozenset(REQUEST.names)
 
@@ -99,6 +101,57 @@ class Request:
     def location(self) -> str:
         """Return its place in the input as text."""
         return location_of(self.source_file, self.row_index, self.source_line)
+
+    def error_text(self, error: RequestError) -> str:
+        """Return an error's message after the location; errors of the reader have the location already."""
+        return str(error) if self.error is not None else f"{self.location}: {error}"
+
+    def check(self) -> None:
+        """Raise the RequestError of a request that cannot be answered."""
+        if self.error is not None:
+            raise RequestError(self.error.code, str(self.error))
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the prompt goes through the chat template."""
+        return self.messages is not None or self.user_turns is not None
+
+    @property
+    def turn_index(self) -> int:
+        return len(self.answers)
+
+    def next_turn(self, answers: Iterable[str | None]) -> Request:
+        """Return the request of the next turn of a conversation. answers: those of all earlier turns."""
+        return replace(self, answers=tuple(answers))
+
+    @property
+    def turn_messages(self) -> str | None:
+        """Return the messages as JSON: those of a conversation up to the user's turn. None for other prompts."""
+        if self.user_turns is None:
+            return self.messages
+        messages = []
+        for turn, answer in zip(self.user_turns, [*self.answers, None], strict=False):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer})
+        return json.dumps(messages, ensure_ascii=False)
+
+    def sampling_params(self, config: JobConfig) -> SamplingParams:
+        """Return the parameters in force: its own, then the job's."""
+        return SamplingParams.of_checked(merged_values(dict(config.sampling), self.sampling))
+
+    def chat_options(self, config: JobConfig) -> ChatOptions:
+        """Return the options in force: its own, then the job's. Raises RequestError."""
+        own = {name: json.loads(value) if isinstance(value, str) else value for name, value in self.chat.items()}
+        try:
+            options = config.chat.options(own)
+        except ValueError as error:
+            raise RequestError("invalid_chat", str(error)) from None
+        if self.is_chat:
+            return options
+        if options.has_tools:
+            raise RequestError("invalid_chat", "tools: only with messages. Leave tools out of rows with other prompts")
+        return NO_OPTIONS
 
     def num_samples(self, config: JobConfig) -> int:
         """Return how many samples are asked for, also of a bad request."""

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import PromptTemplate
 
@@ -73,7 +73,7 @@ def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     template = "|".join(f"{{{name}}}" for name in columns)
     config = make_job([], **{"input.path": str(tmp_path / "a.parquet"), "input.template": template})
-    [request] = requests_of(plan_input(config))
+    [request] = request_rows(plan_input(config))
     assert request["prompt"] == "|".join([*(text for _, _, text in TYPED), "0.1"])
     uuid = UUID(int=1)
     assert PromptTemplate.of("{u}").prompt_of({"u": uuid}) == str(uuid)
@@ -88,7 +88,7 @@ def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
     rows = [{"id": "a", "q": "1 + 1", "text": "2"}, {"id": "b", "q": "2 + 2"}]
     config = make_job(rows, **{"input.template": "{q} = {text}?"})
     plan = plan_input(config)
-    first, second = requests_of(plan)
+    first, second = request_rows(plan)
     assert first["prompt"] == "1 + 1 = 2?" and first["error_code"] is None
     assert second["error_code"] == "field_missing" and "in.jsonl, line 2: column 'text'" in second["error_message"]
     assert plan.passthrough_types.keys() == {"q", "input_text"}

@@ -4,7 +4,7 @@ It fixes the order of files and shards, the columns to read and the types of pas
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     >>> plan = plan_input(config)                            # doctest: +SKIP
-    >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
+    >>> [request.id for request in requests_of(plan)]        # doctest: +SKIP
     ['q-1', 'q-2']
 """
 
@@ -36,7 +36,7 @@ from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
-from eagle_ray.requests.request import table_of_requests
+from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.storage.path import StoragePath
@@ -325,7 +325,12 @@ def _files(plan: InputPlan) -> str:
     return f"{plan.files[0].path}{others}"
 
 
-def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
+def requests_of(plan: InputPlan) -> Iterator[Request]:
+    """Yield the request of every row of the input in order, good or bad, with its carried columns."""
+    return map(Request.of_row, request_rows(plan))
+
+
+def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
