@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
-from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
+from eagle_ray.api.request_output import RequestOutput, completion_of, speller
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import JobConfig
@@ -41,6 +41,7 @@ from eagle_ray.requests.output_rows import answer_of
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sampling_values import text_options
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
+from eagle_ray.requests.token_logprobs import python_form, token_logprobs
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -238,8 +239,8 @@ class LLM:
         wants_logprobs = request.sampling.get("logprobs", params.wants_logprobs)
         prompt_logprobs = None
         if first.sampling.wants_prompt_logprobs:
-            values, tops = first.prompt_logprobs, first.prompt_tops
-            prompt_logprobs = logprobs_of(first.prompt_ids, values, tops, params.num_top_prompt_logprobs, text)
+            tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
+            prompt_logprobs = python_form(tokens, speller(text), params.num_top_prompt_logprobs)
         return RequestOutput(
             request_id=str(request.id),
             prompt=prompt_text_of(request, config, text),

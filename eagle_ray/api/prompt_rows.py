@@ -20,7 +20,7 @@ from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
-from eagle_ray.requests.parameters import has_effect, match_unsupported
+from eagle_ray.requests.refused import has_effect, match_unsupported
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.rows import parse_row, with_checked_texts
 

@@ -15,13 +15,8 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import describe_value
-from eagle_ray.requests.parameters import (
-    CHAT_NO_OP_VALUES,
-    COMPLETION_NO_OP_VALUES,
-    HINTS,
-    PARAMETER_ALIASES,
-    is_no_op,
-)
+from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.refused import REFUSED, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
 from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
@@ -54,10 +49,12 @@ SAMPLING = (
     "prompt_logprobs",
     *STRUCTURED_KEYS,
 )
-OWN_KEYS = PARAMETER_ALIASES | {"structured_outputs": "json_schema, json_object, regex, choice or grammar"}
+OWN_KEYS = {"structured_outputs": "json_schema, json_object, regex, choice or grammar"} | {
+    name: row.use for name, row in REFUSED.items() if row.use
+}
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS, *HINTS}
-NO_OPS = {CHAT: CHAT_NO_OP_VALUES, COMPLETIONS: COMPLETION_NO_OP_VALUES}
+KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS}
+DOORS = {CHAT: Door.CHAT, COMPLETIONS: Door.COMPLETIONS}
 
 
 def parse_batch_line(line: InputRow) -> InputRow:
@@ -114,7 +111,7 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
             continue
         if name in CHAT_NAMES and url == CHAT:
             continue
-        if not is_no_op(name, value, NO_OPS[url]):
+        if not is_no_op(name, value, DOORS[url]):
             fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
             raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
     return body
@@ -163,7 +160,7 @@ def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
     """
     value, num_tops = body.get("logprobs"), body.get("top_logprobs")
     if url == COMPLETIONS:
-        if not is_no_op("top_logprobs", num_tops, COMPLETION_NO_OP_VALUES):
+        if not is_no_op("top_logprobs", num_tops, Door.COMPLETIONS):
             raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
         if value is None:
             return {}

@@ -16,11 +16,12 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, TopLogprobs
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sampling_values import text_options
 from eagle_ray.requests.sequences import prompt_text_of
+from eagle_ray.requests.token_logprobs import row_form
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ class OutputRows:
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
-            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
+            "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
             **_prompt_logprobs(sequence),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
@@ -174,10 +175,6 @@ def controls_json(sampling: SamplingParams) -> str | None:
     return json.dumps(own, ensure_ascii=False) if own else None
 
 
-def _tops(tops: list[TopLogprobs]) -> list[list[dict[str, Any]]]:
-    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
-
-
 def _prompt_logprobs(sequence: Sequence) -> OutputRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
     sampling = sequence.sampling
@@ -185,7 +182,7 @@ def _prompt_logprobs(sequence: Sequence) -> OutputRow:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.num_top_logprobs else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs else None,
     }
 
 

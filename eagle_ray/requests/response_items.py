@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.refused import fix_of
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate
 
@@ -190,7 +191,7 @@ def _check(given: Json) -> None:
             raise _wrong(name, "must be an object", given[name])
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
-            raise unsupported(f"reasoning.{name}", "give chat_template_kwargs, which the target's template reads")
+            raise unsupported(f"reasoning.{name}", fix_of("reasoning"))
     include = given.get("include", [])
     if not isinstance(include, list) or any(name != LOGPROBS for name in include):
         raise unsupported("include", f"only {LOGPROBS!r} is made here; leave others out")

@@ -18,9 +18,8 @@ from eagle_ray.requests.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_K
 from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.text.chat_format import ChatFormat, reasoning_at
-from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tool_grammar import needs_grammar, tool_grammar
 
 CONTROL_NAMES = names_in(Group.CONTROL)
 GRAMMAR_NAMES = STRUCTURED_KEYS

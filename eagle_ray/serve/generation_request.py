@@ -29,13 +29,12 @@ from eagle_ray.requests.sampling_values import (
 )
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
-from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
+from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions, needs_grammar
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.text.tool_grammar import needs_grammar
 
 OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))

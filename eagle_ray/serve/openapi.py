@@ -13,16 +13,17 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
+from eagle_ray.requests.refused import EMPTY, is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.json_parts import json_bytes
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
 from eagle_ray.serve.responses_api import responses_request
 from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
-from eagle_ray.serve.unsupported import NO_TEXT, no_op_schemas
+from eagle_ray.serve.unsupported import NO_TEXT
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
@@ -182,7 +183,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
     _add_limits_of_responses(schemas["ResponsesRequest"])
     for asking in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest):
-        schemas[asking.__name__]["properties"] |= no_op_schemas(asking.model_fields, asking.NO_OPS)
+        schemas[asking.__name__]["properties"] |= _no_op_schemas(asking)
     schemas["Message"]["anyOf"] = MESSAGE_FORMS
     requests = [kind.__name__ for kind, _ in POSTS.values()]
     requests.append(BatchBody.__name__)
@@ -200,6 +201,20 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
     for ids in _token_ids(schemas["CompletionRequest"], schemas["DetokenizeRequest"]):
         ids["exclusiveMaximum"] = vocab_size
+
+
+def _no_op_schemas(asking: type[Request | TokenizeRequest]) -> Json:
+    """Return the JSON schemas of the parameters that a request does not have: the values that ask for nothing."""
+    nulls = {"type": "object", "additionalProperties": {"type": "null"}}
+    found: Json = {}
+    for name, row in refused_at(asking.door).items():
+        values = [value for value in (*row.no_op_at(asking.door), *EMPTY) if is_no_op(name, value, asking.door)]
+        found[name] = {"enum": [None, *values]}
+        if {} in values:
+            found[name] = {"anyOf": [{"enum": [None, *(value for value in values if value != {})]}, nulls]}
+        if row.is_label:
+            found[name] = {}
+    return {name: schema for name, schema in found.items() if name not in asking.model_fields}
 
 
 def _structured_outputs(schema: Json) -> Json:

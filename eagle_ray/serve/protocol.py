@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_ray.requests.parameters import CHAT_NO_OP_VALUES, COMPLETION_NO_OP_VALUES, NoOpValues
+from eagle_ray.requests.parameters import Door
 from eagle_ray.requests.sampling_limits import (
     MAX_LOGIT_BIAS,
     MAX_PENALTY,
@@ -240,7 +240,7 @@ class GenerationBody(Body):
     vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
     """
 
-    NO_OPS: ClassVar[NoOpValues] = {}  # values of the endpoint's own parameters that ask for nothing
+    door: ClassVar[Door]
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {}  # as the client writes them, if the request was made of another one
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
@@ -335,13 +335,13 @@ class GenerationBody(Body):
         if len(set_keys) > 1:
             both = f"{set_keys[0]} and {set_keys[1]}"
             raise ApiError(400, f"{both} both say what the output must be: give one", set_keys[1], "bad_value")
-        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
+        refuse_unbuilt(self.model_extra or {}, self.door)
 
 
 class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
-    NO_OPS = CHAT_NO_OP_VALUES
+    door = Door.CHAT
     messages: Messages = Field(
         description="a list of messages {role, content}, with content a text or a list of text parts"
     )
@@ -383,7 +383,7 @@ class ChatRequest(GenerationBody):
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
 
-    NO_OPS = COMPLETION_NO_OP_VALUES
+    door = Door.COMPLETIONS
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] = Field(
         description="a text, a list of texts, a list of token ids or a list of such lists, none of them empty"
     )
@@ -425,7 +425,7 @@ class CompletionRequest(GenerationBody):
 class TokenizeRequest(Body):
     """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
-    NO_OPS: ClassVar[NoOpValues] = {"tools": (), "chat_template_kwargs": ()}
+    door: ClassVar[Door] = Door.TOKENIZE
     model_config = ConfigDict(extra="allow")
     model: str | None = Field(default=None, description="the name of a model as in /v1/models")
     prompt: Text | None = Field(default=None, description="a text")
@@ -445,7 +445,7 @@ class TokenizeRequest(Body):
                 "continue_final_message",
                 "bad_value",
             )
-        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
+        refuse_unbuilt(self.model_extra or {}, self.door)
         _check_messages(self.messages or [])
 
 

@@ -12,7 +12,7 @@ from eagle_ray.batch.input.plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.core.errors import RequestError
-from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.sampling.grammar import GrammarSpec

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.openai_batch import NO_OPS, parse_batch_line
-from eagle_ray.requests.parameters import ASKS_IF_EMPTY, EMPTY, HINTS, NO_OP_VALUES, is_no_op
+from eagle_ray.requests.openai_batch import DOORS, parse_batch_line
+from eagle_ray.requests.refused import EMPTY, REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.parse import parse
@@ -240,14 +240,17 @@ def is_refused_by_name(found: Any, name: str) -> bool:
     return isinstance(found, str) and found.partition(".")[0].partition("[")[0] == name
 
 
+def is_label(name: str) -> bool:
+    return name in REFUSED and REFUSED[name].is_label
+
+
 def own_values(path: str, name: str) -> tuple[Any, ...]:
     """The values of an unbuilt parameter that ask for nothing."""
     kind = LINE_KINDS[path]
-    if name in kind.model_fields or name == "typo_of_a_parameter":
+    row = refused_at(kind.door).get(name)
+    if name in kind.model_fields or row is None:
         return ()
-    found = kind.NO_OPS[name] if name in kind.NO_OPS else NO_OP_VALUES.get(name, ())
-    is_known = name in kind.NO_OPS or name not in PROBES
-    return found + (EMPTY if is_known and name not in ASKS_IF_EMPTY else ())
+    return row.no_op_at(kind.door) + (() if row.asks_if_empty else EMPTY)
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)
@@ -259,7 +262,7 @@ def test_a_parameter_is_obeyed_or_refused_or_asks_for_nothing(service, path, nam
     kind = LINE_KINDS[path]
     if name in kind.model_fields or name == "structured_outputs":
         found = outcome(service, path, base | {name: PROBES_BY_PATH[path][name]})
-        assert (name in HINTS and path != RESPONSES) or found != plain
+        assert (is_label(name) and path != RESPONSES) or found != plain
         assert not isinstance(found, str) or is_refused_by_name(found, name)
         return
     for value in own_values(path, name):
@@ -268,7 +271,7 @@ def test_a_parameter_is_obeyed_or_refused_or_asks_for_nothing(service, path, nam
         if any(value == no_op and type(value) is type(no_op) for no_op in own_values(path, name)):
             continue
         found = outcome(service, path, base | {name: value})
-        assert found == plain if name in HINTS else is_refused_by_name(found, name), value
+        assert found == plain if is_label(name) else is_refused_by_name(found, name), value
 
 
 @pytest.mark.parametrize("path", LINE_KINDS)
@@ -307,10 +310,10 @@ def test_a_line_of_a_batch_file_has_the_same_parameters(path, name):
     probe = PROBES_BY_PATH[path].get(name, 7.5)
     found = row_of(**{name: probe})
     is_refused = isinstance(found, str) and found.startswith(f"body.{name} ")
-    is_same = name in HINTS or is_no_op(name, probe, NO_OPS[path])
+    is_same = is_no_op(name, probe, DOORS[path])
     assert is_refused or (found == plain if is_same else not isinstance(found, str) and found != plain)
     if is_refused and name != "typo_of_a_parameter":
-        values = NO_OPS[path][name] if name in NO_OPS[path] else NO_OP_VALUES.get(name, ())
+        values = REFUSED.get(name, Refused(name)).no_op_at(DOORS[path])
         assert all(row_of(**{name: value}) == plain for value in values)
 
 

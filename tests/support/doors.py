@@ -32,7 +32,7 @@ from eagle_ray.config import JobConfig, load_config, load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.parameters import SAMPLING
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
@@ -238,9 +238,10 @@ class Doors:
             requests[int(sequence.request_id.partition("/")[0])][0].sequences.append(sequence)
         for row in output:
             answered, request = requests[int(row["request_id"])]
-            answered.body.append(row | {"request_id": request["request_id"]})
-            if row["status"] == "error":
-                answered.refusal = f"{row['error_code']}: {self._without_place(row['error_message'])}"
+            message = None if row["error_message"] is None else self._without_place(row["error_message"])
+            answered.body.append(row | {"request_id": request["request_id"], "error_message": message})
+            if message is not None:
+                answered.refusal = f"{row['error_code']}: {message}"
 
     def _without_place(self, text: str) -> str:
         text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)

@@ -16,7 +16,8 @@ from typing import Any
 from eagle_ray.batch.input.shards import Shard, rows_in
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import ColumnPath, RowLocation
-from eagle_ray.requests.parameters import PARAMETER_ALIASES, ROW_PARAMETERS, has_effect, match_unsupported
+from eagle_ray.requests.parameters import ROW_PARAMETERS
+from eagle_ray.requests.refused import REFUSED, has_effect, match_unsupported
 
 log = logging.getLogger("eagle_ray")
 CARRY_HINT = "(input.on_unknown=carry)."
@@ -97,6 +98,6 @@ def _remedy(column: str) -> str:
     name = match_unsupported(column)
     if "." in column and name is None:
         return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY_HINT
-    instead = name if name in ROW_PARAMETERS else PARAMETER_ALIASES.get(name or "")
+    instead = name if name in ROW_PARAMETERS else REFUSED[name].use if name in REFUSED else None
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
     return f"{change}, or treat it as data {CARRY_HINT}"

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
-from eagle_ray.requests.parameters import CHAT_NO_OP_VALUES
+from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.response_items import (
     CHOICE_FORM,
     DEFAULTS,
@@ -28,7 +29,7 @@ from eagle_ray.requests.structured import response_format_text
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
 from eagle_ray.serve.protocol import ChatRequest, GenerationBody, Text
-from eagle_ray.serve.unsupported import TEMPLATE, refuse_unbuilt
+from eagle_ray.serve.unsupported import refuse_unbuilt
 from eagle_ray.text.chat_options import KWARGS_FORM
 from eagle_ray.text.strict_json import JsonError
 
@@ -46,7 +47,7 @@ class ResponseChat(ChatRequest):
 class ResponsesRequest(GenerationBody):
     """POST /v1/responses"""
 
-    NO_OPS = CHAT_NO_OP_VALUES
+    door = Door.RESPONSES
     input: Text | Annotated[list[Json], Field(fail_fast=True)] = Field(
         description="a text or a list of items: messages, function_call, function_call_output and reasoning"
     )
@@ -82,10 +83,10 @@ class ResponsesRequest(GenerationBody):
         self.check_stream_options()
         if self.stream_options is not None and self.stream_options.is_set:
             raise unsupported("stream_options", "the last event has the usage; leave it out")
-        refuse_unbuilt(self.model_extra or {}, self.NO_OPS)
+        refuse_unbuilt(self.model_extra or {}, self.door)
         for name, value in (self.reasoning or {}).items():
             if value is not None:
-                raise unsupported(f"reasoning.{name}", TEMPLATE)
+                raise unsupported(f"reasoning.{name}", fix_of("reasoning"))
         if other := [name for name in self.include or () if name != LOGPROBS]:
             raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
         if self.top_logprobs and not self.has_logprobs:

@@ -8,7 +8,8 @@ import pytest
 
 from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import NO_OP_VALUES
+from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.refused import refused_at
 from tests.conftest import small_job
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -53,8 +54,11 @@ def test_a_line_of_each_endpoint(requests):
 
 
 def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
-    off = {name: values[0] for name, values in NO_OP_VALUES.items()} | {"tools": [], "logit_bias": {}}
-    off |= {"add_special_tokens": False}
+    rows = refused_at(Door.CHAT)
+    off = {name: row.no_op_at(Door.CHAT)[0] for name, row in rows.items() if row.no_op} | {
+        "tools": [],
+        "logit_bias": {},
+    }
     [row] = requests(line(user="me", metadata={"a": "b"}, temperature=None, suffix=None, **{**off, "n": 1}))
     assert row["error_message"] is None
 

@@ -13,14 +13,8 @@ import pytest
 from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.parameters import (
-    NO_OP_VALUES,
-    REQUEST_PARAMETERS,
-    ROW_PARAMETERS,
-    UNSUPPORTED_PARAMETERS,
-    has_effect,
-    match_unsupported,
-)
+from eagle_ray.requests.parameters import ROW_PARAMETERS, Door
+from eagle_ray.requests.refused import REFUSED, has_effect, match_unsupported, refused_at
 from tests.batch.input.test_plan import plan, write_jsonl, write_parquet
 
 ASKED = {
@@ -86,7 +80,7 @@ def test_every_such_column_is_named_with_what_to_do(tmp_path):
 @pytest.mark.parametrize("format_", WRITERS)
 def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
     names = ["diversity_penalty", "length_penalty", "function_call", "use_beam_search", "suppress_tokens"]
-    off = [NO_OP_VALUES[name][0] for name in names[:-1]] + [[]]
+    off = [REFUSED[name].no_op[0] for name in names[:-1]] + [[]]
     rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))
     assert [field.name for field in the_plan.passthrough] == names
@@ -131,11 +125,12 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
 
 
 def test_no_column_is_both_read_and_refused_and_names_of_plain_data_are_not_refused():
-    assert not ROW_PARAMETERS & UNSUPPORTED_PARAMETERS and not REQUEST_PARAMETERS & UNSUPPORTED_PARAMETERS
+    refused = refused_at(Door.JOB).keys() - ROW_PARAMETERS
+    assert not any(match_unsupported(name) for name in ROW_PARAMETERS)
     assert not any(match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo"))
-    assert all(has_effect(name, 7.5) for name in UNSUPPORTED_PARAMETERS)
-    assert not any(has_effect(name, value) for name in UNSUPPORTED_PARAMETERS for value in NOTHING)
-    assert not any(has_effect(name, value) for name, values in NO_OP_VALUES.items() for value in values)
+    assert all(has_effect(name, 7.5) for name in refused)
+    assert not any(has_effect(name, value) for name in refused for value in NOTHING)
+    assert not any(has_effect(name, value) for name in refused for value in REFUSED[name].no_op)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,327 @@
+"""Parameters of other systems that this one does not have: one row for each, with the values that ask for nothing.
+
+A parameter of a row is refused by name, unless its value asks for nothing; it is never ignored. Parameters that no
+system has are refused with any value but null.
+
+    >>> is_no_op("length_penalty", 1), is_no_op("length_penalty", 0.5), fix_of("random_seed")
+    (True, False, 'use seed')
+
+Some of them are parameters of this system at other doors (``Door``): at those the table of ``parameters.py`` has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.requests.parameters import CHATS, ROW_PARAMETERS, Door
+from eagle_ray.text.strict_json import parse_json
+
+ANYWHERE = frozenset(Door)
+BODIES = ANYWHERE - {Door.JOB, Door.PYTHON}  # in a data set such a name is likely to be plain data
+STATELESS = "this server keeps no responses; send the whole conversation"
+TEMPLATE = "give chat_template_kwargs, which the target's template reads"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A parameter of other systems.
+
+    Attributes:
+        no_op: values that ask for nothing, besides null and empty ones.
+        no_op_of_chat: those of chats and responses, if they differ.
+        use: the parameter of this system that does what it asks for.
+        fix: what to do about it, where that is not one parameter.
+        asks_if_empty: an empty value asks for something, too.
+        is_label: any value asks for nothing: it is a label, or a hint for a cache.
+        doors: where its name is taken for the parameter.
+    """
+
+    name: str
+    no_op: tuple[Any, ...] = ()
+    no_op_of_chat: tuple[Any, ...] | None = None
+    use: str | None = None
+    fix: str = "leave it out"
+    asks_if_empty: bool = False
+    is_label: bool = False
+    doors: frozenset[Door] = ANYWHERE
+
+    def no_op_at(self, door: Door) -> tuple[Any, ...]:
+        return self.no_op_of_chat if self.no_op_of_chat is not None and door in CHATS else self.no_op
+
+
+REFUSED: Mapping[str, Refused] = {
+    row.name: row
+    for row in (
+        Refused("access_programs", doors=BODIES),
+        Refused("add_generation_prompt", no_op=(True,)),
+        Refused("add_special_tokens", no_op=(True,), no_op_of_chat=(False,)),
+        Refused("audio", doors=BODIES),
+        Refused(
+            "background",
+            no_op=(False,),
+            fix="the response comes with this request; for work without a client use /v1/batches",
+            doors=BODIES,
+        ),
+        Refused("background_options", doors=BODIES),
+        Refused("bad_words_ids"),
+        Refused("beam_width"),
+        Refused("begin_suppress_tokens"),
+        Refused("best_of", no_op=(1,)),
+        Refused("bootstrap_host"),
+        Refused("bootstrap_port"),
+        Refused("bootstrap_room"),
+        Refused("cache_prompt", no_op=(True,)),
+        Refused("cache_salt"),
+        Refused("chat_template"),
+        Refused("chat_template_kwargs", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
+        Refused("context_management", doors=BODIES),
+        Refused("continue_final_message", no_op=(False,)),
+        Refused("conversation", fix=STATELESS, doors=BODIES),
+        Refused("custom_labels"),
+        Refused("custom_logit_processor"),
+        Refused("custom_params"),
+        Refused("data_parallel_rank"),
+        Refused("decoder_input_details", no_op=(False,)),
+        Refused("detokenize", no_op=(True,)),
+        Refused("disagg_prefill_dp_rank"),
+        Refused("diversity_penalty", no_op=(0,)),
+        Refused("do_sample"),
+        Refused("documents", doors=BODIES),
+        Refused("dry_allowed_length", no_op=(2,)),
+        Refused("dry_base", no_op=(1.75,)),
+        Refused("dry_multiplier", no_op=(0,)),
+        Refused("dry_penalty_last_n", no_op=(-1, 0)),
+        Refused("dry_sequence_breakers"),
+        Refused("dynatemp_exponent", no_op=(1,)),
+        Refused("dynatemp_range", no_op=(0,)),
+        Refused("early_stopping", no_op=(False,)),
+        Refused("ebnf", use="grammar"),
+        Refused("ec_transfer_params"),
+        Refused("echo", no_op=(False,), doors=BODIES),
+        Refused("enable_response_messages", no_op=(False,)),
+        Refused("enable_thinking", use="chat_template_kwargs"),
+        Refused("encoder_repetition_penalty", no_op=(1,)),
+        Refused("eos_token_id"),
+        Refused("epsilon_cutoff", no_op=(0,)),
+        Refused("eta_cutoff", no_op=(0,)),
+        Refused("exponential_decay_length_penalty"),
+        Refused("extra_body"),
+        Refused("extra_key"),
+        Refused("force_words_ids"),
+        Refused("forced_bos_token_id"),
+        Refused("forced_eos_token_id"),
+        Refused("function_call", no_op=("none", "auto")),
+        Refused("functions"),
+        Refused("generation_config"),
+        Refused("generation_kwargs"),
+        Refused("guidance_scale", no_op=(1,)),
+        Refused("guided_choice", use="choice"),
+        Refused("guided_decoding"),
+        Refused("guided_decoding_backend"),
+        Refused("guided_grammar", use="grammar"),
+        Refused("guided_json", use="json_schema", asks_if_empty=True),
+        Refused("guided_json_object"),
+        Refused("guided_regex", use="regex"),
+        Refused("guided_whitespace_pattern"),
+        Refused("id_slot", no_op=(-1,)),
+        Refused("image", doors=BODIES),
+        Refused("images_config"),
+        Refused("include_reasoning", no_op=(True,)),
+        Refused("input_ids", doors=BODIES),
+        Refused("kv_transfer_params"),
+        Refused("length_penalty", no_op=(1,)),
+        Refused("logit_processors"),
+        Refused("logits_processors"),
+        Refused("logprob_token_ids"),
+        Refused("lora_path"),
+        Refused("lora_request"),
+        Refused("max_completion_tokens", use="max_tokens"),
+        Refused("max_dynamic_patch"),
+        Refused("max_gen_len", use="max_tokens"),
+        Refused("max_length"),
+        Refused("max_new_tokens", use="max_tokens"),
+        Refused("max_output_tokens", use="max_tokens"),
+        Refused("max_tokens_to_sample", use="max_tokens"),
+        Refused("max_tool_calls", doors=BODIES),
+        Refused("media_io_kwargs"),
+        Refused("metadata", is_label=True, doors=BODIES),
+        Refused("min_dynamic_patch"),
+        Refused("min_keep", no_op=(0,)),
+        Refused("min_length", no_op=(0,)),
+        Refused("min_new_tokens", no_op=(0,), use="min_tokens"),
+        Refused("min_output_tokens", use="min_tokens"),
+        Refused("mirostat", no_op=(0,)),
+        Refused("mirostat_eta", no_op=(0.1,)),
+        Refused("mirostat_tau", no_op=(5,)),
+        Refused("mm_processor_kwargs"),
+        Refused("modalities", no_op=(["text"],), doors=BODIES),
+        Refused("moderation", doors=BODIES),
+        Refused("n_keep", no_op=(0,)),
+        Refused("n_predict", use="max_tokens"),
+        Refused("n_probs", no_op=(0,)),
+        Refused("ngram_corpus_id"),
+        Refused("no_repeat_ngram_size", no_op=(0,)),
+        Refused("no_stop_trim", no_op=(False,)),
+        Refused("num_beam_groups", no_op=(1,)),
+        Refused("num_beams", no_op=(1,)),
+        Refused("num_predict", use="max_tokens"),
+        Refused("num_return_sequences", no_op=(1,), use="n"),
+        Refused("parallel_tool_calls", no_op=(True, False), doors=frozenset({Door.COMPLETIONS})),
+        Refused("penalty_alpha"),
+        Refused("post_sampling_probs", no_op=(False,)),
+        Refused("prediction", doors=BODIES),
+        Refused("previous_input_messages"),
+        Refused("previous_response", doors=BODIES),
+        Refused("previous_response_id", fix=STATELESS, doors=BODIES),
+        Refused("priority", no_op=(0,), doors=BODIES),
+        Refused("prompt_cache_key", is_label=True, doors=BODIES),
+        Refused("prompt_cache_options", is_label=True, doors=BODIES),
+        Refused("prompt_cache_retention", is_label=True, doors=BODIES),
+        Refused("prompt_embeds"),
+        Refused("prompt_logprobs", no_op=(False,)),
+        Refused("random_seed", use="seed"),
+        Refused("reasoning", fix=TEMPLATE, doors=BODIES),
+        Refused("reasoning_effort", fix=TEMPLATE),
+        Refused("renormalize_logits", no_op=(False,)),
+        Refused("repeat_last_n", no_op=(64,)),
+        Refused("repeat_penalty", no_op=(1,), use="repetition_penalty"),
+        Refused("repetition_detection"),
+        Refused("request_id", doors=BODIES),
+        Refused("return_cached_tokens_details", no_op=(False,)),
+        Refused("return_full_text", no_op=(False,)),
+        Refused("return_hidden_states", no_op=(False,)),
+        Refused("return_meta_info", no_op=(False,)),
+        Refused("return_mm_kwargs", no_op=(True,)),
+        Refused("return_prompt_text", no_op=(False,)),
+        Refused("return_prompt_token_ids", no_op=(False,)),
+        Refused("return_routed_experts", no_op=(False,)),
+        Refused("return_token_ids", no_op=(False,), doors=BODIES),
+        Refused("return_token_offsets", no_op=(False,)),
+        Refused("return_tokens_as_token_ids", no_op=(False,)),
+        Refused("rid", doors=BODIES),
+        Refused("routed_dp_rank"),
+        Refused("routed_experts_prompt_start", no_op=(0,)),
+        Refused("routed_experts_start_len", no_op=(0,)),
+        Refused("safety_identifier", is_label=True, doors=BODIES),
+        Refused("sampling_params"),
+        Refused("separate_reasoning", no_op=(True,)),
+        Refused("sequence_bias"),
+        Refused(
+            "service_tier", no_op=("auto", "default"), fix="all requests are served alike; leave it out", doors=BODIES
+        ),
+        Refused("session_id", doors=BODIES),
+        Refused("session_params"),
+        Refused("spaces_between_special_tokens", no_op=(True,)),
+        Refused("stop_regex"),
+        Refused("stop_sequences", use="stop"),
+        Refused("stop_strings", use="stop"),
+        Refused("store", no_op=(False,), fix=STATELESS, doors=BODIES),
+        Refused("stream", no_op=(False,), doors=BODIES),
+        Refused("stream_interval", no_op=(1,)),
+        Refused("stream_options", no_op=({"include_usage": False},), doors=BODIES),
+        Refused("stream_reasoning", no_op=(True,)),
+        Refused("structural_tag"),
+        Refused(
+            "structured_outputs",
+            fix="give one of json, json_object, regex, choice and grammar, or json_schema in place of it",
+        ),
+        Refused("suffix", doors=BODIES),
+        Refused("suppress_tokens"),
+        Refused("task", doors=BODIES),
+        Refused("tfs_z"),
+        Refused("thinking_token_budget", no_op=(0, -1)),
+        Refused("timings_per_token", no_op=(False,)),
+        Refused("tool_choice", no_op=("auto", "none"), doors=frozenset({Door.COMPLETIONS})),
+        Refused("tools", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
+        Refused("top_a"),
+        Refused("top_logprobs", no_op=(0,), doors=frozenset({Door.COMPLETIONS})),
+        Refused("top_n_tokens"),
+        Refused("truncate_prompt_tokens"),
+        Refused("truncation", no_op=("disabled",), doors=BODIES),
+        Refused("truncation_side"),
+        Refused("typical_p", no_op=(1,)),
+        Refused("use_audio_in_video", no_op=(False,)),
+        Refused("use_beam_search", no_op=(False,)),
+        Refused("user", is_label=True, doors=BODIES),
+        Refused("verbosity", no_op=("medium",), doors=BODIES),
+        Refused("vllm_xargs"),
+        Refused("watermarking", no_op=(False,)),
+        Refused("web_search_options", asks_if_empty=True, doors=BODIES),
+        Refused("xtc_probability", no_op=(0,)),
+        Refused("xtc_threshold", no_op=(0.1,)),
+    )
+}
+EMPTY: tuple[Any, ...] = ("", [], {})
+NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
+_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def fix_of(name: str) -> str:
+    """Return what to do about a parameter that is refused."""
+    row = REFUSED.get(name, Refused(name))
+    return row.fix if row.use is None else f"use {row.use}"
+
+
+def match_unsupported(column: Any) -> str | None:
+    """Return the parameter that a column of this name gives and that rows cannot set, or None.
+
+    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
+    One word in capitals, such as Temperature, is likely to be data. A key that is no text, as a dictionary of Python
+    and a map of Parquet may have, gives none.
+    """
+    if not isinstance(column, str):
+        return None
+    name = _CAMEL_BOUNDARY.sub("_", column.strip()).lower().replace("-", "_")
+    if name in ROW_PARAMETERS:
+        is_misspelt = name != column and ("_" in name or name == column.strip())
+        return name if is_misspelt else None
+    return name if _row_at(name, Door.JOB) is not None else None
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Return whether a row's value of the parameter would change what is generated. A text may hold JSON."""
+    value = _without_nulls(_parse_if_json(value))
+    return value == value and value not in EMPTY and not is_no_op(name, value)
+
+
+def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
+    """Return whether a JSON value of a parameter that the door does not have asks for nothing."""
+    value, row = _without_nulls(value), _row_at(name, door)
+    if value is None or row is None:
+        return value is None
+    if row.is_label:
+        return True
+    if value in EMPTY:
+        return not row.asks_if_empty
+    return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
+
+
+def refused_at(door: Door) -> dict[str, Refused]:
+    """Return the rows whose names are taken for parameters at a door."""
+    return {name: row for name, row in REFUSED.items() if door in row.doors}
+
+
+def _row_at(name: str, door: Door) -> Refused | None:
+    row = REFUSED.get(name)
+    return row if row is not None and door in row.doors else None
+
+
+def _parse_if_json(value: Any) -> Any:
+    """Return the value of a text such as "0", "True" or "[]", as in CSV files; any other text stripped of spaces."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in NULL_TEXTS:
+        return None
+    try:
+        return parse_json(text.lower() if text.lower() in ("true", "false", "null") else text)
+    except ValueError:
+        return text
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet has every key of a struct in every row."""
+    return {key: x for key, x in value.items() if x is not None} if isinstance(value, dict) else value
