@@ -33,6 +33,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
     Boolean,
+    Checked,
     FlagOrCount,
     Integer,
     JsonSchema,
@@ -46,7 +47,7 @@ from eagle_ray.requests.values import (
     WrongValue,
     plain_value,
 )
-from eagle_ray.text.chat_options import CHAT_NAMES
+from eagle_ray.text.chat_options import CHOICE_FORM, KWARGS_FORM, TOOLS_FORM, check_template_kwargs, check_tools
 
 # A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
 # that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
@@ -454,9 +455,60 @@ class SamplingParams:
 SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
 
 
+_CHAT_DOORS = frozenset({Door.JOB, Door.CHAT, Door.RESPONSES})
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+# What a request with messages says to its chat template.
+CHAT: Mapping[str, Parameter] = {
+    row.name: row
+    for row in (
+        Parameter(
+            "tools",
+            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
+            [],
+            "Functions that the answer may call, as in OpenAI's API.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "tool_choice",
+            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
+            "auto",
+            "None leaves the tools out of the prompt; required and a named tool force a call.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "parallel_tool_calls",
+            Boolean(),
+            True,
+            "With false, only the first call of an answer is kept.",
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "chat_template_kwargs",
+            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
+            {},
+            "Further values for the chat template. A row's or a request's names are added to the configuration's.",
+            doors=_CHAT_DOORS,
+        ),
+    )
+}
+
+
 def names_in(*groups: Group) -> tuple[str, ...]:
     """Return the names of the parameters of these groups, in the table's order."""
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
+
+
+def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
+
+    One that says what its output must be does without what the defaults say about that.
+    """
+    own = {name: value for name, value in own.items() if value is not None}
+    kept = dict(defaults)
+    forms = names_in(Group.FORM)
+    if any(own.get(name) for name in forms):
+        kept |= {name: None for name in forms if name in kept}
+    return kept | own
 
 
 def second_form(values: Mapping[str, Any]) -> str | None:
@@ -464,4 +516,4 @@ def second_form(values: Mapping[str, Any]) -> str | None:
     return next(iter([name for name in names_in(Group.FORM) if values.get(name)][1:]), None)
 
 
-ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT_NAMES})
+ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT})

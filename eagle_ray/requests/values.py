@@ -17,8 +17,8 @@ import json
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
@@ -327,6 +327,21 @@ class ResponseFormat(Kind):
                 JSON_TEXT,
             ]
         }
+
+
+@dataclass(frozen=True)
+class Checked(Kind):
+    """A value of several parts. function: checks it, and raises ValueError that begins with the wrong part's place."""
+
+    form: str = ""
+    function: Callable[[Any], Any] = lambda value: value
+    json: Json = field(default_factory=dict)
+
+    def check(self, value: Any) -> Any:
+        return self.function(value)
+
+    def schema(self) -> Json:
+        return self.json
 
 
 def _json_text(kind: Kind, text_of: Any, value: Any) -> str:

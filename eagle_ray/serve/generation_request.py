@@ -18,14 +18,13 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams, merged_values
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
     TEXT_NAMES,
     answer_grammar,
     bad_word_ids_of,
-    merged_values,
     text_options,
 )
 from eagle_ray.sampling.sampler import sample_seed
@@ -112,8 +111,9 @@ def prepare_generation(
     prompts = _prompts(request, text, chat_options)
     stops = config.sampling.stop if request.stops is None else request.stops
     values = _other_values(request, config)
-    bad_word_ids, options = bad_word_ids_of(values["bad_words"], text), text_options(values)
-    grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
+    shared = SamplingParams.of_checked(values)
+    bad_word_ids, options = bad_word_ids_of(shared.bad_words, text), text_options(shared)
+    grammar = answer_grammar(shared, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []

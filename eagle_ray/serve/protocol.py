@@ -234,7 +234,7 @@ class StreamOptions(Body):
         return self.include_usage or self.include_steps
 
 
-class Request(Body):
+class GenerationBody(Body):
     """Parameters that chat and text completions share. None is the server's setting, or off.
 
     vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
@@ -338,7 +338,7 @@ class Request(Body):
         refuse_unbuilt(self.model_extra or {}, self.door)
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
     door = Door.CHAT
@@ -380,7 +380,7 @@ class ChatRequest(Request):
             )
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationBody):
     """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
 
     door = Door.COMPLETIONS

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
@@ -70,7 +70,7 @@ def write(path: Path, row: dict) -> Path:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x"} | COLUMNS))
-    [row] = [row for row in requests_of(the_plan) if row["prompt"] == "x"]
+    [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
     assert row["error_message"] is None and the_plan.passthrough == []
     found = {name: row[name] for name in COLUMNS} | {"logit_bias": dict(row["logit_bias"])}
     assert found == COLUMNS | {"logit_bias": {5: -100, 17: 2.5}}

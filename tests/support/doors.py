@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import OUTCOMES
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
@@ -221,7 +221,7 @@ class Doors:
         (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
         try:
             plan = plan_input(self._job(name, **{"input.format": format_}))
-            return [Answered() for _ in lines], list(requests_of(plan.without_passthrough))
+            return [Answered() for _ in lines], list(request_rows(plan.without_passthrough))
         except ConfigError as error:
             return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
 

@@ -28,7 +28,7 @@ from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import validation_error
-from eagle_ray.serve.protocol import ChatRequest, Request, Text
+from eagle_ray.serve.protocol import ChatRequest, GenerationBody, Text
 from eagle_ray.serve.unsupported import refuse_unbuilt
 from eagle_ray.text.chat_options import KWARGS_FORM
 from eagle_ray.text.strict_json import JsonError
@@ -44,7 +44,7 @@ class ResponseChat(ChatRequest):
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(GenerationBody):
     """POST /v1/responses"""
 
     door = Door.RESPONSES
@@ -94,7 +94,7 @@ class ResponsesRequest(Request):
 
     def chat(self) -> ChatRequest:
         """Return the chat request that answers this one. Raises ApiError."""
-        shared = self.model_dump(include=set(Request.model_fields) - {"stream_options"}, exclude_none=True)
+        shared = self.model_dump(include=set(GenerationBody.model_fields) - {"stream_options"}, exclude_none=True)
         values = shared | {
             "messages": messages_of(self.input, self.instructions),
             "n": 1,
