@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray import SamplingParams
+from eagle_ray.requests.parameters import SAMPLING
 from tests.support.doors import CHAT_OPTIONS, URLS, Answered, Doors, described, shortened, shown
 
 Json = dict[str, Any]
@@ -290,7 +291,7 @@ def _outcome(answered: Answered, plain: Answered, case: Case, doors: Doors) -> s
 
 
 def _one_line(text: str) -> str:
-    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SamplingParams.model_fields)}", "Parameters: ...")
+    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SAMPLING)}", "Parameters: ...")
     return shortened(text, MAX_OUTCOME_CHARS)
 
 
