@@ -262,7 +262,7 @@ class Doors:
 
     def _without_place(self, text: str) -> str:
         text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)
-        return text.replace(f"{self._directory}/", "").replace(str(self._directory), "HERE")
+        return re.sub(r"\bin\d+\.jsonl", "in.jsonl", text.replace(f"{self._directory}/", ""))
 
 
 @contextmanager

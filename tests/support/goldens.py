@@ -116,12 +116,14 @@ def _indented(value: Any, indent: str = "") -> str:
 def _exit_codes(doors: Doors) -> str:
     """Return the table of exit codes, and a few commands with theirs."""
     lines = [f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}" for one in OUTCOMES]
-    (doors.directory / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
-    (doors.directory / "wrong.jsonl").write_text('{"prompt": 5}\n')
+    here = doors.directory / "commands"
+    here.mkdir()
+    (here / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
+    (here / "wrong.jsonl").write_text('{"prompt": 5}\n')
     for command in COMMANDS:
-        code, text = doors.command(*command.format(here=doors.directory).split())
+        code, text = doors.command(*command.format(here=here).split())
         text = re.sub(r"\b[0-9a-f]{16}\b", "HASH", text)
-        lines += ["", f"eagle-ray {command.format(here='.')}", f"{code}: {text}"]
+        lines += ["", f"eagle-ray {command.format(here=here.name)}", f"{code}: {text}"]
     return "\n".join(lines) + "\n"
 
 

@@ -128,7 +128,6 @@ FAULTS = tuple(
         '"user": ' + "[" * 250 + "]" * 250,
         '"user": "\t"',
         '"user": tru',
-        '"user": 1,',
         '"": 1',
     )
 )
@@ -211,6 +210,11 @@ def _evaluated(call: str, llm: Any) -> Any:
     return llm.chat(HI, value) if isinstance(value, SamplingParams) else value
 
 
+def _line_name(line: bytes) -> str:
+    text = line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY")
+    return shortened(text.encode("ascii", "backslashreplace").decode(), MAX_OUTCOME_CHARS)
+
+
 def python_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
     """Return what each of python_calls ends in."""
     calls = python_calls()
@@ -250,9 +254,7 @@ def line_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
     """Return what a job and the endpoint make of each line of a batch file."""
     found = {"batch": doors.rows(LINES, "openai_batch"), "line": doors.batch_lines("chat", LINES)}
     return {
-        line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY"): {
-            door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()
-        }
+        _line_name(line): {door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()}
         for i, line in enumerate(LINES)
     }
 
