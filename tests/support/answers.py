@@ -126,9 +126,13 @@ def _rows(doors: Doors) -> Json:
     names = [field.name for field in OUTPUT_FIELDS]
     shown = [name for name in names[: names.index("target_model")] if name not in OF_A_RUN]
     return {
-        name: [{column: row[column] for column in shown if row[column] is not None} for row in answered.body]
+        name: [{column: _cell(row, column) for column in shown if row[column] is not None} for row in answered.body]
         for name, answered in zip([*ROWS, "turns"], answers, strict=True)
     }
+
+
+def _cell(row: Json, column: str) -> Any:
+    return _settled(json.loads(row[column])) if column == "tool_calls" else row[column]
 
 
 def _batch_lines(doors: Doors) -> Json:
