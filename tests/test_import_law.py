@@ -13,9 +13,9 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 LEVELS = [
     {"core.acceptance_stats", "core.async_copy", "core.errors", "core.graph_protocol", "core.slot_limits"}
-    | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.row_location"}
-    | {"requests.row_schema", "requests.sampling_limits", "requests.token_logprobs", "text.answer"}
-    | {"text.chat_options", "text.chat_templates", "text.strict_json"},
+    | {"core.start_log", "core.step_timer", "gguf", "kernels", "report", "requests.response_answers"}
+    | {"requests.row_location", "requests.row_schema", "requests.sampling_limits", "requests.token_logprobs"}
+    | {"text.answer", "text.chat_options", "text.chat_templates", "text.strict_json"},
     {"requests.answers", "requests.columns", "requests.parameters", "requests.structured", "sampling", "storage"}
     | {"text.chat_format", "text.incremental_parser", "text.template_messages"},
     {"config", "core.sequence", "requests.messages", "requests.response_items", "text.reasoning_parser"}
@@ -23,7 +23,7 @@ LEVELS = [
     {"kv", "requests.template", "text.tokenizer", "text.tool_forms"},
     {"attention", "core.decode_batch", "requests.request_columns", "text.null_tokenizer"}
     | {"text.answer_parser", "text.tool_grammar"},
-    {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values"},
+    {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values", "requests.sequence_answers"},
     {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
     {"planner", "requests.output_rows"},
     {"engine", "registry"},
@@ -45,7 +45,7 @@ HEAVY = {
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
 NO_TORCH = ["config", "report", "storage", "batch/output/sink.py"]
-NO_TORCH += [f"requests/{name}.py" for name in ("answers", "row_schema", "token_logprobs")]
+NO_TORCH += [f"requests/{name}.py" for name in ("answers", "response_answers", "row_schema", "token_logprobs")]
 
 
 def package(path: Path) -> str:

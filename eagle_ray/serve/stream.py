@@ -1,6 +1,7 @@
-"""The chunks of a streamed response: each event is a chunk of one choice, sent as its sequence grows.
+"""The answers of a request, made from its sequences: as a whole body once they are finished, or as chunks as they grow.
 
-    chunks = ChoiceChunks(request, choice, tokenizer)
+    answers.body()["choices"][0]["message"]["content"]
+    chunks = answers.chunks(choice)
     for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)
 
@@ -20,92 +21,290 @@ Step 0 is the prompt's pass, which gives one token of the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import count, groupby
 from typing import Any
 
+from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.token_logprobs import chat_form, completion_form
-from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.responses import (
+from eagle_ray.requests.answers import (
+    FinishedAnswer,
     Json,
-    call_key,
-    finish_reason,
-    head,
+    TokenUsage,
+    chat_choice,
+    chat_logprobs,
     metrics_of,
-    output_logprobs,
-    prompt_part,
-    shown_ids,
-    speller,
-    whole_usage,
+    text_choice,
 )
-from eagle_ray.text.answer import ChatEvent
+from eagle_ray.requests.token_logprobs import TokenLogprob, completion_form, token_logprobs
+from eagle_ray.text.answer import Answer, ChatEvent
+from eagle_ray.text.answer_parser import AnswerParser, parse_answer
+from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.null_tokenizer import NullTokenizer
-from eagle_ray.text.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer
 
 
-def last_chunk(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
-    """Return the chunk after all choices, with usage and speculation metrics."""
-    return _head(asked) | {"choices": [], "usage": whole_usage(asked, text), "metrics": metrics_of(asked)}
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """How output ids become text, and the text an answer.
+
+    Attributes:
+        stops: strings that end an answer.
+        chat_options: None if all of a text is content, as that of a text completion.
+    """
+
+    tokenizer: Tokenizer | NullTokenizer
+    stops: list[str]
+    text_options: TextOptions
+    chat_options: ChatOptions | None
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether an answer may have parts other than content."""
+        if self.chat_options is None:
+            return False
+        return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
+
+    def spell(self, token: int) -> str:
+        return self.tokenizer.decode_with_special([token])
+
+    def text(self, output_ids: list[int]) -> str:
+        return self.tokenizer.final_text(output_ids, self.stops, self.text_options)
+
+    def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
+        """Return a new parser of an answer's text, or None if all of it is content."""
+        if self.chat_options is None or not self.has_parts:
+            return None
+        end = self.tokenizer.prompt_end(prompt_ids)
+        return AnswerParser.of(self.tokenizer.chat_format, self.chat_options, end)
+
+    def parts(self, prompt_ids: list[int], output_ids: list[int]) -> Answer | None:
+        """Return the parts of a whole text, or None if all of it is content."""
+        parser = self.parser(prompt_ids)
+        if parser is None:
+            return None
+        text = self.tokenizer.with_markers().final_text(output_ids, self.stops, self.text_options)
+        return parse_answer(text, parser)
+
+    def finished(self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None) -> FinishedAnswer:
+        """Return the answer that a finished sequence is.
+
+        Args:
+            call_key: what the ids of its tool calls are made of.
+            num_wanted: output ids that it is to show; None shows all. With none it ended by length.
+        """
+        output_ids = sequence.output_ids[:num_wanted]
+        text = self.text(output_ids)
+        reason = "length" if num_wanted == 0 else sequence.finish_reason
+        parts = self.parts(sequence.prompt_ids, output_ids)
+        if parts is None:
+            return FinishedAnswer(index, text, reason)
+        calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
+        return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
+
+    def stream(self) -> DecodeStream | NullTokenizer:
+        """Return what makes text of growing output ids, with the markers that a parser needs."""
+        tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
+        return tokenizer.decode_stream(self.stops, self.text_options)
 
 
-def wants_usage(asked: GenerationRequest) -> bool:
-    options = asked.request.stream_options
-    return options is not None and options.include_usage
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt: ids as the model reads them, and the text that an echo shows."""
+
+    ids: list[int]
+    text: str
 
 
-def wants_steps(asked: GenerationRequest) -> bool:
-    options = asked.request.stream_options
-    return options is not None and options.include_steps
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One answer of a request.
+
+    Attributes:
+        num_wanted: output ids that it is to show; None shows all.
+        first: the sequence of the prompt's first choice, which alone computes the prompt's log-probabilities.
+    """
+
+    index: int
+    prompt: Prompt
+    sequence: Sequence
+    num_wanted: int | None
+    first: Sequence
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Return the output ids whose text is shown."""
+        return self.sequence.output_ids[: self.num_wanted]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Return the finish reason; a choice that was cut to no tokens ended by length."""
+        return "length" if self.num_wanted == 0 else self.sequence.finish_reason
 
 
-def _head(asked: GenerationRequest) -> Json:
-    return head(asked, "chat.completion.chunk" if asked.is_chat else "text_completion")
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestAnswers:
+    """The choices of a request, and what is to be shown of them.
+
+    Attributes:
+        choices: those of the first prompt, then those of the next, as many of each.
+        num_tops: likeliest tokens at each token; None shows no log-probabilities.
+        has_echo: a text completion begins with its prompt.
+        has_token_ids: with the ids of prompt and output.
+        has_usage: a stream's last chunk has the usage.
+        has_steps: the chunks say how each token was made.
+    """
+
+    id: str
+    created: int
+    model: str
+    prompts: list[Prompt]
+    choices: list[Choice]
+    reader: AnswerReader
+    num_tops: int | None
+    has_echo: bool
+    has_token_ids: bool
+    has_usage: bool
+    has_steps: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.reader.chat_options is not None
+
+    def head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def body(self) -> Json:
+        """Return the body of a response that is not streamed; every sequence is finished."""
+        kind, choice_of = ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
+        answers = [self._finished(choice) for choice in self.choices]
+        return self.head(kind) | {
+            "choices": [choice_of(answer, self.reader.spell) for answer in answers],
+            "usage": self.usage(answer.reasoning for answer in answers).chat_form(),
+            "metrics": self.metrics(),
+        }
+
+    def chunks(self, choice: Choice) -> ChoiceChunks:
+        return ChoiceChunks(self, choice)
+
+    def chunk_head(self) -> Json:
+        return self.head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def last_chunk(self) -> Json:
+        """Return the chunk after all choices, with usage and speculation metrics."""
+        reasonings: list[str] = []
+        if self.is_chat and self.reader.tokenizer.chat_format.reasoning_parser is not None:
+            answers = (self.reader.parts(choice.prompt.ids, choice.output_ids) for choice in self.choices)
+            reasonings = [answer.reasoning for answer in answers if answer is not None]
+        usage = self.usage(reasonings).chat_form()
+        return self.chunk_head() | {"choices": [], "usage": usage, "metrics": self.metrics()}
+
+    def usage(self, reasonings: Iterable[str | None]) -> TokenUsage:
+        """Return the token usage. A prompt counts once, however many choices it has.
+
+        reasonings: the texts of the choices' reasoning, without their markers.
+        """
+        encode = self.reader.tokenizer.encode
+        return TokenUsage(
+            prompt=sum(len(prompt.ids) for prompt in self.prompts),
+            output=sum(len(choice.output_ids) for choice in self.choices),
+            cached=self._num_cached(),
+            reasoning=sum(len(encode(text, add_special_tokens=False)) for text in reasonings if text),
+        )
+
+    def _num_cached(self) -> int:
+        """Return how many prompt tokens were in the cache for all choices of their prompt."""
+        n = len(self.choices) // len(self.prompts)
+        reused = [choice.sequence.num_reused for choice in self.choices]
+        return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
+
+    def metrics(self) -> Json:
+        """Return the speculation metrics over all choices."""
+        return metrics_of(reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in self.choices)))
+
+    def call_key(self, choice: Choice) -> str:
+        """Return what the ids of a choice's tool calls are made of."""
+        return f"{self.id}/{choice.index}"
+
+    def echo(self, choice: Choice) -> tuple[str, list[TokenLogprob] | None]:
+        """Return what an echo shows before the first output id: the prompt's text and log-probabilities, if any."""
+        return choice.prompt.text, None if self.num_tops is None else prompt_logprobs(choice.first)
+
+    def logprobs(self, choice: Choice, start: int, end: int) -> list[TokenLogprob] | None:
+        """Return the log-probabilities of the output ids [start, end), or None if they are not to be shown."""
+        if self.num_tops is None:
+            return None
+        sequence = choice.sequence
+        tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else None
+        return token_logprobs(sequence.output_ids[start:end], sequence.output_logprobs[start:end], tops)
+
+    def _finished(self, choice: Choice) -> FinishedAnswer:
+        sequence, output_ids = choice.sequence, choice.output_ids
+        answer = self.reader.finished(sequence, choice.index, self.call_key(choice), choice.num_wanted)
+        text, logprobs = answer.text, self.logprobs(choice, 0, len(output_ids))
+        if self.has_echo:
+            prompt, prompt_tokens = self.echo(choice)
+            text = prompt + text
+            logprobs = None if logprobs is None else [*(prompt_tokens or ()), *logprobs]
+        ids = (sequence.prompt_ids, output_ids) if self.has_token_ids else None
+        return replace(answer, text=text, logprobs=logprobs, has_tops=bool(self.num_tops), shown_ids=ids)
+
+
+def prompt_logprobs(sequence: Sequence) -> list[TokenLogprob]:
+    tops = sequence.prompt_tops if sequence.sampling.top_logprobs else None
+    return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, tops)
+
+
+def stats_of(sequence: Sequence) -> AcceptanceStats:
+    """Return the acceptance statistics of a sequence that the engine has accepted."""
+    assert sequence.stats is not None, "the engine sets them when it accepts a sequence"
+    return sequence.stats
 
 
 def num_logprobs(chunk: Json) -> int:
     """Return how many log-probabilities a chunk holds, without alternatives."""
-    found = [choice.get("logprobs") for choice in chunk["choices"]]
-    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in found if logprobs)
+    shown = [choice.get("logprobs") for choice in chunk["choices"]]
+    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in shown if logprobs)
 
 
 class ChoiceChunks:
     """The chunks of one choice. Their texts concatenated are the text without streaming."""
 
-    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
-        self._asked, self._choice, self._text = asked, choice, text
-        self._parts = MessageParts(asked, choice, text)
-        parsed = text if self._parts.is_plain else text.with_markers()
-        self._growing = parsed.decode_stream(asked.stops, asked.text_options)
-        self._steps = Steps(choice.sequence) if wants_steps(asked) else None
-        choice.sequence.has_live_stats = wants_steps(asked)
-        self._num_told = 0
+    def __init__(self, answers: RequestAnswers, choice: Choice):
+        self._answers, self.choice = answers, choice
+        self._deltas = MessageDeltas(answers, choice)
+        self._growing = answers.reader.stream()
+        self._steps = Steps(choice.sequence) if answers.has_steps else None
+        choice.sequence.has_live_stats = answers.has_steps
+        self._num_sent = 0
         self._is_begun = False
-        self._offset = 0  # characters of the tokens whose log-probabilities were told
+        self._offset = 0  # characters of the tokens whose log-probabilities were sent
 
-    def num_untold(self, count: int) -> int:
+    def num_unsent(self, count: int) -> int:
         """Return how many tokens the chunks up to `count` output ids show, an echo included."""
-        echoed = len(self._choice.sequence.prompt_ids) if self._asked.echo and not self._is_begun else 0
-        return echoed + count - self._num_told
+        echoed = len(self.choice.sequence.prompt_ids) if self._answers.has_echo and not self._is_begun else 0
+        return echoed + count - self._num_sent
 
     def until(self, count: int) -> Iterator[Json]:
         """Yield the chunks up to `count` output ids; the last ones once the sequence is finished."""
-        sequence = self._choice.sequence
+        sequence = self.choice.sequence
         if not self._is_begun:
             self._is_begun = True
             yield from self._beginning()
         is_end = sequence.finish_reason is not None and count == len(sequence.output_ids)
-        if self._choice.num_wanted is not None:
-            count = min(count, self._choice.num_wanted)
-        start, self._num_told = self._num_told, count
-        yield from self._chunk(self._texts(start, count, is_end), start, count, is_end)
+        if self.choice.num_wanted is not None:
+            count = min(count, self.choice.num_wanted)
+        start, self._num_sent = self._num_sent, count
+        yield from self._chunks(self._texts(start, count, is_end), start, count, is_end)
 
     def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
         """Return what the output ids [start, end) add to the text: by id if steps are requested, else in one piece."""
-        ids = self._choice.sequence.output_ids[start:end]
+        ids = self.choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
         texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
-        last = self._growing.end(shown_ids(self._choice)) if is_end else self._growing.grow(groups[-1])
+        last = self._growing.end(self.choice.output_ids) if is_end else self._growing.grow(groups[-1])
         return [*texts, last]
 
     def _beginning(self) -> Iterator[Json]:
@@ -114,64 +313,60 @@ class ChoiceChunks:
         With tools the content is null until there is some: clients that add up the deltas of a call alone get null,
         which is its content in a response that is not streamed.
         """
-        if self._asked.is_chat:
-            content = None if self._asked.chat_options.has_tools else ""
-            delta = {"role": "assistant", "content": content}
-            yield self._with({"delta": delta, "logprobs": None, "finish_reason": None})
-        elif self._asked.echo:
-            echo, logprobs = prompt_part(self._asked, self._choice, self._text)
-            self._offset = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
-            yield self._with({"text": echo, "logprobs": logprobs, "finish_reason": None})
+        if (options := self._answers.reader.chat_options) is not None:
+            delta = {"role": "assistant", "content": None if options.has_tools else ""}
+            yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
+        elif self._answers.has_echo:
+            text, tokens = self._answers.echo(self.choice)
+            yield self._chunk({"text": text, "logprobs": self._text_logprobs(tokens), "finish_reason": None})
 
-    def _chunk(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
-        piece, logprobs = "".join(texts), self._logprobs(start, end)
-        tells_ids = self._asked.request.return_token_ids or self._steps is not None
-        deltas = self._parts.deltas(piece, is_end) if self._asked.is_chat else []
-        if not (piece if not self._asked.is_chat else deltas) and not (
-            is_end or logprobs or (tells_ids and end > start)
-        ):
+    def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
+        """Yield the chunks of the output ids [start, end), whose texts these are; none if there is nothing to show."""
+        piece, has_ids = "".join(texts), self._answers.has_token_ids
+        reason = self.choice.finish_reason if is_end else None
+        tokens = self._answers.logprobs(self.choice, start, end) or None
+        shown: Json = {"text": piece}
+        has_text = bool(piece)
+        if self._answers.is_chat:
+            deltas = self._deltas.of(piece, is_end)
+            for delta in deltas[:-1]:
+                yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
+            shown = {"delta": deltas[-1] if deltas else {}}
+            has_text, reason = bool(deltas), self._deltas.finish_reason(reason)
+        if not (has_text or is_end or tokens or (end > start and (has_ids or self._steps is not None))):
             return
-        for delta in deltas[:-1]:
-            yield self._with({"delta": delta, "logprobs": None, "finish_reason": None})
-        reason = finish_reason(self._choice) if is_end else None
-        said: Json = {"text": piece}
-        if self._asked.is_chat:
-            said = {"delta": deltas[-1] if deltas else {}}
-            reason = self._parts.finish_reason(reason)
-        if self._asked.request.return_token_ids:
-            said["token_ids"] = self._choice.sequence.output_ids[start:end]
+        if has_ids:
+            shown["token_ids"] = self.choice.sequence.output_ids[start:end]
         if self._steps is not None:
-            said["steps"] = self._steps.next(texts[: end - start])
-        yield self._with(said | {"logprobs": logprobs, "finish_reason": reason})
+            shown["steps"] = self._steps.next(texts[: end - start])
+        yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
 
-    def _logprobs(self, start: int, end: int) -> Json | None:
-        if self._asked.request.tops is None or start == end:
+    def _logprobs(self, tokens: list[TokenLogprob] | None) -> Json | None:
+        if tokens is None or not self._answers.is_chat:
+            return self._text_logprobs(tokens)
+        return chat_logprobs(tokens, self._answers.reader.spell)
+
+    def _text_logprobs(self, tokens: list[TokenLogprob] | None) -> Json | None:
+        if tokens is None:
             return None
-        tokens = output_logprobs(self._choice.sequence, start, end)
-        if self._asked.is_chat:
-            return {"content": chat_form(tokens, speller(self._text)), "refusal": None}
-        logprobs = completion_form(tokens, speller(self._text), self._asked.request.tops > 0, self._offset)
+        logprobs = completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offset)
         self._offset += sum(map(len, logprobs["tokens"]))
         return logprobs
 
-    def _with(self, said: dict[str, Any]) -> Json:
-        chunk = _head(self._asked) | {"choices": [{"index": self._choice.index} | said]}
-        return chunk | {"usage": None} if wants_usage(self._asked) else chunk
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}
+        return chunk | {"usage": None} if self._answers.has_usage else chunk
 
 
-class MessageParts:
-    """The deltas of a chat message, made of its text piece by piece. is_plain: the text is all content."""
+class MessageDeltas:
+    """The deltas of a chat message, made of its text piece by piece."""
 
-    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
-        self._parser = answer_parser(asked, choice, text)
-        self._chat_format, self._key = text.chat_format, call_key(asked, choice)
+    def __init__(self, answers: RequestAnswers, choice: Choice):
+        self._parser = answers.reader.parser(choice.sequence.prompt_ids)
+        self._chat_format, self._key = answers.reader.tokenizer.chat_format, answers.call_key(choice)
         self._calls: set[int] = set()
 
-    @property
-    def is_plain(self) -> bool:
-        return self._parser is None
-
-    def deltas(self, piece: str, is_end: bool) -> list[Json]:
+    def of(self, piece: str, is_end: bool) -> list[Json]:
         """Return the deltas that a piece of the text adds, the last piece if is_end."""
         if self._parser is None:
             return [{"content": piece}] if piece else []
@@ -182,7 +377,7 @@ class MessageParts:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def _delta(self, event: ChatEvent) -> Json:
-        """Return the delta of an event. A call that is broken was told already; its text follows as content."""
+        """Return the delta of an event. A call that is broken was sent already; its text follows as content."""
         if event.kind == "content":
             return {"content": event.text}
         if event.kind == "reasoning":
@@ -198,27 +393,23 @@ class MessageParts:
         return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
 
 
-Place = tuple[int, int]
-"""A token's step and its depth in that step's draft."""
-
-
 class Steps:
     """The decode steps of one sequence, read in portions of any size."""
 
     def __init__(self, sequence: Sequence):
         self._sequence = sequence
-        self._places = _places(sequence)
-        self._num_told = 0
+        self._origins = _origins(sequence)
+        self._num_read = 0
 
     def next(self, texts: list[str]) -> list[dict[str, Any]]:
         """Return the next output ids, one per text, grouped by step. The engine must have produced them."""
-        start, self._num_told = self._num_told, self._num_told + len(texts)
-        ids = self._sequence.output_ids[start : self._num_told]
-        told = list(zip(ids, texts, self._places, strict=False))
+        start, self._num_read = self._num_read, self._num_read + len(texts)
+        ids = self._sequence.output_ids[start : self._num_read]
+        tokens = list(zip(ids, texts, self._origins, strict=False))
         return [
             self._counts(step)
-            | {"tokens": [{"id": token, "text": text, "depth": depth} for token, text, (_, depth) in tokens]}
-            for step, tokens in groupby(told, key=lambda item: item[2][0])
+            | {"tokens": [{"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group]}
+            for step, group in groupby(tokens, key=lambda item: item[2][0])
         ]
 
     def _counts(self, step: int) -> dict[str, int]:
@@ -231,8 +422,8 @@ class Steps:
         }
 
 
-def _places(sequence: Sequence) -> Iterator[Place]:
-    """Place by place, each to be asked for once its token is there."""
+def _origins(sequence: Sequence) -> Iterator[tuple[int, int]]:
+    """Yield each token's step and its depth in that step's draft, each to be requested once its token is there."""
     yield 0, 0
     for step in count(1):
         for depth in range(1, stats_of(sequence).per_step_accepted[step - 1] + 1):

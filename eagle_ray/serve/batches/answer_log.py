@@ -16,24 +16,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.storage.path import StoragePath
-
-
-class TokenUsage(NamedTuple):
-    """Tokens of lines: of their prompts and outputs, and those of them that were cached, or reasoning."""
-
-    prompt: int = 0
-    output: int = 0
-    cached: int = 0
-    reasoning: int = 0
-
-    def plus(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(*map(sum, zip(self, other, strict=True)))
-
-
-NO_TOKENS = TokenUsage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +38,9 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    return LineAnswer(custom_id, line, status == 200, _tokens_of(json.loads(body)) if status == 200 else NO_TOKENS)
+    return LineAnswer(
+        custom_id, line, status == 200, TokenUsage.of_body(json.loads(body)) if status == 200 else NO_TOKENS
+    )
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
@@ -125,14 +113,5 @@ def _parse(line: bytes) -> LineAnswer:
     found = json.loads(line)
     response = found["response"] or {}
     is_completed = response.get("status_code") == 200
-    usage = _tokens_of(response["body"]) if is_completed else NO_TOKENS
+    usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
     return LineAnswer(found["custom_id"], line, is_completed, usage)
-
-
-def _tokens_of(body: dict[str, Any]) -> TokenUsage:
-    """Return the usage in a response's body, by the names of its endpoint."""
-    usage = body.get("usage") or {}
-    names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-    before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
-    prompt, output = (usage.get(f"{name}_tokens", 0) for name in names)
-    return TokenUsage(prompt, output, before.get("cached_tokens", 0), after.get("reasoning_tokens", 0))
