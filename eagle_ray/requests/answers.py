@@ -1,6 +1,6 @@
 """Answers in OpenAI's forms: choices, usage and metrics of a response's body, and lines of a batch's output file.
 
-A FinishedAnswer is made from a sequence (``stream``) or from a row of a run; bodies are made from it alone.
+A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of a run; bodies are made from it alone.
 
 A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
 request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.

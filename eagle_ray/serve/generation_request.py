@@ -26,12 +26,12 @@ from eagle_ray.requests.sampling_values import (
     merged_values,
     text_options,
 )
+from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
-from eagle_ray.serve.stream import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import TextOptions, Tokenizer

@@ -25,6 +25,7 @@ from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
 from eagle_ray.requests.answers import Json
+from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
@@ -53,7 +54,6 @@ from eagle_ray.serve.protocol import (
 from eagle_ray.serve.responses_api.response_events import response_body
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
-from eagle_ray.serve.stream import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
