@@ -8,6 +8,7 @@ Rows are dictionaries; absent columns are null.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -16,8 +17,10 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.chat_rows import answer_columns, answer_of_row
+from eagle_ray.requests.answers import FinishedAnswer
+from eagle_ray.requests.chat_rows import chat_options_of, is_chat
 from eagle_ray.requests.rows import num_samples, num_turns
+from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import (
     RequestRow,
     controls_json,
@@ -30,6 +33,7 @@ from eagle_ray.requests.sequences import (
     turn_request,
 )
 from eagle_ray.requests.token_logprobs import row_form
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 IDENTITY = ("request_id", "row_index", "source_file")
@@ -54,12 +58,12 @@ class OutputRows:
         prompt = prompt_text_of(request, self.config, self.text) if self.config.output.store_prompt else None
         shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": stop_strings(request, self.config)}
         shared["sampling_controls"] = controls_json(request, self.config)
+        reader, turn = answer_reader(request, self.config, self.text), turn_index_of(request)
         return [
             shared
-            | {"sample_index": j, "text": self._text(request, sequence)}
-            | self._structured(request, sequence)
+            | self._answer(reader.finished(sequence, j, f"{sequence.request_id}/{turn}"))
+            | _structured(sequence, reader)
             | self._tokens(sequence)
-            | self._answer(request, sequence)
             | _sampled(sequence)
             | _acceptance(sequence)
             | self._per_step(sequence)
@@ -86,36 +90,21 @@ class OutputRows:
         identity = {name: request[name] for name in IDENTITY} | {"turn_index": turn_index_of(request)}
         return self.constants | identity | {"messages": messages}
 
-    def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
-        if self.text is None:
-            return None
-        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
-        return self.text.final_text(sequence.output_ids, stops, options)
-
-    def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        spec, state = sequence.sampling.grammar, sequence.grammar
-        if spec is None or state is None:
-            return {}
-        is_cut = sequence.finish_reason == "stop" and not state.has_end
-        is_cut = is_cut and not text_options_of(request, self.config).include_stop
+    def _answer(self, answer: FinishedAnswer) -> RequestRow:
+        """Return the columns of an answer; those of its parts are null if no parser read its text."""
+        calls = answer.tool_calls
         return {
-            "structured": spec.kind,
-            "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+            "sample_index": answer.index,
+            "text": None if self.text is None else answer.text,
+            "content": answer.content,
+            "reasoning_content": answer.reasoning,
+            "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+            "finish_reason": answer.finish_reason,
         }
-
-    def _answer(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        """Return the parts of the text, and the finish reason tool_calls if it has such calls."""
-        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
-        answer = answer_of_row(request, self.config, self.text, sequence, stops, options)
-        columns = answer_columns(answer, self.text, f"{sequence.request_id}/{turn_index_of(request)}")
-        if answer is not None:
-            columns["finish_reason"] = answer.finish_reason(sequence.finish_reason)
-        return columns
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
         logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
         return {
-            "finish_reason": sequence.finish_reason,
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
@@ -147,6 +136,23 @@ class OutputRows:
 
     def _utc(self, seconds: float) -> datetime:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
+
+
+def answer_reader(row: RequestRow, config: JobConfig, tokenizer: Tokenizer | None) -> AnswerReader:
+    """Return what makes answers of the row's sequences."""
+    options = chat_options_of(row, config) if is_chat(row) and tokenizer is not None else None
+    return AnswerReader(tokenizer or NullTokenizer(), stop_strings(row, config), text_options_of(row, config), options)
+
+
+def _structured(sequence: Sequence, reader: AnswerReader) -> RequestRow:
+    spec, state = sequence.sampling.grammar, sequence.grammar
+    if spec is None or state is None:
+        return {}
+    is_cut = sequence.finish_reason == "stop" and not state.has_end and not reader.text_options.include_stop
+    return {
+        "structured": spec.kind,
+        "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+    }
 
 
 def _prompt_logprobs(sequence: Sequence) -> RequestRow:
