@@ -182,12 +182,26 @@ def line_of(rows: list[Row], spell: Spell) -> Json:
     rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
     """
     first = rows[0]
-    key = hashlib.blake2b(f"{first['run_id']}\x1f{first['request_id']}".encode(), digest_size=12).hexdigest()
-    line = {"id": f"batch_req_{key}", "custom_id": first["request_id"], "response": None, "error": None}
+    key = line_key(first["run_id"], first["request_id"])
     if first["error_code"] in NOT_CARRIED_OUT:
-        return line | {"error": {"code": first["error_code"], "message": first["error_message"]}}
+        return error_line(key, first["request_id"], first["error_code"], first["error_message"])
     status, body = (200, _body(rows, key, spell)) if first["status"] == "ok" else (400, _refusal(first))
-    return line | {"response": {"status_code": status, "request_id": key, "body": body}}
+    response = {"status_code": status, "request_id": key, "body": body}
+    return line_head(key, first["request_id"]) | {"response": response, "error": None}
+
+
+def line_key(run_id: str, custom_id: str) -> str:
+    """Return what the ids of a line are made of. run_id: of the run, or of the endpoint's batch."""
+    return hashlib.blake2b(f"{run_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
+
+
+def line_head(key: str, custom_id: str) -> Json:
+    return {"id": f"batch_req_{key}", "custom_id": custom_id}
+
+
+def error_line(key: str, custom_id: str, code: str, message: str) -> Json:
+    """Return the line of a request that got no response."""
+    return line_head(key, custom_id) | {"response": None, "error": {"code": code, "message": message}}
 
 
 def _refusal(row: Row) -> Json:

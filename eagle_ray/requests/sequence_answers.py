@@ -1,7 +1,7 @@
 """The answers of a request, made from its sequences: as a whole body once they are finished, or as chunks as they grow.
 
     answers.body()["choices"][0]["message"]["content"]
-    chunks = answers.chunks(choice)
+    chunks = ChoiceChunks(answers, choice)
     for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)
 
@@ -39,7 +39,7 @@ from eagle_ray.requests.answers import (
     text_choice,
 )
 from eagle_ray.requests.token_logprobs import TokenLogprob, completion_form, token_logprobs
-from eagle_ray.text.answer import Answer, ChatEvent
+from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.null_tokenizer import NullTokenizer
@@ -70,23 +70,12 @@ class AnswerReader:
     def spell(self, token: int) -> str:
         return self.tokenizer.decode_with_special([token])
 
-    def text(self, output_ids: list[int]) -> str:
-        return self.tokenizer.final_text(output_ids, self.stops, self.text_options)
-
     def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
         """Return a new parser of an answer's text, or None if all of it is content."""
         if self.chat_options is None or not self.has_parts:
             return None
         end = self.tokenizer.prompt_end(prompt_ids)
         return AnswerParser.of(self.tokenizer.chat_format, self.chat_options, end)
-
-    def parts(self, prompt_ids: list[int], output_ids: list[int]) -> Answer | None:
-        """Return the parts of a whole text, or None if all of it is content."""
-        parser = self.parser(prompt_ids)
-        if parser is None:
-            return None
-        text = self.tokenizer.with_markers().final_text(output_ids, self.stops, self.text_options)
-        return parse_answer(text, parser)
 
     def finished(self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None) -> FinishedAnswer:
         """Return the answer that a finished sequence is.
@@ -96,11 +85,13 @@ class AnswerReader:
             num_wanted: output ids that it is to show; None shows all. With none it ended by length.
         """
         output_ids = sequence.output_ids[:num_wanted]
-        text = self.text(output_ids)
+        text = self.tokenizer.final_text(output_ids, self.stops, self.text_options)
         reason = "length" if num_wanted == 0 else sequence.finish_reason
-        parts = self.parts(sequence.prompt_ids, output_ids)
-        if parts is None:
+        parser = self.parser(sequence.prompt_ids)
+        if parser is None:
             return FinishedAnswer(index, text, reason)
+        marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, self.text_options)
+        parts = parse_answer(marked_text, parser)
         calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
         return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
 
@@ -186,18 +177,12 @@ class RequestAnswers:
             "metrics": self.metrics(),
         }
 
-    def chunks(self, choice: Choice) -> ChoiceChunks:
-        return ChoiceChunks(self, choice)
-
     def chunk_head(self) -> Json:
         return self.head("chat.completion.chunk" if self.is_chat else "text_completion")
 
     def last_chunk(self) -> Json:
         """Return the chunk after all choices, with usage and speculation metrics."""
-        reasonings: list[str] = []
-        if self.is_chat and self.reader.tokenizer.chat_format.reasoning_parser is not None:
-            answers = (self.reader.parts(choice.prompt.ids, choice.output_ids) for choice in self.choices)
-            reasonings = [answer.reasoning for answer in answers if answer is not None]
+        reasonings = (self._read(choice).reasoning for choice in self.choices if self.reader.has_parts)
         usage = self.usage(reasonings).chat_form()
         return self.chunk_head() | {"choices": [], "usage": usage, "metrics": self.metrics()}
 
@@ -228,33 +213,38 @@ class RequestAnswers:
         """Return what the ids of a choice's tool calls are made of."""
         return f"{self.id}/{choice.index}"
 
-    def echo(self, choice: Choice) -> tuple[str, list[TokenLogprob] | None]:
-        """Return what an echo shows before the first output id: the prompt's text and log-probabilities, if any."""
-        return choice.prompt.text, None if self.num_tops is None else prompt_logprobs(choice.first)
-
-    def logprobs(self, choice: Choice, start: int, end: int) -> list[TokenLogprob] | None:
-        """Return the log-probabilities of the output ids [start, end), or None if they are not to be shown."""
+    def prompt_logprobs(self, choice: Choice) -> list[TokenLogprob]:
+        """Return the log-probabilities of the prompt; none unless they are to be shown."""
+        sequence = choice.first
         if self.num_tops is None:
-            return None
+            return []
+        return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, sequence.prompt_tops)
+
+    def output_logprobs(self, choice: Choice, start: int, end: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of the output ids [start, end); none unless they are to be shown."""
         sequence = choice.sequence
-        tops = sequence.output_tops[start:end] if sequence.sampling.top_logprobs else None
-        return token_logprobs(sequence.output_ids[start:end], sequence.output_logprobs[start:end], tops)
+        if self.num_tops is None:
+            return []
+        logprobs, tops = sequence.output_logprobs[start:end], sequence.output_tops[start:end]
+        return token_logprobs(sequence.output_ids[start:end], logprobs, tops)
+
+    def _read(self, choice: Choice) -> FinishedAnswer:
+        return self.reader.finished(choice.sequence, choice.index, self.call_key(choice), choice.num_wanted)
 
     def _finished(self, choice: Choice) -> FinishedAnswer:
-        sequence, output_ids = choice.sequence, choice.output_ids
-        answer = self.reader.finished(sequence, choice.index, self.call_key(choice), choice.num_wanted)
-        text, logprobs = answer.text, self.logprobs(choice, 0, len(output_ids))
+        """Return a choice's answer with all that is to be shown of it."""
+        answer, output_ids = self._read(choice), choice.output_ids
+        text, logprobs = answer.text, self.output_logprobs(choice, 0, len(output_ids))
         if self.has_echo:
-            prompt, prompt_tokens = self.echo(choice)
-            text = prompt + text
-            logprobs = None if logprobs is None else [*(prompt_tokens or ()), *logprobs]
-        ids = (sequence.prompt_ids, output_ids) if self.has_token_ids else None
-        return replace(answer, text=text, logprobs=logprobs, has_tops=bool(self.num_tops), shown_ids=ids)
-
-
-def prompt_logprobs(sequence: Sequence) -> list[TokenLogprob]:
-    tops = sequence.prompt_tops if sequence.sampling.top_logprobs else None
-    return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, tops)
+            text = choice.prompt.text + text
+            logprobs = self.prompt_logprobs(choice) + logprobs
+        return replace(
+            answer,
+            text=text,
+            logprobs=None if self.num_tops is None else logprobs,
+            has_tops=bool(self.num_tops),
+            shown_ids=(choice.sequence.prompt_ids, output_ids) if self.has_token_ids else None,
+        )
 
 
 def stats_of(sequence: Sequence) -> AcceptanceStats:
@@ -317,14 +307,14 @@ class ChoiceChunks:
             delta = {"role": "assistant", "content": None if options.has_tools else ""}
             yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
         elif self._answers.has_echo:
-            text, tokens = self._answers.echo(self.choice)
-            yield self._chunk({"text": text, "logprobs": self._text_logprobs(tokens), "finish_reason": None})
+            logprobs = self._text_logprobs(self._answers.prompt_logprobs(self.choice))
+            yield self._chunk({"text": self.choice.prompt.text, "logprobs": logprobs, "finish_reason": None})
 
     def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
         """Yield the chunks of the output ids [start, end), whose texts these are; none if there is nothing to show."""
         piece, has_ids = "".join(texts), self._answers.has_token_ids
         reason = self.choice.finish_reason if is_end else None
-        tokens = self._answers.logprobs(self.choice, start, end) or None
+        tokens = self._answers.output_logprobs(self.choice, start, end)
         shown: Json = {"text": piece}
         has_text = bool(piece)
         if self._answers.is_chat:
@@ -341,13 +331,13 @@ class ChoiceChunks:
             shown["steps"] = self._steps.next(texts[: end - start])
         yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
 
-    def _logprobs(self, tokens: list[TokenLogprob] | None) -> Json | None:
-        if tokens is None or not self._answers.is_chat:
+    def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+        if not tokens or not self._answers.is_chat:
             return self._text_logprobs(tokens)
         return chat_logprobs(tokens, self._answers.reader.spell)
 
-    def _text_logprobs(self, tokens: list[TokenLogprob] | None) -> Json | None:
-        if tokens is None:
+    def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+        if not tokens:
             return None
         logprobs = completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offset)
         self._offset += sum(map(len, logprobs["tokens"]))

@@ -287,7 +287,7 @@ class Service:
                 for echo in echoes.values():
                     echo.set()
             tasks = [
-                asyncio.ensure_future(self._follow(asked, answers.chunks(choice), queue, echoes[choice.first]))
+                asyncio.ensure_future(self._follow(asked, ChoiceChunks(answers, choice), queue, echoes[choice.first]))
                 for choice in asked.choices
             ]
             num_left = len(tasks)

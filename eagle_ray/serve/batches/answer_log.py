@@ -12,13 +12,11 @@ believe that the batch is theirs: of two writers of one part, one succeeds, and 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
+from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
 from eagle_ray.storage.path import StoragePath
 
 
@@ -34,8 +32,8 @@ class LineAnswer:
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
     """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
-    key = _key(batch_id, custom_id)
-    head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
+    key = line_key(batch_id, custom_id)
+    head = json.dumps(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
     return LineAnswer(
@@ -45,18 +43,13 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
-    line: dict[str, Any] = {"id": f"batch_req_{_key(batch_id, custom_id)}", "custom_id": custom_id, "response": None}
-    line["error"] = {"code": code, "message": message}
+    line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
     return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
 
 
 def seed_of(batch_id: str, custom_id: str) -> int:
     """Return the seed of a line that has none: a line that is answered again gets the same answer."""
-    return int(_key(batch_id, custom_id)[:15], 16)
-
-
-def _key(batch_id: str, custom_id: str) -> str:
-    return hashlib.blake2b(f"{batch_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
+    return int(line_key(batch_id, custom_id)[:15], 16)
 
 
 class AnswerLog:
