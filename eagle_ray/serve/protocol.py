@@ -216,7 +216,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """include_steps is ours: see serve/stream.py."""
+    """include_steps is ours: see requests/sequence_answers.py."""
 
     include_usage: bool = False
     include_steps: bool = Field(
