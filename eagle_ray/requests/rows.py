@@ -20,10 +20,11 @@ from eagle_ray.config import JobConfig, check_row_sampling
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import ColumnPath, describe_value, json_error, json_text
 from eagle_ray.requests.messages import parse_messages
+from eagle_ray.requests.parameters import CHAT_NAMES
 from eagle_ray.requests.request_columns import RequestColumns
 from eagle_ray.requests.row_location import RowLocation
 from eagle_ray.requests.row_schema import SAMPLING_FIELDS
-from eagle_ray.text.chat_options import CHAT_NAMES, check_template_kwargs, check_tools
+from eagle_ray.text.chat_options import check_template_kwargs, check_tools
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
 
 JSON_COLUMNS = ("json_schema", "response_format")  # sampling columns of JSON text, besides lists and maps

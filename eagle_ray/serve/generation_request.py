@@ -18,6 +18,8 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.parameters import CHAT_NAMES
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
@@ -32,9 +34,8 @@ from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
-from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions
+from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.text.tool_grammar import needs_grammar
@@ -112,7 +113,7 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    stops = config.sampling.stop if request.stops is None else request.stops
+    stops = config.sampling.stop if request.stop is None else request.stop
     values = _other_values(request, config)
     controls, options = controls_of(values, text), text_options(values)
     grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
@@ -209,7 +210,7 @@ def _prompts(
     request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer, options: ChatOptions
 ) -> list[Prompt]:
     if isinstance(request, ChatRequest):
-        return [Prompt(text.encode_chat([message.plain() for message in request.messages], options), "")]
+        return [Prompt(text.encode_chat(request.conversation, options), "")]
     return [
         Prompt(text.encode(prompt), prompt)
         if isinstance(prompt, str)
@@ -240,7 +241,7 @@ def _sampling(
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
     values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
     has_echo = isinstance(request, CompletionRequest) and request.echo
-    top_k = defaults.top_k if request.top_k is None else max(0, request.top_k)
+    top_k = defaults.top_k if request.top_k is None else request.top_k
     try:
         return SamplingParams(
             **values,
