@@ -14,11 +14,12 @@ __version__ = "0.1.0"
 _MODULES = {  # the public names, by module; __init__.pyi has them for type checkers
     "eagle_ray.api.llm": ("LLM",),
     "eagle_ray.api.ray_data": ("generate", "run_job"),
-    "eagle_ray.api.request_output": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "eagle_ray.api.request_output": ("CompletionOutput", "RequestOutput"),
     "eagle_ray.api.request_sampling": ("SamplingParams",),
     "eagle_ray.batch.job_errors": ("JobError",),
     "eagle_ray.config": ("JobConfig", "load_config"),
     "eagle_ray.core.errors": ("ConfigError", "EngineError", "RequestError"),
+    "eagle_ray.requests.token_logprobs": ("Logprob",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -31,7 +31,7 @@ from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.registry import make_drafter
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
 from tests.conftest import PAIR
 from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer

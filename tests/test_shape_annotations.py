@@ -18,20 +18,18 @@ with install_import_hook(packages, "beartype.beartype"):
     from eagle_ray.drafters.experimental.rest import RestIndex
     from eagle_ray.drafters.lookup import LookupDrafter
     from eagle_ray.build import build_engine
-    from eagle_ray.sampling.controls import Controls
-    from eagle_ray.sampling.sampler import SamplingParams
+    from eagle_ray.requests.parameters import SamplingParams
     from eagle_ray.tree.accept import VerifyResult
     from tests.engine.test_drafters import METHODS, engine_for
     from tests.helpers.toy_models import head, head3, llama, llama_engine, run
 
 import torch
 
-values = dict(frequency_penalty=0.5, logit_bias={9: 2.0}, bad_words=[[5, 6]], min_tokens=2)
-controls = Controls.of(**values, allowed_token_ids=range(60))
+values = dict(frequency_penalty=0.5, logit_bias={9: 2.0}, bad_words=["5 6"], min_tokens=2)
 params = [
     SamplingParams(max_tokens=9, logprobs=True),
     SamplingParams(temperature=0.8, top_p=0.9, top_k=8, min_p=0.1, max_tokens=5),
-    SamplingParams(temperature=1.0, max_tokens=7, controls=controls),
+    SamplingParams(temperature=1.0, max_tokens=7, **values, allowed_token_ids=list(range(60))),
 ]
 for tree in ((0, 0, 0), (6, 3, 3)):
     run(llama_engine(2, *tree), [[5, 6, 7], [8], [9, 10]], params)

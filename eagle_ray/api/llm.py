@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
-from eagle_ray.api.request_output import RequestOutput, completion_of, logprobs_of
+from eagle_ray.api.request_output import RequestOutput, completion_of, speller
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import JobConfig
@@ -45,6 +45,7 @@ from eagle_ray.requests.sequences import (
     stop_strings,
     text_options_of,
 )
+from eagle_ray.requests.token_logprobs import python_form, token_logprobs
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -239,9 +240,9 @@ class LLM:
         first = sequences[0]
         wants_logprobs = params.wants_logprobs if row["logprobs"] is None else row["logprobs"]
         prompt_logprobs = None
-        if first.sampling.prompt_logprobs:
-            values, tops = first.prompt_logprobs, first.prompt_tops
-            prompt_logprobs = logprobs_of(first.prompt_ids, values, tops, params.num_top_prompt_logprobs, text)
+        if first.sampling.wants_prompt_logprobs:
+            tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
+            prompt_logprobs = python_form(tokens, speller(text), params.num_top_prompt_logprobs)
         return RequestOutput(
             request_id=row["request_id"],
             prompt=prompt_text_of(row, config, text),

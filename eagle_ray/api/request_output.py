@@ -14,27 +14,10 @@ from typing import Any
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, TopLogprobs
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.token_logprobs import Logprobs, Spell, python_form, token_logprobs
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """The log-probability of one token under the unprocessed logits.
-
-    Attributes:
-        rank: 1 for the likeliest token; None if it is not among the recorded ones.
-        decoded_token: its text; None without a tokenizer.
-    """
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-Logprobs = list[dict[int, Logprob] | None]
-"""For each token, the log-probabilities by token id: its own, and those of the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +116,14 @@ def completion_of(
     values = None if num_tops is None else sequence.output_logprobs
     logprobs = None
     if num_tops is not None and values is not None:
-        logprobs = logprobs_of(sequence.output_ids, list(values), sequence.output_tops, num_tops, tokenizer)
+        tokens = token_logprobs(sequence.output_ids, values, sequence.output_tops)
+        logprobs = python_form(tokens, speller(tokenizer), num_tops)
     return CompletionOutput(
         index=index,
         text=text,
         token_ids=sequence.output_ids,
         finish_reason=parts.finish_reason(sequence.finish_reason),
-        seed=sequence.sampling.seed,
+        seed=sequence.sampling.seed or 0,
         stats=stats,
         ttft_s=(sequence.first_token_at or arrived) - arrived,
         e2e_s=(sequence.finished_at or arrived) - arrived,
@@ -151,32 +135,5 @@ def completion_of(
     )
 
 
-def logprobs_of(
-    ids: list[int],
-    values: list[float | None],
-    tops: list[TopLogprobs],
-    num_tops: int,
-    tokenizer: Tokenizer | None,
-) -> Logprobs:
-    """Return the log-probabilities of tokens and of the num_tops likeliest at each place, the likeliest first.
-
-    values: None for a token that nothing precedes. tops: empty, or the likeliest tokens at each place.
-    """
-    found: Logprobs = []
-    for i, (token, value) in enumerate(zip(ids, values, strict=True)):
-        if value is None:
-            found.append(None)
-            continue
-        ranked = tops[i] if tops else []
-        ranks = {other: rank for rank, (other, _) in enumerate(ranked, 1)}
-        here = {
-            other: Logprob(other_value, ranks[other], _text(other, tokenizer))
-            for other, other_value in ranked[:num_tops]
-        }
-        here.setdefault(token, Logprob(value, ranks.get(token), _text(token, tokenizer)))
-        found.append(here)
-    return found
-
-
-def _text(token: int, tokenizer: Tokenizer | None) -> str | None:
-    return None if tokenizer is None else tokenizer.decode_with_special([token])
+def speller(tokenizer: Tokenizer | None) -> Spell | None:
+    return None if tokenizer is None else lambda token: tokenizer.decode_with_special([token])

@@ -42,6 +42,7 @@ class RequestSampling(RowSampling):
 
     own_nulls: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
 
+    # mypy forbids fields that are wider than those of the base class; pydantic checks them again.
     max_tokens: PositiveInt | None = Field(default=256, description="an integer, 1 or more, or None")  # type: ignore[assignment]
     logprobs: bool | Count | None = Field(default=None, description="True, False, None or an integer, 0 or more")  # type: ignore[assignment]
     prompt_logprobs: bool | Count | None = Field(  # type: ignore[assignment]

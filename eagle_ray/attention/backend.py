@@ -77,7 +77,7 @@ def num_gathered(kv_cache: KVCache, context: int, num_rows: int) -> int:
 
 def mixed_metadata(first: AttentionMetadata, second: AttentionMetadata, num_first: int) -> AttentionMetadata:
     """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
-    if uses_cpp(first.cache):
+    if isinstance(first, CpuMetadata) and isinstance(second, CpuMetadata):
         return first.followed_by(second)
     return MixedMetadata(first, second, num_first)
 

@@ -40,7 +40,7 @@ class CpuMetadata:
     positions: Int[Tensor, " R"]
     mask: UInt8[Tensor, "R M"]
     column_depths: Int[Tensor, "R M"]
-    _seen: dict[int | None, SeenColumns] = field(default_factory=dict)
+    _seen: dict[int | None, SeenColumns] = field(default_factory=dict, init=False)
 
     @classmethod
     def of_trees(

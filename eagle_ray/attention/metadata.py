@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
@@ -80,7 +80,7 @@ class AttentionShape:
         """Return queries and keys, normed and rotated, and values."""
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         query, key, value = qkv.view(len(qkv), -1, self.head_dim).split(sizes, 1)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             query = F.rms_norm(query, self.q_norm.shape, self.q_norm, self.norm_eps)
             key = F.rms_norm(key, self.k_norm.shape, self.k_norm, self.norm_eps)
         return rotated(query, rotary.cosine, rotary.sine), rotated(key, rotary.cosine, rotary.sine), value
@@ -90,7 +90,9 @@ class AttentionShape:
 class AttentionMetadata(Protocol):
     """Protocol of the metadata of one pass: which cached positions and rows each row attends to."""
 
-    cache: KVCache
+    @property
+    def cache(self) -> KVCache:
+        """Return the cache that the rows write and read."""
 
     def attend(
         self,
@@ -113,7 +115,7 @@ class Projected:
     __slots__ = ()
 
     def attend_projected(
-        self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+        self: AttentionMetadata, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
     ) -> Float[Tensor, "R heads*d"]:
         query, key, value = (x.transpose(0, 1)[None] for x in shape.split(qkv, rotary))
         return self.attend(query, key, value, shape.rule)[0].transpose(0, 1).flatten(1)
@@ -172,19 +174,20 @@ class TreeMetadata(Projected):
         """Return the packing of query heads, computed once per pass."""
         if (heads, kv_heads) not in self._foldings:
             row_of, unpack = self.row_of, self.unpack
-            if row_of is None:
+            if row_of is None or unpack is None:
                 unpack = torch.arange(self.depths.numel(), device=self.depths.device)
                 row_of = unpack.view_as(self.depths)
             self._foldings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._companies)
         return self._foldings[heads, kv_heads]
 
     def _group(self, group: AttentionGroup) -> TreeGroup:
-        batch, parts = self.batch, (self.ancestors, self.depths, self.column_depths, self.first)
+        batch, first = self.batch, self.first
+        ancestors, depths, column_depths = self.ancestors, self.depths, self.column_depths
         if len(self._companies) > 1:
             index = to_device(group.members, self.depths.device)
             batch = self.batch.select(group.members)
-            parts = (None if x is None else x.index_select(0, index) for x in parts)
-        ancestors, depths, column_depths, first = parts
+            ancestors, depths, column_depths = (x.index_select(0, index) for x in (ancestors, depths, column_depths))
+            first = None if first is None else first.index_select(0, index)
         if self.sizes is not None:
             size = group.size
             ancestors, depths, column_depths = ancestors[:, :size, :size], depths[:, :size], column_depths[:, :size]
@@ -204,9 +207,10 @@ class MixedMetadata(Projected):
         return self.first.cache
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        parts = zip(*(x.tensor_split([self.num_first], 2) for x in (query, key, value)), strict=True)
-        both = zip((self.first, self.second), parts, strict=True)
-        return torch.cat([layout.attend(*part, attention) for layout, part in both], 2)
+        queries, keys, values = (x.tensor_split([self.num_first], 2) for x in (query, key, value))
+        first = self.first.attend(queries[0], keys[0], values[0], attention)
+        second = self.second.attend(queries[1], keys[1], values[1], attention)
+        return torch.cat([first, second], 2)
 
 
 @dataclass(slots=True)
@@ -267,8 +271,15 @@ class TreeGroup:
         return seen & ((lengths + self.depths)[:, :, None] - key_position[:, None] < window)
 
 
+@runtime_checkable
+class NumberedLayer(Protocol):
+    """An attention layer of a transformers model: it knows its place among the layers."""
+
+    layer_idx: int
+
+
 def attention_function(
-    module: nn.Module,
+    module: NumberedLayer,
     query: Float[Tensor, "B heads R head_dim"],
     key: Float[Tensor, "B kv_heads R head_dim"],
     value: Float[Tensor, "B kv_heads R value_dim"],

@@ -10,6 +10,7 @@ and so do all chunks where torch's flash attention does not apply: nothing of th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -65,10 +66,11 @@ class PrefillMetadata(Projected):
         )
         others = tuple(i for i in members if i not in set(self._chained))
         if others:
-            self._gathered = GatheredChunks(self.cache, *self._select(others))
-        if others and not self._chained:
-            self.cells = self._gathered.own
-            return
+            gathered = GatheredChunks(self.cache, *self._select(others))
+            self._gathered = gathered
+            if not self._chained:
+                self.cells = gathered.own
+                return
         ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
         self.cells = _cells(self.cache, self.slots, self.starts, ends)
         if others:
@@ -102,7 +104,7 @@ class PrefillMetadata(Projected):
         """rows: the chunks' own keys and values; None if they are in the cache alone."""
         if self._gathered is None or self._needs_chains(query, attention):
             return self._attend_chains(query, tuple(range(len(self.slots))), attention)
-        if self._gathered_rows is None:
+        if self._gathered_rows is None or self._chained_rows is None:
             return self._gathered.attend(query, rows, attention)
 
         others, chains = (query.index_select(0, index) for index in (self._gathered_rows, self._chained_rows))
@@ -185,10 +187,12 @@ class GatheredChunks:
             if together is not None:
                 return together
         queries, cells = query.split(self.lengths), self.seen.split(self.num_seen)
+        seen: Iterable[tuple[Tensor, Tensor]]
         if rows is None:
             seen = (self._read(attention.layer, places) for places in cells)  # one at a time
         else:
-            seen = zip(*(x.split(self.num_seen) for x in rows), strict=True)
+            keys, values = rows
+            seen = zip(keys.split(self.num_seen), values.split(self.num_seen), strict=True)
         return torch.cat([_one_by_one(part, *both, attention) for part, both in zip(queries, seen, strict=True)])
 
     def _read(self, layer: int, cells: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
@@ -211,5 +215,5 @@ def _one_by_one(
     values: Float[Tensor, "T kv_heads dv"],
     attention: AttentionParams,
 ) -> Float[Tensor, "N heads dv"]:
-    out = causal_attention(*(x.transpose(0, 1)[None] for x in (query, keys, values)), attention)
-    return out[0].transpose(0, 1)
+    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    return causal_attention(query, keys, values, attention)[0].transpose(0, 1)

@@ -138,6 +138,7 @@ def rotate_and_write(
     """Write a merged projection's keys, normed and rotated, and values to the cache; return its queries, like keys."""
     from eagle_ray.kernels.fused_layer import rotate_and_write as launch
 
+    keys, values = cache.layer(shape.layer)
     norms = (shape.q_norm, shape.k_norm, shape.norm_eps)
-    launch(qkv, *cache.layer(shape.layer), cells, rotary.cosine, rotary.sine, *norms)
+    launch(qkv, keys, values, cells, rotary.cosine, rotary.sine, *norms)
     return qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]

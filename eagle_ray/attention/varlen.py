@@ -14,6 +14,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -73,9 +74,13 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    options = _options(attention.window)
+    if options is None:
+        return None
     ends = packed.row_ends, packed.key_ends, packed.max_rows, packed.max_keys
     try:
-        return varlen_attn(query, keys, values, *ends, scale=attention.scaling, **_options(attention.window))
+        out = varlen_attn(query, keys, values, *ends, scale=attention.scaling, **options)
+        return cast(Tensor, out)  # a pair only if one asks for log-sums
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
             raise
@@ -85,14 +90,14 @@ def varlen_attention(
 
 
 @cache
-def _options(window: int | None) -> dict[str, object] | None:
+def _options(window: int | None) -> dict[str, Any] | None:
     """Return what this torch's varlen_attn has to be told of a causal window, or None if it cannot do it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    options: dict[str, object] = {name: value for name, value in OPTIONS.items() if name in known}
+    options: dict[str, Any] = {name: value for name, value in OPTIONS.items() if name in known}
     if "window_size" in known:
         return options | {"window_size": (-1 if window is None else window - 1, 0)}
     return options | {"is_causal": True} if window is None and "is_causal" in known and "scale" in known else None

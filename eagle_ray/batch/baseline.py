@@ -28,13 +28,13 @@ from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sequences import RequestRow, sequence_of, turn_index_of
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process
+from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process
 
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 
@@ -164,7 +164,7 @@ class BaselineComparison:
     def _controlled_logits(
         self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
     ) -> Float[Tensor, " V"]:
-        grammars, spec = self._plain_engine.grammars, plain.sampling.grammar
+        grammars, spec = self._plain_engine.grammars, plain.grammar_spec
         state = None if grammars is None or spec is None else grammars.start(spec)
         return controlled_logits(logits, plain, output_ids, state)
 
@@ -189,8 +189,8 @@ def controlled_logits(
     before = sequence.controls
     if before is None:
         return logits
-    controls = sequence.sampling.controls or Controls()
-    state = ControlState(controls, sequence.prompt_ids, before.ends, len(logits), grammar)
+    sampling, bad_word_ids = sequence.sampling, sequence.bad_word_ids
+    state = ControlState(sampling, bad_word_ids, sequence.prompt_ids, before.ends, len(logits), grammar)
     state.sync(output_ids)
     adjusted = logits.to(torch.float32, copy=True)[None]
     Adjustments.of([(state, [[]])]).apply(adjusted)

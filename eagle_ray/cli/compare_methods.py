@@ -117,7 +117,7 @@ def _asked(row: dict[str, Any], config: JobConfig, text: Tokenizer | None) -> en
 def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
     """Return the tokens of the longest prompt with its output: the size of the engines' caches."""
     asked = [question.ask() for question in questions]
-    return max(len(sequence.prompt_ids) + sequence.sampling.max_tokens for sequence in asked)
+    return max(len(sequence.prompt_ids) + sequence.sampling.token_limit for sequence in asked)
 
 
 def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:

@@ -31,7 +31,8 @@ from eagle_ray.cli.report_run import record_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
-from eagle_ray.report.batch_output import COLUMNS, Spell, line_of
+from eagle_ray.requests.answers import COLUMNS, line_of
+from eagle_ray.requests.token_logprobs import Spell
 from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256

@@ -17,10 +17,11 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.row_location import location_text
-from eagle_ray.requests.sampling_values import GRAMMAR_NAMES, grammar_of, merged_values
+from eagle_ray.requests.sampling_values import GRAMMAR_NAMES, merged_values
 from eagle_ray.requests.sequences import RequestRow
-from eagle_ray.sampling.grammar import GrammarCompiler
+from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
 MOST_SHOWN = 20  # grammars that do not compile
@@ -83,7 +84,7 @@ def check_grammars(requests: Iterable[RequestRow], config: JobConfig, compiler: 
         if request["error_code"] is not None or not (own or any(defaults.values())):
             continue
         values = merged_values(defaults, {name: request[name] for name in GRAMMAR_NAMES})
-        if (spec := grammar_of(values)) is None:  # {"type": "text"}
+        if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
             continue
         check.num_rows += 1
         key = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).digest()

@@ -97,7 +97,7 @@ def _first_of_each(number: int, questions: Sequence[LiveQuestion]) -> list[LiveQ
 def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[nn.Module, dict[str, Engine]]:
     """Return the target and an engine of one slot for each method."""
     ways = parse_methods([OURS], config.model, config.speculative)
-    longest = max(len(s.prompt_ids) + s.sampling.max_tokens for s in (question.ask() for question in questions))
+    longest = max(len(s.prompt_ids) + s.sampling.token_limit for s in (question.ask() for question in questions))
     causal_lm = load_causal_lm(config.model, 1, longest)
     weights = load_method_weights(ways, config.model, causal_lm)
     return causal_lm, {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}

@@ -124,8 +124,8 @@ def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | N
         [sequence] = sequences_of(request, config, seen.text, n=1)
         check_length(sequence, seen.max_model_len, seen.limits.vocab_size)
         check_token_ids(sequence, seen.limits.vocab_size)
-        if sequence.sampling.grammar is not None and seen.grammars is not None:
-            seen.grammars.start(sequence.sampling.grammar)
+        if sequence.grammar_spec is not None and seen.grammars is not None:
+            seen.grammars.start(sequence.grammar_spec)
     except RequestError as error:
         return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]", error.code)
     return CheckedRow(request["request_id"], sequence.prompt_ids, None)

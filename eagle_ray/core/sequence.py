@@ -13,10 +13,10 @@ from typing import Literal
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.controls import Controls
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls, singles_of
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
-from eagle_ray.sampling.sampler import SamplingParams
 
 StopCheck = Callable[[list[int]], "int | None"]
 TopLogprobs = list[tuple[int, float]]
@@ -33,9 +33,10 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request.
+    """One sample of one request. Raises RequestError for sampling parameters that contradict one another.
 
     prompt_ids: the prompt's token ids, at least one.
+    sampling: with a seed of its own; without one the key of its noise is 0.
     stop_check: called with all output ids after each step; returns how many of them to keep (everything up to the
         token that completes a stop string), or None to go on.
     num_reused: tokens found in the cache when it was last admitted. num_prefilled: those, and those computed since.
@@ -43,9 +44,11 @@ class Sequence:
     output_tops: the likeliest tokens at each output id's place, where sampling.top_logprobs asks.
     prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
         stands nothing, so that has None and no tops.
-    controls: the state of sampling.controls and of its grammar, from the moment that an engine accepts the sequence;
-        None without any.
-    grammar: where the output is in sampling.grammar, from the moment that it is compiled; None without one.
+    bad_word_ids: token id sequences of sampling.bad_words.
+    controls: the state of its controls and its grammar, from the moment that an engine accepts the sequence; None
+        without any.
+    grammar_spec: what the output must be: by default what sampling says. None if it is free.
+    grammar: where the output is in that, from the moment that it is compiled; None without one.
     error: why the sequence failed in the engine. It is finished then, without a finish_reason.
     category: sequences of a category are expected to have outputs of similar length.
     listener: called in the engine's thread whenever output ids have come; those it has heard of never change.
@@ -66,7 +69,9 @@ class Sequence:
     category: str = ""
     listener: Callable[[], None] | None = None
     has_live_stats: bool = False
+    bad_word_ids: WordIds = ()
     controls: ControlState | None = None
+    grammar_spec: GrammarSpec | None = None
     grammar: GrammarState | None = None
     error: RequestError | None = None
     status: SequenceStatus = SequenceStatus.WAITING
@@ -82,6 +87,22 @@ class Sequence:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.grammar_spec is None:
+            self.grammar_spec = GrammarSpec.of(self.sampling)
+        if (fault := self._contradiction()) is not None:
+            raise RequestError("invalid_sampling", fault)
+
+    def _contradiction(self) -> str | None:
+        sampling, allowed = self.sampling, self.sampling.allowed_token_ids
+        if allowed is not None and singles_of(self.bad_word_ids).issuperset(allowed):
+            return "bad_words forbid every one of allowed_token_ids. Allow at least one more token."
+        if sampling.min_tokens > sampling.token_limit:
+            return f"min_tokens must be at most max_tokens ({sampling.token_limit}), got {sampling.min_tokens}"
+        if self.grammar_spec is not None and sampling.ignore_eos:
+            return f"ignore_eos must be false with {self.grammar_spec.name}, whose end ends the output"
+        return None
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,7 +138,7 @@ class Sequence:
     def is_simple(self) -> bool:
         """Return whether tokens that hold no EOS or stop token, and are not the last, only have to be appended."""
         has_checks = self.stop_check is not None or self.grammar is not None
-        return not (has_checks or self.has_live_stats or self.sampling.logprobs)
+        return not (has_checks or self.has_live_stats or self.sampling.wants_logprobs)
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
         """Commit new tokens up to the first EOS, stop token, stop string or max_tokens, at which the sequence finishes.
@@ -167,25 +188,25 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
     check_token_ids(sequence, vocab_size)
-    controls = sequence.sampling.controls
-    if controls is None and sequence.grammar is None:
+    sampling, bad_word_ids = sequence.sampling, sequence.bad_word_ids
+    if sequence.grammar is None and not has_controls(sampling, bad_word_ids):
         return
-    controls = controls or Controls()
-    ends = eos_ids.union(sequence.sampling.stop_token_ids)
-    allowed = controls.allowed_token_ids
-    if controls.min_tokens and allowed is not None and not set(allowed) - ends - controls.forbidden:
+    ends = eos_ids.union(sampling.stop_token_ids)
+    allowed = sampling.allowed_token_ids
+    if sampling.min_tokens and allowed is not None and not set(allowed) - ends - singles_of(bad_word_ids):
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
         raise RequestError("invalid_sampling", message)
-    sequence.controls = ControlState(controls, sequence.prompt_ids, ends, vocab_size, sequence.grammar)
+    prompt_ids, grammar = sequence.prompt_ids, sequence.grammar
+    sequence.controls = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size, grammar)
 
 
 def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
     """Raise RequestError if a sampling parameter names a token that the target lacks."""
-    controls = sequence.sampling.controls or Controls()
+    sampling = sequence.sampling
     named = {
-        "stop_token_ids": sequence.sampling.stop_token_ids,
-        "logit_bias": [token for token, _ in controls.logit_bias],
-        "allowed_token_ids": controls.allowed_token_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": [token for token, bias in sampling.logit_bias.items() if bias],
+        "allowed_token_ids": sampling.allowed_token_ids,
     }
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:
@@ -218,4 +239,4 @@ def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> Non
     if low < 0 or high >= vocab_size:
         stranger = low if low < 0 else high
         raise RequestError("bad_token_id", f"token id {stranger} is not in the target's vocabulary of {vocab_size}")
-    sequence.max_tokens = min(sequence.sampling.max_tokens, max_model_len - num_prompt)
+    sequence.max_tokens = min(sequence.sampling.token_limit, max_model_len - num_prompt)

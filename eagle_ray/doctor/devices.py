@@ -24,7 +24,7 @@ from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.models.cpu_runtime import cpu_name
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.supported_models import head_dims
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
 TRIAL_PROMPTS = [[1, 5 + i, 40 + 3 * i] for i in range(4)]

@@ -34,9 +34,10 @@ from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, G
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.dflash_head import BlockDecoder, DFlashHead
 from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 
 SHORT = 4  # levels of the block that is recorded besides the longest

@@ -32,9 +32,10 @@ from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import DraftHead
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
 from eagle_ray.tree.tree_mask import unpack_mask

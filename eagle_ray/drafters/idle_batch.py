@@ -9,7 +9,8 @@ from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import TargetModel
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 
 
 def idle_batch(batch_size: int, target: TargetModel, max_length: int, params: SamplingParams) -> DecodeBatch:

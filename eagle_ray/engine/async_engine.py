@@ -230,7 +230,7 @@ class AsyncEngine:
         generate and stream do so, too. A compilation that has not begun ends with its caller.
         """
         engine = self._engine
-        if engine is not None and sequence.sampling.grammar is not None and sequence.grammar is None:
+        if engine is not None and sequence.grammar_spec is not None and sequence.grammar is None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiler, engine.compile_grammar, sequence)
 

@@ -35,7 +35,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 
 BUDGET_S = {
@@ -483,7 +483,7 @@ class CalibrationRun:
         length = max(min(length, max(most // 2, most - SHORT_OUTPUT)), 1)
         first = self._num_added if self._distinct_prompts else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
-        params = SamplingParams(self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
+        params = SamplingParams(temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)
         sequence = Sequence(f"measure-{self._num_added}", prompt, params)
         self._engine.add(sequence)
         self._running.append(sequence)

@@ -177,7 +177,7 @@ class Engine:
 
         Raises RequestError naming the kind of a grammar that cannot be compiled.
         """
-        spec = sequence.sampling.grammar
+        spec = sequence.grammar_spec
         if spec is None or sequence.grammar is not None:
             return
         if self.grammars is None:
@@ -416,7 +416,7 @@ class Engine:
                 if sequence.listener is not None:
                     sequence.listener()
                 continue
-            if sequence.sampling.logprobs:
+            if sequence.sampling.wants_logprobs:
                 likeliest = ranked(*(column[i].tolist() for column in tops))[: len(tokens)] if tops else []
                 record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
             num_kept = self._append(sequence, tokens)

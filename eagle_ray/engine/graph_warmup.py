@@ -27,7 +27,7 @@ from eagle_ray.engine.calibrate import (
 )
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 log = logging.getLogger("eagle_ray")
 
@@ -65,7 +65,7 @@ def _passes(engine: Engine, max_nodes: int, top_k: int) -> Iterator[Callable[[],
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
     """Return sampling parameters of each kind that a pass is recorded for in advance."""
-    kinds = {graphs.sampling_kind((t > 0, False, False, False)): SamplingParams(t) for t in TEMPERATURES}
+    kinds = {graphs.sampling_kind((t > 0, False, False, False)): SamplingParams(temperature=t) for t in TEMPERATURES}
     return list(kinds.values())
 
 

@@ -183,7 +183,7 @@ class Prefiller:
     def _record(self, chunks: list[PrefillChunk], prompts: PrefillBatch, passed: PrefillOutput) -> None:
         """Record the chunk's log-probabilities for sequences that request their prompt's."""
         for chunk, hidden in zip(chunks, passed.hidden.split(prompts.lengths), strict=True):
-            if not chunk.sequence.sampling.prompt_logprobs:
+            if not chunk.sequence.sampling.wants_prompt_logprobs:
                 continue
             for i, rows in enumerate(hidden.split(SLICE_ROWS)):
                 record_prompts(chunk.sequence, chunk.start + i * SLICE_ROWS, self._target.logits(rows))
@@ -207,9 +207,9 @@ class Prefiller:
 def _sample_first(chunks: list[PrefillChunk], logits: Float[Tensor, "B V"], picks: Int[Tensor, " B"]) -> PendingPrefill:
     """Start the copy of first tokens. logits, picks: of the chunks whose prompt ends."""
     sequences = [c.sequence for c in chunks if c.needs_sample]
-    asked = any(s.sampling.logprobs for s in sequences)
+    asked = any(s.sampling.wants_logprobs for s in sequences)
     logprobs = log_probs_of(logits, picks) if asked else torch.zeros_like(picks, dtype=torch.float32)
-    most = max((s.sampling.top_logprobs for s in sequences), default=0)
+    most = max((s.sampling.num_top_logprobs for s in sequences), default=0)
     tops = likeliest(logits, most) if most else ()
     copy = DeviceToHost(picks, logprobs, *tops)
     resumed = [c.sequence for c in chunks if c.is_last and not c.needs_sample]

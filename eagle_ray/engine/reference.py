@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.grammar import GrammarCompiler
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.control_state import WordIds, has_controls
+from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling.sampler import SamplingBatch, sample
 from eagle_ray.sampling.token_mask import unpack_mask
 
 
@@ -41,24 +42,29 @@ def reference_decode(
     params: SamplingParams,
     eos_ids: frozenset[int],
     grammars: GrammarCompiler | None = None,
+    bad_word_ids: WordIds = (),
+    spec: GrammarSpec | None = None,
 ) -> PlainOutput:
     """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa).
 
     Args:
-        grammars: compiles params.grammar, if there is one.
+        grammars: compiles what the output must be, if that is said.
+        bad_word_ids: of params.bad_words.
+        spec: what the output must be; None is what params say.
     """
-    state = None if params.grammar is None or grammars is None else grammars.start(params.grammar)
+    spec = spec or GrammarSpec.of(params)
+    state = None if spec is None or grammars is None else grammars.start(spec)
     sampling = SamplingBatch.of([params])
     stops = frozenset(params.stop_token_ids)
     ends = stops if params.ignore_eos else eos_ids | stops
     ids, reachable, cache = list(prompt_ids), [], None
     chunk = torch.tensor([ids])
-    while len(ids) - len(prompt_ids) < params.max_tokens:
+    while len(ids) - len(prompt_ids) < params.token_limit:
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
-        if params.controls is not None:
+        if has_controls(params, bad_word_ids):
             outputs = ids[len(prompt_ids) :]
-            logits = controlled_logits(logits[0], params.controls, prompt_ids, outputs, eos_ids | stops)[None]
+            logits = controlled_logits(logits[0], params, bad_word_ids, prompt_ids, outputs, eos_ids | stops)[None]
         if state is not None:
             allowed = unpack_mask(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
             logits = logits.float().masked_fill(~allowed, -torch.inf)
@@ -76,7 +82,8 @@ def reference_decode(
 
 def controlled_logits(
     logits: Float[Tensor, " V"],
-    controls: Controls,
+    params: SamplingParams,
+    bad_word_ids: WordIds,
     prompt_ids: list[int],
     output_ids: list[int],
     ends: Collection[int],
@@ -88,18 +95,18 @@ def controlled_logits(
     """
     adjusted = logits.float().clone()
     context = prompt_ids + output_ids
-    for token, bias in controls.logit_bias:
+    for token, bias in params.logit_bias.items():
         adjusted[token] += bias
-    for token in set(context) if controls.repetition_penalty != 1 else ():
-        penalty = torch.tensor(controls.repetition_penalty)
+    for token in set(context) if params.repetition_penalty != 1 else ():
+        penalty = torch.tensor(params.repetition_penalty)
         adjusted[token] = adjusted[token] / penalty if adjusted[token] > 0 else adjusted[token] * penalty
     for token in set(output_ids):
-        adjusted[token] -= controls.frequency_penalty * output_ids.count(token) + controls.presence_penalty
-    for word in controls.bad_words:
+        adjusted[token] -= params.frequency_penalty * output_ids.count(token) + params.presence_penalty
+    for word in bad_word_ids:
         if context[len(context) - len(word) + 1 :] == list(word[:-1]):
             adjusted[word[-1]] = -torch.inf
     for token in range(len(adjusted)):
-        is_allowed = controls.allowed_token_ids is None or token in controls.allowed_token_ids
-        if not is_allowed or (token in ends and len(output_ids) < controls.min_tokens):
+        is_allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
+        if not is_allowed or (token in ends and len(output_ids) < params.min_tokens):
             adjusted[token] = -torch.inf
     return adjusted

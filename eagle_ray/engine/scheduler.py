@@ -319,7 +319,7 @@ class Scheduler:
             return False
         sequence, slot = self._waiting.first(), self._free[-1]
         spare = self._blocks.num_growing
-        reused = 0 if sequence.sampling.prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
+        reused = 0 if sequence.sampling.wants_prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
         columns = sequence.num_to_prefill + self._tree_columns
         if self._blocks.blocks_needed(slot, columns) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, columns)

@@ -48,10 +48,10 @@ def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]
 def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLogprobs]) -> None:
     """Record log-probabilities of output ids that are about to be appended. ranked: at least the requested number."""
     sampling = sequence.sampling
-    if sampling.logprobs:
+    if sampling.wants_logprobs:
         sequence.output_logprobs += logprobs
-    if sampling.logprobs and sampling.top_logprobs:
-        sequence.output_tops += [top[: sampling.top_logprobs] for top in ranked]
+    if sampling.wants_logprobs and sampling.num_top_logprobs:
+        sequence.output_tops += [top[: sampling.num_top_logprobs] for top in ranked]
 
 
 def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"]) -> None:
@@ -68,4 +68,5 @@ def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"])
     rows = logits[known - start - 1 :][: len(ids)]
     targets = torch.tensor(ids, dtype=torch.int64, device=logits.device)
     sequence.prompt_logprobs += log_probs_of(rows, targets).tolist()
-    sequence.prompt_tops += tops(rows, sequence.sampling.top_logprobs)
+    sampling = sequence.sampling
+    sequence.prompt_tops += tops(rows, max(sampling.num_top_logprobs, sampling.num_top_prompt_logprobs))

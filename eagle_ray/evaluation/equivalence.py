@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.sampling.sampler import SamplingParams
 
 GREEDY = SamplingParams()
 

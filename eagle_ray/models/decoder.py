@@ -20,17 +20,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRotaryEmbedding,
+)
 
 from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.models.packed_linear import is_dense, merge_linears
+from eagle_ray.models.placement import decoder_layers
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -41,8 +49,11 @@ MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 class Norm(Protocol):
     """An RMSNorm module of transformers."""
 
-    weight: Tensor
-    variance_epsilon: float
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def variance_epsilon(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +67,24 @@ class Attention:
     @classmethod
     def of(cls, module: nn.Module) -> Attention:
         """Build from a LlamaAttention, or from one that differs only in window, biases, or query and key norms."""
+        attention = cast(LlamaAttention, module)
         window = getattr(module, "sliding_window", None)
         if type(module).__name__ == "MistralAttention":
-            window = getattr(module.config, "sliding_window", None)
+            window = getattr(attention.config, "sliding_window", None)
         norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        heads = attention.config.num_attention_heads
         shape = AttentionShape(
-            layer=module.layer_idx,
-            heads=module.config.num_attention_heads,
-            kv_heads=module.config.num_key_value_heads,
-            head_dim=module.head_dim,
-            scaling=module.scaling,
+            layer=attention.layer_idx,
+            heads=heads,
+            kv_heads=attention.config.num_key_value_heads or heads,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
             window=window,
             q_norm=None if norms[0] is None else norms[0].weight,
             k_norm=None if norms[1] is None else norms[1].weight,
             norm_eps=0.0 if norms[0] is None else norms[0].variance_epsilon,
         )
-        return cls(merge_linears([module.q_proj, module.k_proj, module.v_proj]), module.o_proj, shape)
+        return cls(merge_linears([attention.q_proj, attention.k_proj, attention.v_proj]), attention.o_proj, shape)
 
     def __call__(self, normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata) -> Float[Tensor, "R H"]:
         return self.output(layout.attend_projected(self.qkv(normed), rotary, self.shape))
@@ -87,7 +100,9 @@ class Mlp:
 
     @classmethod
     def of(cls, module: nn.Module, ops: ModuleType) -> Mlp:
-        return cls(merge_linears([module.gate_proj, module.up_proj]), module.down_proj, ops)
+        """Build from a LlamaMLP, or from a module of the same parts."""
+        mlp = cast(LlamaMLP, module)
+        return cls(merge_linears([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, ops)
 
     def __call__(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
         return self.down(self.ops.silu_mul(self.gate_up(normed)))
@@ -105,14 +120,22 @@ class Layer:
 
     @classmethod
     def of(cls, module: nn.Module, ops: ModuleType) -> Layer:
-        input_norm = module.input_layernorm
+        """Build from a LlamaDecoderLayer, or from a layer of the same parts."""
+        layer = cast(LlamaDecoderLayer, module)
+        input_norm = layer.input_layernorm
         return cls(
-            attention=Attention.of(module.self_attn),
-            mlp=Mlp.of(module.mlp, ops),
+            attention=Attention.of(layer.self_attn),
+            mlp=Mlp.of(layer.mlp, ops),
             input_norm=None if isinstance(input_norm, nn.Identity) else input_norm,
-            post_norm=module.post_attention_layernorm,
+            post_norm=layer.post_attention_layernorm,
             ops=ops,
         )
+
+    def normed_input(self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None) -> Float[Tensor, "R H"]:
+        """Add delta to hidden in place and return the sum as the layer reads it."""
+        if self.input_norm is None:
+            return hidden if delta is None else hidden.add_(delta)
+        return normed_sum(self.ops, hidden, delta, self.input_norm)
 
     def __call__(
         self, hidden: Float[Tensor, "R H"], normed: Float[Tensor, "R I"], rotary: Rotary, layout: AttentionMetadata
@@ -130,8 +153,8 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] | None = None):
-        base = model.base_model
-        self._embed: nn.Embedding = base.embed_tokens
+        base = cast(LlamaModel, model.base_model)
+        self._embed = base.embed_tokens
         self._ops = ops_for(base.embed_tokens.weight)
         self._layers = [Layer.of(module, self._ops) for module in base.layers]
         self._norm: Norm = base.norm
@@ -157,7 +180,7 @@ class Decoder:
         rotary = self._angles(positions)
 
         for i, layer in enumerate(self._layers):
-            normed = normed_sum(self._ops, hidden, delta, layer.input_norm)
+            normed = layer.normed_input(hidden, delta)
             if self._feature_layers is not None and i in self._feature_layers:
                 taps[i] = hidden.clone()
             delta = layer(hidden, normed, rotary, layout)
@@ -171,8 +194,9 @@ class Angles:
     """Rotary angles of positions, from a rotary module of transformers with its scaled frequencies."""
 
     def __init__(self, module: nn.Module):
-        self._frequencies: Float[Tensor, " half"] = module.inv_freq.float()
-        self._scale: float = module.attention_scaling
+        rotary = cast(LlamaRotaryEmbedding, module)
+        self._frequencies: Float[Tensor, " half"] = rotary.inv_freq.float()
+        self._scale: float = rotary.attention_scaling
 
     def __call__(self, positions: Int[Tensor, " R"]) -> Rotary:
         angles = positions[:, None] * self._frequencies
@@ -200,11 +224,12 @@ def is_llama_shaped(model: PreTrainedModel) -> bool:
     if type(model).__name__ not in CAUSAL_LMS:
         return False
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
-    return len(kinds) == 1 and all(is_llama_layer(layer) for layer in model.base_model.layers)
+    return len(kinds) == 1 and all(is_llama_layer(layer) for layer in decoder_layers(model))
 
 
-def is_llama_layer(layer: nn.Module) -> bool:
+def is_llama_layer(module: nn.Module) -> bool:
     """Return whether Layer computes what this layer of a Llama-shaped model or head does."""
+    layer = cast(LlamaDecoderLayer, module)
     projections = [getattr(layer.self_attn, name) for name in ATTENTION_PROJECTIONS]
     projections += [getattr(layer.mlp, name) for name in MLP_PROJECTIONS]
     has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)

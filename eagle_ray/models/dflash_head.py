@@ -19,15 +19,16 @@ cache. Module names are the published key names (z-lab/dflash, dflash/model.py a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels.torch_ops import rotated
@@ -36,6 +37,7 @@ from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for
 from eagle_ray.models.eagle_heads import LogitsOf, exact_rotary
 from eagle_ray.models.model_probe import KVSpec
 from eagle_ray.models.packed_linear import slice_rows
+from eagle_ray.models.supported_models import head_dims
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LayoutOf = Callable[[bool], AttentionMetadata]
@@ -79,6 +81,8 @@ class DFlashHead(nn.Module):
     """
 
     first_column = 1
+    d2t: Int[Tensor, " Dv"]
+    t2d: Bool[Tensor, " V"]
 
     def __init__(
         self,
@@ -113,7 +117,8 @@ class DFlashHead(nn.Module):
     @property
     def kv_spec(self) -> KVSpec:
         config = self.config
-        return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        return KVSpec(config.num_hidden_layers, kv_heads, *head_dims(config))
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         return self.block.feature_layers
@@ -147,7 +152,8 @@ class DFlashHead(nn.Module):
         both = torch.cat([context_positions, positions], 1)
         rotary, block_rotary = self.rotary(block, both), self.rotary(block, positions)
         hidden = block
-        for layer, is_causal in zip(self.layers, self.block.causal, strict=True):
+        layers = cast(Iterable[Qwen3DecoderLayer], self.layers)
+        for layer, is_causal in zip(layers, self.block.causal, strict=True):
             own = same_block.tril() if is_causal else same_block
             mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
             normed = layer.input_layernorm(hidden)
@@ -171,7 +177,7 @@ def _visible(
 
 
 def _attend(
-    module: nn.Module,
+    module: Qwen3Attention,
     normed: Float[Tensor, "B N H"],
     context: Float[Tensor, "B T H"],
     block_rotary: tuple[Tensor, Tensor],
@@ -236,7 +242,7 @@ class BlockDecoder:
         """
         delta, rotary = None, self._angles(positions)
         for layer, is_causal in zip(self._layers, self._head.block.causal, strict=True):
-            normed = normed_sum(self._ops, hidden, delta, layer.input_norm)
+            normed = layer.normed_input(hidden, delta)
             delta = layer(hidden, normed, rotary, layout_of(is_causal))
         return normed_sum(self._ops, hidden, delta, self._head.norm)
 
@@ -253,5 +259,6 @@ def _context_rows(
 ) -> tuple[Float[Tensor, "kv_heads R d"], Float[Tensor, "kv_heads R d"]]:
     """Return one layer's keys, normed and rotated, and values of tokens that the target has read."""
     keys, values = projected.view(len(projected), 2, shape.kv_heads, shape.head_dim).unbind(1)
-    keys = F.rms_norm(keys, shape.k_norm.shape, shape.k_norm, shape.norm_eps)
+    if shape.k_norm is not None:
+        keys = F.rms_norm(keys, shape.k_norm.shape, shape.k_norm, shape.norm_eps)
     return rotated(keys, rotary.cosine, rotary.sine).transpose(0, 1), values.transpose(0, 1)

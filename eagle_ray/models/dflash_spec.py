@@ -137,7 +137,7 @@ def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
     """Return what a head with this config.json drafts. Raises ValueError with the key that does not fit."""
     layers, own = _sections(raw)
     size, mask = own.get("block_size"), own.get("mask_token_id")
-    if not (is_count(size) and MIN_BLOCK <= size <= MAX_BLOCK):
+    if not is_count(size) or not MIN_BLOCK <= size <= MAX_BLOCK:
         raise ValueError(f"its block_size is {size!r}; it must be a whole number from {MIN_BLOCK} to {MAX_BLOCK}")
     if mask is None:
         raise ValueError("its config.json has no mask_token_id (in dflash_config, or at the top level)")

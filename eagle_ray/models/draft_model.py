@@ -22,6 +22,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import LogitsOf
 from eagle_ray.models.loader import load_config, load_target
 from eagle_ray.models.model_probe import probe
+from eagle_ray.models.placement import input_embedding
 from eagle_ray.models.supported_models import check_config, logits_postprocessor
 
 
@@ -39,7 +40,7 @@ class DraftModel(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
+        return input_embedding(self.model)
 
     def feature_layers(self, num_layers: int) -> None:
         return None

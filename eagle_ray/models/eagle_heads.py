@@ -14,10 +14,10 @@ Module names are the published key names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import (
@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import (
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
 from eagle_ray.models.model_probe import KVSpec
+from eagle_ray.models.supported_models import head_dims
 
 LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 NUM_FEATURES = 3  # that an EAGLE-3 head reads if its config names no layers
@@ -101,9 +102,10 @@ class EagleHead(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
-        self.layers[0].input_layernorm = nn.Identity()
-        self.layers[0].self_attn.o_proj.bias = None  # published heads have one on q, k and v at most
+        layer = LlamaDecoderLayer(config, 0)
+        layer.add_module("input_layernorm", nn.Identity())
+        layer.self_attn.o_proj.register_parameter("bias", None)  # published heads have one on q, k and v at most
+        self.layers = nn.ModuleList([layer])
         self.rotary = exact_rotary(config)
 
     @property
@@ -147,6 +149,8 @@ class Eagle3Head(nn.Module):
     """
 
     first_column = 1
+    d2t: Int[Tensor, " Dv"]
+    t2d: Bool[Tensor, " V"]
 
     def __init__(
         self,
@@ -224,7 +228,7 @@ class Eagle3Layer(nn.Module):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
-        self.self_attn.o_proj.bias = None
+        self.self_attn.o_proj.register_parameter("bias", None)
         self.norm_before_residual = getattr(config, "norm_before_residual", False)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
@@ -258,7 +262,7 @@ def _fc_norm(config: LlamaConfig, feature_size: int, num_features: int) -> nn.Mo
 
 def _kv_spec(config: LlamaConfig) -> KVSpec:
     """Return the spec of one layer, whatever number of layers the config has."""
-    return KVSpec(1, config.num_key_value_heads, config.head_dim, config.head_dim)
+    return KVSpec(1, config.num_key_value_heads or config.num_attention_heads, *head_dims(config))
 
 
 class _Rotary(LlamaRotaryEmbedding):
@@ -270,11 +274,13 @@ class _Rotary(LlamaRotaryEmbedding):
         exact = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
-            self._buffers[name] = buffer.to(self._buffers[name].device)
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None:
+                self._buffers[name] = buffer.to(moved.device)
         return self
 
 
 def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
     """Return the rotary embedding with real tables even on the meta device, since no file contains them."""
     with torch.device("cpu"):
-        return _Rotary(config)
+        return _Rotary(cast(LlamaConfig, config))  # it reads what Qwen3Config has, too

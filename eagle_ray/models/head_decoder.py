@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import singledispatch
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.models.decoder import Angles, Decoder, Layer, is_llama_layer, normed_sum, ops_for
@@ -44,10 +46,11 @@ def _(head: DraftModel) -> HeadForward:
 @head_forward.register
 def _(head: EagleHead) -> HeadForward:
     """One layer without an input norm, over fc(embedding, feature)."""
-    if not is_llama_layer(head.layers[0]):
+    module = cast(LlamaDecoderLayer, head.layers[0])
+    if not is_llama_layer(module):
         return head_forward.dispatch(object)(head)
-    ops, angles = ops_for(head.layers[0].post_attention_layernorm.weight), Angles(head.rotary)
-    layer = Layer.of(head.layers[0], ops)
+    ops, angles = ops_for(module.post_attention_layernorm.weight), Angles(head.rotary)
+    layer = Layer.of(module, ops)
 
     def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
         hidden = head.fc(torch.cat([embeddings, features], -1))

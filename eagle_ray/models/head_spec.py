@@ -14,7 +14,7 @@ generation. It reads the raw JSON instead of a config class with defaults: an ab
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -102,6 +102,8 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
         raise ValueError(f"its hidden_act is {activation!r}, which transformers lacks")
+    own: dict[str, Any] = {key: True for key, is_on in _switches(raw).items() if is_on}
+    own["norm_before_residual"] = raw.get("norm_before_residual", False)
     return LlamaConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
@@ -116,8 +118,7 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
         attention_bias=raw.get("qkv_bias", raw.get("attention_bias", False)),
         mlp_bias=raw.get("mlp_bias", False),
         rope_parameters=rope_of(raw),
-        norm_before_residual=raw.get("norm_before_residual", False),
-        **{key: True for key, is_on in _switches(raw).items() if is_on},
+        **own,
     )
 
 
@@ -186,7 +187,7 @@ def _check_heads(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -51,12 +51,15 @@ def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrained
         asked |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
     try:
         with _no_progress_bars():
-            model, found = AutoModelForCausalLM.from_pretrained(path, **asked)
+            loaded = AutoModelForCausalLM.from_pretrained(path, **asked)
     except UNREADABLE as error:
         raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
+    model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, by output_loading_info
     _check_complete(path, found)
-    model = model if "device_map" in asked else model.to(device)
-    return _freeze(model.eval().requires_grad_(False))
+    if "device_map" not in asked:
+        model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
+    model.eval().requires_grad_(False)
+    return _freeze(model)
 
 
 def loads_to(device: str) -> bool:

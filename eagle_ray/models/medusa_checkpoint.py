@@ -41,7 +41,7 @@ def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
 def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
     """Write the published layout: config.json, and the heads in bf16."""
     [(kind, (num_heads, num_layers, *_))] = heads.shape.items()
-    config = {f"{kind}_num_heads": num_heads, f"{kind}_num_layers": num_layers}
+    config: dict[str, Any] = {f"{kind}_num_heads": num_heads, f"{kind}_num_layers": num_layers}
     if isinstance(heads, HydraHeads):
         config |= {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
     path.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     for key, wanted in (("hydra_head_arch", "mlp"), ("grounded_heads", True), ("hidden_state_offset", 0)):
         if raw.get(key, wanted) != wanted:
             raise EngineError(f"{path}: Hydra heads with {key} {raw[key]!r} are not run here, only with {wanted!r}")
-    sizes = (_number(path, raw, key) for key in ("hydra_num_heads", "hydra_num_layers"))
+    num_heads, num_layers = (_number(path, raw, key) for key in ("hydra_num_heads", "hydra_num_layers"))
     with torch.device("meta"):
-        heads = HydraHeads(*sizes, target.hidden_size, target.vocab_size)
+        heads = HydraHeads(num_heads, num_layers, target.hidden_size, target.vocab_size)
     _check_tensors(path, "Hydra heads", heads, shapes)
     return heads
 

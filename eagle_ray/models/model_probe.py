@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from eagle_ray.attention.metadata import ATTENTION, AttentionParams, causal_attention
+from eagle_ray.attention.metadata import ATTENTION, AttentionParams, NumberedLayer, causal_attention
 from eagle_ray.core.errors import EngineError
+from eagle_ray.models.placement import input_embedding
 
 EXAMINED = "eagle_ray_examined"
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
@@ -125,7 +126,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
         raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
     model.set_attn_implementation(EXAMINED)
-    device = model.get_input_embeddings().weight.device
+    device = input_embedding(model).weight.device
     ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
     try:
         with torch.no_grad():
@@ -159,7 +160,7 @@ def _check_layers(name: str, examination: AttentionProbe, num_layers: int) -> No
 
 
 def _examined_attention(
-    module: nn.Module,
+    module: NumberedLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,

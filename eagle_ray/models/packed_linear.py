@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MIN_WEIGHTS = {torch.float32: 1 << 18, torch.bfloat16: 1}  # in fp32, 256 x 256 loses by packing and 512 x 512 wins
 WARM_ROWS, MAX_WARM_WEIGHTS = 96, 1 << 24  # kernels are made ahead up to these numbers of rows and of weights
 MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
-MERGED = {
+MERGED: dict[str, list[tuple[str, ...]]] = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
 }  # projections that read the same input, by the class of their module
@@ -93,7 +93,7 @@ class OutputSlice(nn.Module):
         return self.whole(inputs)[..., self._begin : self._end]
 
 
-def linear_layers(model: nn.Module) -> list[nn.Module]:
+def linear_layers(model: nn.Module) -> list[PackedLinear | nn.Linear]:
     """Return the linear layers that a packed model's passes run, merged ones once."""
     return [module for module in model.modules() if isinstance(module, PackedLinear | nn.Linear)]
 
@@ -115,10 +115,16 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
     Plain parts become views into the weight of the whole, so nothing is kept twice. Packed parts must have been
     packed together (see pack_linears), or each separately.
     """
-    if all(isinstance(part, OutputSlice) and part.whole is parts[0].whole for part in parts):
-        return parts[0].whole
-    if any(_plain_weight(part) is None for part in parts):
-        return SideBySideLinear(parts)
+    first = parts[0]
+    if isinstance(first, OutputSlice) and all(
+        isinstance(part, OutputSlice) and part.whole is first.whole for part in parts
+    ):
+        return first.whole
+    plain = [part for part in parts if isinstance(part, nn.Linear) and _plain_weight(part) is not None]
+    return _merge_plain(plain) if len(plain) == len(parts) else SideBySideLinear(parts)
+
+
+def _merge_plain(parts: Sequence[nn.Linear]) -> nn.Linear:
     with torch.device("meta"):
         whole = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), parts[0].bias is not None)
     for name in ("weight", "bias") if parts[0].bias is not None else ("weight",):
@@ -181,7 +187,7 @@ class Site:
 
     @property
     def whole(self) -> nn.Linear:
-        return merge_linears(self.parts) if len(self.names) > 1 else self.parts[0]
+        return _merge_plain(self.parts) if len(self.names) > 1 else self.parts[0]
 
     def pack(self) -> None:
         packed, parts = PackedLinear(self.whole), self.parts
@@ -231,8 +237,8 @@ def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
     """
     if isinstance(linear, PackedLinear):
         weight, bias = linear._weight.to_dense(), linear._bias
-    elif (weight := _plain_weight(linear)) is not None:
-        bias = linear.bias
+    elif isinstance(linear, nn.Linear) and _plain_weight(linear) is not None:
+        weight, bias = linear.weight, linear.bias
     else:
         raise EngineError(f"no rows can be taken from the target's lm_head, which is a {type(linear).__name__}")
     with torch.device("meta"):

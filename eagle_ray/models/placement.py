@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 
@@ -50,17 +51,17 @@ def _is_full(used: int, size: int, fair: float, room: int) -> bool:
     return used + size > room or used + size / 2 > fair
 
 
-def layer_sizes(model: nn.Module) -> list[int]:
+def layer_sizes(model: PreTrainedModel) -> list[int]:
     """Return the bytes of each decoder layer's weights, as stored, quantised or not."""
     return [_size(layer) for layer in decoder_layers(model)]
 
 
-def other_size(model: nn.Module) -> int:
+def other_size(model: PreTrainedModel) -> int:
     """Return the bytes of everything that stays on the first device; tied weights count once."""
     return _size(model) - sum(layer_sizes(model))
 
 
-def dispatch(model: nn.Module, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
+def dispatch(model: PreTrainedModel, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
     """Move the model in place, layer i to devices[places[i]]; hooks move the activations."""
     layers, first = decoder_layers(model), devices[0]
     for name, child in model.base_model.named_children():
@@ -70,18 +71,23 @@ def dispatch(model: nn.Module, devices: Sequence[torch.device | str], places: Se
         layer.to(devices[place])
         layer.register_forward_pre_hook(_bring_to(devices[place]), with_kwargs=True)
     model.get_output_embeddings().to(first)
-    model.base_model.norm.register_forward_pre_hook(_bring_to(first), with_kwargs=True)
+    model.base_model.get_submodule("norm").register_forward_pre_hook(_bring_to(first), with_kwargs=True)
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def input_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Return the embedding of the model's tokens."""
+    return cast(nn.Embedding, model.get_input_embeddings())
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the sequential layers between the embedding and the last norm."""
-    base = model.base_model
-    if not (isinstance(getattr(base, "layers", None), nn.ModuleList) and hasattr(base, "norm")):
+    layers = getattr(model.base_model, "layers", None)
+    if not (isinstance(layers, nn.ModuleList) and hasattr(model.base_model, "norm")):
         raise EngineError(
             f"{type(model).__name__} is not built of `layers` and a `norm`: it can neither be placed over several "
             "devices (set execution.gpus_per_actor to 1) nor be the target of an EAGLE-3 head"
         )
-    return base.layers
+    return layers
 
 
 def _bring_to(device: torch.device | str) -> Any:

@@ -54,7 +54,7 @@ def max_exact_position(config: PretrainedConfig) -> int | None:
         for rope in _rotations(getattr(config, "rope_parameters", None) or {})
         if rope.get("rope_type") in DYNAMIC_ROPE
     ]
-    return min(limits, default=None)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def head_dims(config: PretrainedConfig) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from eagle_ray.models.eagle_heads import LogitsOf
 from eagle_ray.models.loader import eos_ids
 from eagle_ray.models.model_probe import probe
 from eagle_ray.models.packed_linear import slice_rows
-from eagle_ray.models.placement import decoder_layers
+from eagle_ray.models.placement import decoder_layers, input_embedding
 from eagle_ray.models.supported_models import check_config, logits_postprocessor, max_exact_position
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
@@ -106,7 +106,7 @@ class TargetModel:
         config = model.config
         check_config(config)
         self.model = model.eval()
-        self.embed_tokens: nn.Embedding = model.get_input_embeddings()
+        self.embed_tokens = input_embedding(model)
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self._feature_layers = feature_layers
         self.feature_size = config.hidden_size * len(feature_layers or [0])

@@ -15,7 +15,7 @@ from typing import Any
 from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, TopLogprobs
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.chat_rows import answer_columns, answer_of_row
 from eagle_ray.requests.rows import num_samples, num_turns
 from eagle_ray.requests.sequences import (
@@ -29,6 +29,7 @@ from eagle_ray.requests.sequences import (
     turn_index_of,
     turn_request,
 )
+from eagle_ray.requests.token_logprobs import row_form
 from eagle_ray.text.tokenizer import Tokenizer
 
 IDENTITY = ("request_id", "row_index", "source_file")
@@ -92,7 +93,7 @@ class OutputRows:
         return self.text.final_text(sequence.output_ids, stops, options)
 
     def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        spec, state = sequence.sampling.grammar, sequence.grammar
+        spec, state = sequence.grammar_spec, sequence.grammar
         if spec is None or state is None:
             return {}
         is_cut = sequence.finish_reason == "stop" and not state.has_end
@@ -112,13 +113,13 @@ class OutputRows:
         return columns
 
     def _tokens(self, sequence: Sequence) -> RequestRow:
-        logprobs = sequence.output_logprobs if sequence.sampling.logprobs else None
+        logprobs = sequence.output_logprobs if sequence.sampling.wants_logprobs else None
         return {
             "finish_reason": sequence.finish_reason,
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
-            "token_top_logprobs": _tops(sequence.output_tops) if sequence.sampling.top_logprobs else None,
+            "token_top_logprobs": row_form(sequence.output_tops) if sequence.sampling.num_top_logprobs else None,
             **_prompt_logprobs(sequence),
             "prompt_tokens": len(sequence.prompt_ids),
             "completion_tokens": len(sequence.output_ids),
@@ -148,18 +149,14 @@ class OutputRows:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def _tops(tops: list[TopLogprobs]) -> list[list[dict[str, Any]]]:
-    return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
-
-
 def _prompt_logprobs(sequence: Sequence) -> RequestRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
     sampling = sequence.sampling
-    if not sampling.prompt_logprobs:
+    if not sampling.wants_prompt_logprobs:
         return {}
     return {
         "prompt_token_logprobs": sequence.prompt_logprobs,
-        "prompt_top_logprobs": _tops(sequence.prompt_tops) if sampling.top_logprobs else None,
+        "prompt_top_logprobs": row_form(sequence.prompt_tops) if sampling.num_top_logprobs else None,
     }
 
 

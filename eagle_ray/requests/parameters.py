@@ -461,6 +461,11 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def token_limit(self) -> int:
+        """Return the most tokens of an output, NO_LIMIT if only the model's length bounds it."""
+        return NO_LIMIT if self.max_tokens is None else self.max_tokens
+
+    @functools.cached_property
     def wants_logprobs(self) -> bool:
         """Return whether the output's log-probabilities are requested: by True, or by a number, 0 included."""
         return self.logprobs is not None and self.logprobs is not False
@@ -469,7 +474,7 @@ class SamplingParams:
     def wants_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and self.prompt_logprobs is not False
 
-    @property
+    @functools.cached_property
     def num_top_logprobs(self) -> int:
         """Return how many of the likeliest tokens are returned at each output token."""
         return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))

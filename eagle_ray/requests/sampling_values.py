@@ -1,28 +1,27 @@
-"""Turn the sampling values of a row or a request into the controls of its sequences and the options of their text.
+"""Turn the sampling values of a row or a request into what its sequences need besides, and the options of their text.
 
->>> controls_of({"min_tokens": 4, "bad_words": ["no"], ...}, tokenizer)
-Controls(..., bad_words=((645,), (3919,)), min_tokens=4)
+>>> bad_word_ids_of(["no"], tokenizer)
+((645,), (3919,))
 >>> text_options({"skip_special_tokens": False, ...})
 TextOptions(..., skip_special_tokens=False, ...)
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.parameters import Group, SamplingParams, names_in
 from eagle_ray.requests.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_KEYS
-from eagle_ray.sampling.controls import Controls
+from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.text.chat_format import ChatFormat, reasoning_at
-from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tool_grammar import needs_grammar, tool_grammar
 
-CONTROL_NAMES = tuple(Controls.__dataclass_fields__)
+CONTROL_NAMES = names_in(Group.CONTROL)
 GRAMMAR_NAMES = STRUCTURED_KEYS
 TEXT_NAMES = ("stop_token_ids", "min_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
@@ -47,24 +46,18 @@ class ChatTokenizer(Protocol):
         """Return the token that ends reasoning. Raises RequestError if it takes several."""
 
 
-def controls_of(values: Mapping[str, Any], tokenizer: WordEncoder | None) -> Controls | None:
-    """Return the controls that the values name, all of CONTROL_NAMES; None if they change nothing.
-
-    Raises RequestError for bad_words without a tokenizer, and for values out of their range.
-    """
-    own = {name: values[name] for name in CONTROL_NAMES}
-    if own["bad_words"] and tokenizer is None:
+def bad_word_ids_of(words: Sequence[str], tokenizer: WordEncoder | None) -> WordIds:
+    """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
+    if not words:
+        return ()
+    if tokenizer is None:
         raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
-    if (num_chars := sum(map(len, own["bad_words"]))) > MAX_BAD_WORDS_CHARS:
+    if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
         message = (
             f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
         )
         raise RequestError("invalid_sampling", message)
-    own["bad_words"] = [ids for word in own["bad_words"] for ids in tokenizer.word_ids(word)] if tokenizer else []
-    try:
-        return Controls.of(**own)
-    except ValueError as error:
-        raise RequestError("invalid_sampling", str(error)) from None
+    return tuple(tuple(ids) for word in words for ids in tokenizer.word_ids(word))
 
 
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,19 +72,6 @@ def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     return kept | own
 
 
-def grammar_of(values: Mapping[str, Any]) -> GrammarSpec | None:
-    """Return what the output must be, by the values of GRAMMAR_NAMES; None if it is free."""
-    response_format = json.loads(values["response_format"] or "{}")
-    if (kind := response_format.get("type")) == "json_schema":
-        return GrammarSpec(kind, json.dumps(response_format[kind]["schema"], ensure_ascii=False))
-    if kind == "json_object" or values["json_object"]:
-        return GrammarSpec("json_object")
-    if values["choice"]:
-        return GrammarSpec("choice", json.dumps(list(values["choice"]), ensure_ascii=False))
-    found = [name for name in ("json_schema", "regex", "grammar") if values[name]]
-    return GrammarSpec(found[0], values[found[0]]) if found else None
-
-
 def answer_grammar(
     values: Mapping[str, Any], options: ChatOptions | None, tokenizer: ChatTokenizer | None, prompt_ids: Sequence[int]
 ) -> GrammarSpec | None:
@@ -102,7 +82,7 @@ def answer_grammar(
     Args:
         options: of an answer to messages; None for other prompts.
     """
-    spec = grammar_of(values)
+    spec = GrammarSpec.of(SamplingParams.of_checked(values))
     if options is None or tokenizer is None:
         return spec
     chat_format = tokenizer.chat_format

@@ -19,6 +19,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.chat_rows import chat_options_of, is_chat
 from eagle_ray.requests.messages import template_messages
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.row_location import location_text
 from eagle_ray.requests.rows import num_samples
 from eagle_ray.requests.sampling_values import (
@@ -26,13 +27,11 @@ from eagle_ray.requests.sampling_values import (
     GRAMMAR_NAMES,
     TEXT_NAMES,
     answer_grammar,
-    controls_of,
+    bad_word_ids_of,
     merged_values,
     text_options,
 )
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams, sample_seed
+from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
@@ -90,15 +89,19 @@ def _sequences(
     chat_options = chat_options_of(row, config)
     prompt_ids, stops = prompt_ids_of(row, tokenizer, chat_options), stop_strings(row, config)
     values = sampling_values(row, config)
-    controls, options = controls_of(values, tokenizer), text_options(values)
+    bad_word_ids, options = bad_word_ids_of(values["bad_words"], tokenizer), text_options(values)
     grammar = answer_grammar(values, chat_options if is_chat(row) else None, tokenizer, prompt_ids)
+    _check_logprobs(values)
+    sampling = SamplingParams.of_checked(values | {"stop": stops})
     return [
         Sequence(
             request_id=f"{row['request_id']}/{j}",
             prompt_ids=prompt_ids,
-            sampling=_sampling_params(values, controls, grammar, seed_of(row, config.seed, j)),
+            sampling=sampling.with_seed(seed_of(row, config.seed, j)),
             category=str(row.get(CATEGORY)),
             stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
+            bad_word_ids=bad_word_ids,
+            grammar_spec=grammar,
         )
         for j in samples
     ]
@@ -174,18 +177,10 @@ def seed_of(row: RequestRow, run_seed: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def _sampling_params(
-    values: dict[str, Any], controls: Controls | None, grammar: GrammarSpec | None, seed: int
-) -> SamplingParams:
+def _check_logprobs(values: dict[str, Any]) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         if values[name] and not values["logprobs"]:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
-    own = {name: values[name] for name in SAMPLING_COLUMNS}
-    try:
-        stops = tuple(values["stop_token_ids"])
-        return SamplingParams(**own, seed=seed, stop_token_ids=stops, controls=controls, grammar=grammar)
-    except ValueError as error:
-        raise RequestError("invalid_sampling", str(error)) from None
 
 
 def _require_tokenizer(tokenizer: Tokenizer | None, column: str) -> Tokenizer:

@@ -1,6 +1,11 @@
-"""ControlState: one sequence's controls at every node of its draft tree.
+"""ControlState: what a request does to its logits before a token is picked, at every node of its draft tree.
 
-    state = ControlState(controls, prompt_ids, ends, vocab_size)
+Each control is a function of the tokens before the place, so a node is adjusted by its own path: the sequence's tokens
+and the node's ancestors. Output under trees therefore equals plain decoding with the same controls. The order is vLLM's
+and transformers': forbidden tokens, logit_bias, repetition_penalty, then frequency_penalty and presence_penalty; after
+them temperature, top_k, top_p and min_p. `adjustments.py` applies them.
+
+    state = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size)
     state.sync(output_ids)              # once a step: the tokens committed since
     state.entries                       # adjusted tokens after the committed ones, as parallel lists
     state.overrides(path)               # entries that a node's ancestors change
@@ -13,17 +18,20 @@ Counts advance with committed tokens. A path costs what its own tokens change.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.controls import Controls
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.token_mask import WORD_BITS, Words, pack_mask
 
+WordIds = tuple[tuple[int, ...], ...]
+"""Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or
+output, as in transformers' NoBadWordsLogitsProcessor."""
 Entry = tuple[int, float, float, float]
 """Token id, what is added to its logit, the factor of repetition_penalty, what is subtracted last."""
 
@@ -45,6 +53,7 @@ class ControlState:
     """Counts and contexts of one sequence.
 
     Args:
+        bad_word_ids: of sampling.bad_words.
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
         grammar: what the output must be, if anything.
@@ -56,21 +65,25 @@ class ControlState:
 
     def __init__(
         self,
-        controls: Controls,
+        sampling: SamplingParams,
+        bad_word_ids: WordIds,
         prompt_ids: Sequence[int],
         ends: Collection[int],
         vocab_size: int,
         grammar: GrammarState | None = None,
     ):
-        self._controls = controls
+        self._sampling = sampling
+        self._has_penalties = has_penalties(sampling)
         self.grammar = grammar
         self.ends = sorted(end for end in ends if end < vocab_size)
-        self._allowed = None if controls.allowed_token_ids is None else frozenset(controls.allowed_token_ids)
-        self._mask = None if self._allowed is None else pack_mask(controls.allowed_token_ids or (), vocab_size)
-        words = [word for word in controls.bad_words if max(word) < vocab_size]
-        self._single = {word[0] for word in words if len(word) == 1}
-        self._biases: dict[int, float] = dict(controls.logit_bias) | dict.fromkeys(self._single, -torch.inf)
-        self._prompt = frozenset(prompt_ids) if controls.repetition_penalty != 1 else frozenset()
+        allowed = sampling.allowed_token_ids
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._mask = None if self._allowed is None else pack_mask(self._allowed, vocab_size)
+        words = [word for word in bad_word_ids if max(word) < vocab_size]
+        self._single = singles_of(words)
+        self._biases = {token: bias for token, bias in sampling.logit_bias.items() if bias}
+        self._biases |= dict.fromkeys(self._single, -torch.inf)
+        self._prompt = frozenset(prompt_ids) if sampling.repetition_penalty != 1 else frozenset()
         self._counts: Counter[int] = Counter()
         self._num_output = 0
         self._words: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # of several tokens, by the last but one
@@ -93,14 +106,14 @@ class ControlState:
             self.grammar.sync(output_ids)
         if self._window:
             self._context = [*self._context, *new][-self._window :]
-        if self._controls.has_penalties:
+        if self._has_penalties:
             self._counts.update(new)
             for token in set(new):
                 self._set(token)
 
     def overrides(self, path: Sequence[int]) -> list[Entry]:
         """Return the entries of tokens whose counts a node's ancestors, root excluded and the node included, change."""
-        if not path or not self._controls.has_penalties:
+        if not path or not self._has_penalties:
             return []
         return [self._entry(token, self._counts[token] + count) for token, count in Counter(path).items()]
 
@@ -109,7 +122,7 @@ class ControlState:
 
         Bad words of several tokens yield if they would forbid the last of the allowed tokens.
         """
-        ends = self.ends if self._num_output + len(path) < self._controls.min_tokens else []
+        ends = self.ends if self._num_output + len(path) < self._sampling.min_tokens else []
         words = self._completions(path)
         if not words or self._allowed is None or len(self._allowed) > len(words) + self._num_ruled_out:
             return [*ends, *words]
@@ -171,10 +184,26 @@ class ControlState:
 
     def _entry(self, token: int, count: int) -> Entry:
         """Return a token's adjustment after an output that has it `count` times."""
-        controls = self._controls
-        factor = controls.repetition_penalty if count or token in self._prompt else 1.0
-        subtracted = controls.frequency_penalty * count + controls.presence_penalty * (count > 0)
+        sampling = self._sampling
+        factor = sampling.repetition_penalty if count or token in self._prompt else 1.0
+        subtracted = sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
         return token, self._biases.get(token, 0.0), factor, subtracted
+
+
+def has_controls(sampling: SamplingParams, bad_word_ids: WordIds) -> bool:
+    """Return whether the request adjusts any logit."""
+    is_restricted = sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or bool(bad_word_ids)
+    return is_restricted or has_penalties(sampling) or any(sampling.logit_bias.values())
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Return whether the counts of the tokens before a place matter."""
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+
+def singles_of(bad_word_ids: Iterable[tuple[int, ...]]) -> set[int]:
+    """Return the tokens that bad words of one token forbid everywhere."""
+    return {word[0] for word in bad_word_ids if len(word) == 1}
 
 
 def _nothing_left() -> RequestError:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 
@@ -55,6 +56,19 @@ class GrammarSpec:
     source: str = ""
     after: int | None = None
     param: str | None = None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> GrammarSpec | None:
+        """Return what the parameters say of an output; None if it is free."""
+        response_format = json.loads(sampling.response_format) if sampling.response_format else {}
+        if (kind := response_format.get("type")) == "json_schema":
+            return cls(kind, json.dumps(response_format[kind]["schema"], ensure_ascii=False))
+        if kind == "json_object" or sampling.json_object:
+            return cls("json_object")
+        if sampling.choice:
+            return cls("choice", json.dumps(list(sampling.choice), ensure_ascii=False))
+        sources = {"json_schema": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.grammar}
+        return next((cls(name, source) for name, source in sources.items() if source), None)
 
     @property
     def name(self) -> str:

@@ -4,13 +4,13 @@ The noise of a token is a function of (seed, position, token id) alone, so a sam
 batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that
 noise. With Triton, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
 
-    >>> SamplingParams(temperature=0.8, seed=7).is_greedy
-    False
+    >>> SamplingBatch.of([SamplingParams(temperature=0.8, seed=7)]).any_sampled
+    True
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,75 +21,12 @@ from torch import Tensor
 from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.graph_protocol import Kind, PaddedInput
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.requests.parameters import SamplingParams
 
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment: spreads token ids over the 64-bit circle
-GREEDY_BELOW = 1e-5  # a temperature this small is greedy decoding, and dividing by it would overflow
 SLICE_ROWS = 128  # rows of logits that are copied at a time: 0.2 GB for 128k tokens, copies in fp32 included
 ALL_KINDS: Kind = (True, True, True, True)
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters of one sequence. Raises ValueError naming a field with an invalid value.
-
-    Attributes:
-        temperature: at most MAX_TEMPERATURE; 0 (below GREEDY_BELOW) is greedy.
-        top_k, top_p, min_p: 0, 1 and 0 are off. They apply in transformers' order: temperature, top_k, top_p, min_p.
-            EAGLE's reference implementation applies top_p before top_k.
-        max_tokens: at least 1, the first token after the prompt included.
-        seed: any 64-bit integer, the key of this sequence's noise.
-        ignore_eos: continue past the end-of-sequence token.
-        logprobs: record each output token's log-probability.
-        top_logprobs: with logprobs, also record this many of the likeliest tokens at each position.
-        prompt_logprobs: with logprobs, record all this for the prompt's tokens too; then none of them comes from the
-            prefix cache.
-        stop_token_ids: tokens that end the sequence as EOS does, with ignore_eos too.
-        controls: adjustments of the logits; None if there are none, which costs nothing.
-        grammar: what the output must be; None if it is free, which costs nothing.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    seed: int = 0
-    ignore_eos: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    controls: Controls | None = None
-    grammar: GrammarSpec | None = None
-
-    def __post_init__(self) -> None:
-        limit = MAX_TEMPERATURE
-        self._require("temperature", (int, float), lambda x: 0 <= x <= limit, f"a number between 0 and {limit:g}")
-        self._require("top_p", (int, float), lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        self._require("top_k", int, lambda x: 0 <= x < 2**63, "an integer, 0 (off) or more")
-        self._require("min_p", (int, float), lambda x: 0 <= x <= 1, "a number between 0 and 1")
-        self._require("max_tokens", int, lambda x: x >= 1, "an integer, 1 or more")
-        self._require("seed", int, lambda x: -(2**63) <= x < 2**64, "a 64-bit integer")
-        self._require("top_logprobs", int, lambda x: x >= 0, "an integer, 0 or more")
-        min_tokens = 0 if self.controls is None else self.controls.min_tokens
-        if min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {min_tokens}")
-        if self.grammar is not None and self.ignore_eos:
-            raise ValueError(f"ignore_eos must be false with {self.grammar.name}, whose end ends the output")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    def _require(self, name: str, kind: type | tuple[type, ...], is_right: Callable[..., bool], wanted: str) -> None:
-        """Check that numbers are Python's own; convert a NumPy seed with int(seed)."""
-        value = getattr(self, name)
-        if not (isinstance(value, kind) and is_right(value)):
-            raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +142,14 @@ class SamplingTable:
         self._floats = np.zeros((3, num_slots), dtype=np.float32)  # temperature, top_p, min_p
         self._integers = np.zeros((2 + len(eos_ids), num_slots), dtype=np.int64)  # top_k, seed, ends
         self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # of a token, its own included
-        self._stops: dict[int, tuple[int, ...]] = {}  # by slot
+        self._stops: dict[int, list[int]] = {}  # by slot
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        """Store the parameters of the sequence that holds a slot from now on."""
+        """Store the parameters of the sequence that holds a slot from now on. No seed is 0."""
         self._floats[:, slot] = 0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p
-        self._integers[:2, slot] = params.top_k, as_int64(params.seed)
+        self._integers[:2, slot] = params.top_k, as_int64(params.seed or 0)
         self._integers[2:, slot] = -1 if params.ignore_eos else self._eos_ids
-        self._num_logprobs[slot] = 1 + params.top_logprobs if params.logprobs else 0
+        self._num_logprobs[slot] = 1 + params.num_top_logprobs if params.wants_logprobs else 0
         self._stops.pop(slot, None)
         if params.stop_token_ids:
             self._stops[slot] = params.stop_token_ids

@@ -19,28 +19,25 @@ from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES
+from eagle_ray.requests.parameters import CHAT_NAMES, SamplingParams
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
     TEXT_NAMES,
     answer_grammar,
-    controls_of,
+    bad_word_ids_of,
     merged_values,
     text_options,
 )
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams, sample_seed
+from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.text.answer_parser import AnswerParser
-from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
+from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.text.tool_grammar import needs_grammar
 
-OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
@@ -115,18 +112,22 @@ def prepare_generation(
     prompts = _prompts(request, text, chat_options)
     stops = config.sampling.stop if request.stop is None else request.stop
     values = _other_values(request, config)
-    controls, options = controls_of(values, text), text_options(values)
+    bad_word_ids, options = bad_word_ids_of(values["bad_words"], text), text_options(values)
     grammar = answer_grammar(values, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []
     for prompt in prompts:
-        samplings = [
-            _sampling(request, config, j, controls, grammar, tuple(values["stop_token_ids"])) for j in range(n)
-        ]
         sequences = [
-            Sequence(f"{id}/{len(choices) + j}", prompt.ids, sampling, text.stop_check(stops, options))
-            for j, sampling in enumerate(samplings)
+            Sequence(
+                f"{id}/{len(choices) + j}",
+                prompt.ids,
+                _sampling(request, config, values, j),
+                text.stop_check(stops, options),
+                bad_word_ids=bad_word_ids,
+                grammar_spec=grammar,
+            )
+            for j in range(n)
         ]
         choices += [
             Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
@@ -174,7 +175,7 @@ def stats_of(sequence: Sequence) -> AcceptanceStats:
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:
     """Return the most tokens that a sequence can have, prompt and output."""
-    return min(len(sequence.prompt_ids) + sequence.sampling.max_tokens, max_model_len)
+    return min(len(sequence.prompt_ids) + sequence.sampling.token_limit, max_model_len)
 
 
 def need_of(request: GenerationRequest, max_model_len: int) -> Need:
@@ -226,34 +227,23 @@ def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig)
 
 
 def _sampling(
-    request: ChatRequest | CompletionRequest,
-    config: ServeConfig,
-    index: int,
-    controls: Controls | None,
-    grammar: GrammarSpec | None,
-    stop_token_ids: tuple[int, ...],
+    request: ChatRequest | CompletionRequest, config: ServeConfig, others: dict[str, Any], index: int
 ) -> SamplingParams:
     """Return the server's settings overridden by the request's, with a random seed if it has none.
 
-    index: of the choice of its prompt.
+    Args:
+        others: the values of OTHER_NAMES.
+        index: of the choice of its prompt.
     """
     defaults = config.sampling
     own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
-    values: dict[str, Any] = defaults.model_dump(include=set(OWN_SAMPLING)) | own
     has_echo = isinstance(request, CompletionRequest) and request.echo
-    top_k = defaults.top_k if request.top_k is None else request.top_k
-    try:
-        return SamplingParams(
-            **values,
-            top_k=top_k,
-            max_tokens=_max_tokens(request, config),
-            seed=secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
-            logprobs=request.tops is not None,
-            top_logprobs=request.tops or 0,
-            prompt_logprobs=index == 0 and request.tops is not None and has_echo,
-            stop_token_ids=stop_token_ids,
-            controls=controls,
-            grammar=grammar,
-        )
-    except ValueError as error:
-        raise RequestError("invalid_sampling", str(error)) from None
+    values = others | defaults.model_dump(include=set(OWN_SAMPLING)) | own
+    values |= {
+        "max_tokens": _max_tokens(request, config),
+        "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
+        "logprobs": request.tops is not None,
+        "top_logprobs": request.tops or 0,
+        "prompt_logprobs": index == 0 and request.tops is not None and has_echo,
+    }
+    return SamplingParams.of_checked(values)

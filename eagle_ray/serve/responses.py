@@ -11,11 +11,19 @@ from functools import reduce
 from typing import Any
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.token_logprobs import (
+    RankedTokens,
+    Spell,
+    TokenLogprob,
+    chat_form,
+    completion_form,
+    token_logprobs,
+)
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
-from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.answer_parser import parse_answer
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -115,7 +123,8 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
     sequence = choice.sequence
     logprobs = None
     if asked.request.tops is not None:
-        logprobs = {"content": chat_logprobs(output_places(sequence, 0, num_output(choice)), text), "refusal": None}
+        tokens = output_logprobs(sequence, 0, num_output(choice))
+        logprobs = {"content": chat_form(tokens, speller(text)), "refusal": None}
     answer = _answer(asked, choice, text)
     return {
         "index": choice.index,
@@ -162,13 +171,34 @@ def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
 def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json | None:
     if asked.request.tops is None:
         return None
-    places = output_places(choice.sequence, 0, num_output(choice))
-    places = prompt_places(choice.first) + places if asked.echo else places
-    return text_logprobs(places, text, asked.request.tops > 0)
+    tokens = output_logprobs(choice.sequence, 0, num_output(choice))
+    tokens = prompt_logprobs(choice.first) + tokens if asked.echo else tokens
+    return completion_form(tokens, speller(text), asked.request.tops > 0)
 
 
 def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> tuple[str, Json | None]:
     """Return what an echo shows before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None
-    return choice.prompt.text, text_logprobs(prompt_places(choice.first), text, asked.request.tops > 0)
+    tokens = prompt_logprobs(choice.first)
+    return choice.prompt.text, completion_form(tokens, speller(text), asked.request.tops > 0)
+
+
+def prompt_logprobs(sequence: Sequence) -> list[TokenLogprob]:
+    return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, _recorded(sequence, sequence.prompt_tops))
+
+
+def output_logprobs(sequence: Sequence, start: int, end: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of the output ids [start, end)."""
+    logprobs = sequence.output_logprobs[start:end]
+    tops = _recorded(sequence, sequence.output_tops[start:end])
+    return token_logprobs(sequence.output_ids[start:end], logprobs, tops)
+
+
+def _recorded(sequence: Sequence, tops: list[RankedTokens]) -> list[RankedTokens] | None:
+    """Return the likeliest tokens at each position, or None if the sequence records none."""
+    return tops if sequence.sampling.num_top_logprobs else None
+
+
+def speller(text: Tokenizer | NullTokenizer) -> Spell:
+    return lambda token: text.decode_with_special([token])

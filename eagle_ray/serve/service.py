@@ -49,13 +49,13 @@ from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.idle_slots import IdleSlots
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import body_too_large, check_containers, parse
 from eagle_ray.serve.responses import Json, answer_of, metrics_of
 from eagle_ray.serve.responses_api.response_events import response_body
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
@@ -224,7 +224,7 @@ class Service:
 
         Raises RequestError and EngineError.
         """
-        if sequence.sampling.grammar is not None:
+        if sequence.grammar_spec is not None:
             async with self._compilations[asked.client].turn(client=0, tokens=1):
                 try:
                     await self._engine.compile_grammar(sequence)

@@ -25,20 +25,22 @@ from itertools import count, groupby
 from typing import Any
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.token_logprobs import chat_form, completion_form
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import (
     Json,
     call_key,
     finish_reason,
     head,
     metrics_of,
+    output_logprobs,
     prompt_part,
     shown_ids,
+    speller,
     whole_usage,
 )
-from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, text_logprobs
 from eagle_ray.text.answer import ChatEvent
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 
@@ -145,10 +147,10 @@ class ChoiceChunks:
     def _logprobs(self, start: int, end: int) -> Json | None:
         if self._asked.request.tops is None or start == end:
             return None
-        places = output_places(self._choice.sequence, start, end)
+        tokens = output_logprobs(self._choice.sequence, start, end)
         if self._asked.is_chat:
-            return {"content": chat_logprobs(places, self._text), "refusal": None}
-        logprobs = text_logprobs(places, self._text, self._asked.request.tops > 0, self._offset)
+            return {"content": chat_form(tokens, speller(self._text)), "refusal": None}
+        logprobs = completion_form(tokens, speller(self._text), self._asked.request.tops > 0, self._offset)
         self._offset += sum(map(len, logprobs["tokens"]))
         return logprobs
 

@@ -147,7 +147,7 @@ def _copy(system: Any, url: str) -> BinaryIO:
     with system.open(url, "rb", block_size=0) as stream:
         shutil.copyfileobj(stream, copy, BUFFER_BYTES)
     copy.seek(0)
-    return copy  # type: ignore[return-value]
+    return copy
 
 
 def _versions(directory: str, found: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:

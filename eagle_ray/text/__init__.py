@@ -1,1 +1,1 @@
-"""Text in and out: the tokenizer, chat templates, and tools and reasoning in an answer."""
+"""Text in and out: tokenizer and chat format of a target, where an output ends, tools and reasoning in an answer."""

@@ -64,7 +64,7 @@ class _Decoders:
     def __init__(self, **hooks: Any):
         self._short = json.JSONDecoder(object_pairs_hook=_object, **hooks)
         self._long = json.JSONDecoder(object_pairs_hook=_object, **hooks)
-        self._long.scan_once = scanner.py_make_scanner(self._long)  # type: ignore[attr-defined]
+        self._long.scan_once = scanner.py_make_scanner(self._long)  # type: ignore[attr-defined]  # missing in typeshed
 
     def decode(self, text: str) -> Any:
         return (self._short if len(text) <= MAX_WHOLE_CHARS else self._long).decode(text)

@@ -19,7 +19,7 @@ from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.models.draft_vocab import HEAD_FILE
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.training.packing import Document
 
 MAX_SLOTS = 8

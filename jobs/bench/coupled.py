@@ -23,7 +23,7 @@ from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.tiny_pair.acceptance import PAPER_TREE, SMALL_TREE, TreeShape
 from jobs.tiny_pair.prompts import prompt_rows
 
@@ -60,7 +60,7 @@ def main() -> None:
         print(f"### {shape}\n\n{HEADER}\n{'|---' * 8}|")
         for temperature in args.temperatures:
             for top_p in args.top_p if temperature else [1.0]:
-                params = SamplingParams(temperature, top_p, max_tokens=args.max_tokens)
+                params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=args.max_tokens)
                 for line in cell(shape, rows, params, args.slots):
                     print(line, flush=True)
         print()
@@ -124,7 +124,7 @@ def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(params.temperature, params.top_p, max_tokens=params.max_tokens, seed=seed)
+    return params.with_seed(seed)
 
 
 def compared(plain: Arm, coupled: Arm, prompts: torch.Tensor) -> str:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from eagle_ray.build import ASSETS, EngineBundle, build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 PLAIN = SpeculativeConfig(method="none")
 Prompts = list[list[int]]

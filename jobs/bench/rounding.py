@@ -17,8 +17,8 @@ from eagle_ray.build import build_engine, load_causal_lm, load_draft, load_token
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE
-from eagle_ray.sampling.sampler import SamplingParams
 from jobs.tiny_pair.prompts import shuffled_prompts
 
 PLAIN = SpeculativeConfig(method="none")

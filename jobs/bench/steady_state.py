@@ -41,13 +41,12 @@ from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512
 PREFILL_TOKENS = 4096  # a step, as on a GPU
-LONG_STRING = GrammarSpec("json_schema", json.dumps({"type": "string", "minLength": 4 * MAX_MODEL_LEN}))
+LONG_STRING = {"type": "string", "minLength": 4 * MAX_MODEL_LEN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class Workload:
                 length = draw.randint(1, length)
             prompt = [draw.randrange(3, vocab_size) for _ in range(draw.randint(*self.prompts))]
             has_schema = bool(self.schema_every) and i % self.schema_every == 0
-            grammar = LONG_STRING if has_schema else None
-            params = SamplingParams(max_tokens=length, ignore_eos=not has_schema, seed=i, grammar=grammar)
+            schema = LONG_STRING if has_schema else None
+            params = SamplingParams(max_tokens=length, ignore_eos=not has_schema, seed=i, json_schema=schema)
             yield Sequence(str(i), prompt, params)
             i += 1
 

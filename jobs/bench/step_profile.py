@@ -36,7 +36,7 @@ from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
@@ -148,7 +148,7 @@ def answer(engine: Engine, prompts: list[list[int]], first: int, max_tokens: int
     """Answer the prompts greedily and return the number of steps."""
     before = engine.counters.num_steps
     for i, prompt in enumerate(prompts):
-        engine.add(Sequence(f"{first + i}", prompt, SamplingParams(0.0, seed=0, max_tokens=max_tokens)))
+        engine.add(Sequence(f"{first + i}", prompt, SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)))
     while engine.has_work:
         engine.step()
     return engine.counters.num_steps - before

@@ -11,7 +11,6 @@ may be rounded otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.statistics import pooled_ratio
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.structured_prompts import TASKS
 
@@ -75,7 +73,7 @@ def main() -> None:
                 temperature=temperature,
                 seed=i,
                 max_tokens=args.max_tokens,
-                grammar=GrammarSpec("json_schema", json.dumps(schema)),
+                json_schema=schema,
             )
             outputs = answers(engines, prompt, params, tallies, first=i)
             num_complete += outputs[0].finish_reason == "stop"

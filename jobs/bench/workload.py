@@ -6,7 +6,7 @@ import itertools
 from collections import abc
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 DRAIN_ROWS = 1.5  # of a draining job, per slot
 DRAIN_LENGTHS = (8, 96, 24, 160, 48, 64, 16, 128)
@@ -19,5 +19,5 @@ def requests(
     for i in itertools.count(offset):
         turn, place = divmod(i, len(lengths))
         temperature = temperatures[(turn + place) % len(temperatures)]
-        params = SamplingParams(temperature, seed=i, max_tokens=lengths[place])
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=lengths[place])
         yield Sequence(str(i), prompts[i % len(prompts)], params)

@@ -15,7 +15,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import EngineError
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 SLOTS = 4
 

@@ -12,7 +12,7 @@ from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.core.errors import RequestError
-from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.chat_rows import chat_options_of
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
@@ -196,9 +196,9 @@ def test_a_form_begins_after_reasoning_that_the_prompt_has_opened(make_job, tmp_
     tokenizer = special_tokenizer(tmp_path / "t", R1, "<think>", "</think>")
     [row] = prompt_rows({"messages": ASK, "json_object": True})
     [sequence] = sequences_of(row, make_job(), tokenizer)
-    assert sequence.sampling.grammar == GrammarSpec("json_object", after=tokenizer.reasoning_end_id())
+    assert sequence.grammar_spec == GrammarSpec("json_object", after=tokenizer.reasoning_end_id())
     [row] = prompt_rows({"prompt": "Hi", "json_object": True})
-    assert sequences_of(row, make_job(), tokenizer)[0].sampling.grammar == GrammarSpec("json_object")
+    assert sequences_of(row, make_job(), tokenizer)[0].grammar_spec == GrammarSpec("json_object")
 
 
 def test_tools_and_a_form_that_both_say_what_the_answer_must_be(make_job, tmp_path):

@@ -12,8 +12,8 @@ import pytest
 from eagle_ray.batch.input.plan import requests_of
 from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.sampling.controls import Controls
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.batch.input.test_plan import plan, write_jsonl
 from tests.batch.test_logprobs import TINY
@@ -80,9 +80,10 @@ def test_a_row_overrides_the_jobs_controls(make_job):
     job = make_job(**{"sampling.presence_penalty": 1.0, "sampling.min_tokens": 2, "sampling.logit_bias": {"5": 1}})
     row = request(prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4])
     (sequence,) = sequences_of(row, job, None)
-    assert sequence.sampling.controls == Controls.of(min_tokens=2, logit_bias={9: -1.0})
-    assert sequence.sampling.stop_token_ids == (4,)
-    assert sequences_of(request(prompt_token_ids=[1]), make_job(), None)[0].sampling.controls is None
+    expected = SamplingParams(min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], seed=sequence.sampling.seed)
+    assert sequence.sampling == expected
+    (free,) = sequences_of(request(prompt_token_ids=[1]), make_job(), None)
+    assert free.sampling == SamplingParams(seed=free.sampling.seed) and free.bad_word_ids == ()
 
 
 @pytest.mark.parametrize(

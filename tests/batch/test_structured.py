@@ -146,7 +146,7 @@ def test_the_configuration_takes_mappings_and_names_wrong_keys(make_job):
 
 def test_a_row_does_without_what_the_job_says(make_job):
     job = make_job(**{"sampling.json_schema": SCHEMA})
-    spec = lambda **row: sequences_of(request(prompt_token_ids=[1], **row), job, None)[0].sampling.grammar  # noqa: E731
+    spec = lambda **row: sequences_of(request(prompt_token_ids=[1], **row), job, None)[0].grammar_spec  # noqa: E731
     assert spec() == spec(json_object=False) == GrammarSpec("json_schema", json.dumps(SCHEMA))
     assert spec(regex="a") == GrammarSpec("regex", "a")
     assert spec(json_object=True) == spec(response_format='{"type": "json_object"}') == GrammarSpec("json_object")

@@ -13,7 +13,7 @@ from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
 from eagle_ray.evaluation.statistics import difference_interval
 from eagle_ray.evaluation.throughput import run_to_completion
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head, llama
 
 TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")

@@ -15,7 +15,7 @@ import pytest
 from eagle_ray.build import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
 from jobs.bench.embedding_map import ModelShape
 

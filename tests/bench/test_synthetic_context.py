@@ -13,7 +13,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import requests
 from jobs.bench.gpu.device_checks import generate

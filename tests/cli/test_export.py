@@ -101,7 +101,7 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
 
 
 def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response():
-    from eagle_ray.report.batch_output import line_of
+    from eagle_ray.requests.answers import line_of
 
     row = {"request_id": "a", "run_id": "r", "status": "error", "error_code": "timeout", "error_message": "late"}
     line = line_of([row], str)
@@ -111,7 +111,7 @@ def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response(
 def test_an_answer_to_a_response_is_a_response():
     from openai.types.responses import Response
 
-    from eagle_ray.report.batch_output import line_of
+    from eagle_ray.requests.answers import line_of
 
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     row = {

@@ -3,14 +3,20 @@
 import torch
 
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import TreeBuilder
 
 VOCAB, WIDTH = 30, 4
-PARAMS = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, top_p=0.9, seed=5)]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+    SamplingParams(temperature=2.0, top_p=0.9, seed=5),
+]
 FEATURES = torch.randn(4, 1, VOCAB, generator=torch.Generator().manual_seed(0))  # the head's logits themselves
 LENGTHS = torch.tensor([5, 9, 3, 7])
 

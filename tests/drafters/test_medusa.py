@@ -9,7 +9,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.drafters.test_eagle import path
 from tests.helpers.toy_models import LLAMA, llama, run
 

@@ -8,7 +8,7 @@ import pytest
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
 
 
@@ -49,7 +49,9 @@ def test_whoever_breaks_the_adding_is_told_and_nobody_else_notices():
         engine = AsyncEngine(llama_engine(2))
         twice = Sequence("twice", [5], SamplingParams(max_tokens=40, ignore_eos=True))
         first, again = engine.generate(twice), engine.generate(twice)
-        unset = engine.generate(Sequence("unset", [5], None))
+        broken = Sequence("unset", [5], SamplingParams())
+        broken.sampling = None
+        unset = engine.generate(broken)
         results = await asyncio.wait_for(asyncio.gather(first, again, unset, return_exceptions=True), 60)
         assert engine.is_alive
         engine.close()

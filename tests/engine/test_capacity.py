@@ -18,7 +18,7 @@ from eagle_ray.engine.capacity import (
     profile_pass,
 )
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head3, llama, llama_engine, run
 
 GB = 10**9

@@ -13,7 +13,8 @@ from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.helpers.toy_models import best, run
 

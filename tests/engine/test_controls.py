@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.reference import reference_decode
+from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.sampling.control_state import ControlState, has_controls
 from tests.engine.test_host_syncs import watched_step
 from tests.engine.test_lossless import SAMPLING, differing, some_prompts
-from tests.helpers.toy_models import llama, llama_engine, run
+from tests.helpers.toy_models import llama, llama_engine, run, sequence_of, word_ids
 
 EOS = 2
 VOCAB = 97
@@ -31,15 +31,15 @@ CONTROLS = {
     "repetition": dict(repetition_penalty=1.5),
     "bias": dict(logit_bias={5: 4.0, 9: -100.0, EOS: 2.0}),
     "allowed": dict(allowed_token_ids=[EOS, *range(10, 30)]),
-    "words": dict(bad_words=[[5], [11, 12], [40, 41, 42], *([token, token] for token in range(3, VOCAB))]),
+    "words": dict(bad_words=["5", "11 12", "40 41 42", *(f"{token} {token}" for token in range(3, VOCAB))]),
     "min_tokens": dict(min_tokens=12, logit_bias={EOS: 60.0}),
     "all": dict(
         presence_penalty=0.7,
         frequency_penalty=0.4,
         repetition_penalty=1.2,
         logit_bias={7: 3.0, EOS: 8.0},
-        allowed_token_ids=range(60),
-        bad_words=[[8], [7, 7]],
+        allowed_token_ids=list(range(60)),
+        bad_words=["8", "7 7"],
         min_tokens=6,
     ),
 }
@@ -52,18 +52,21 @@ def some_controlled(count: int, max_tokens: int = 20) -> list[SamplingParams]:
         values = [*CONTROLS.values(), {}][i % (len(CONTROLS) + 1)]
         sampling = SAMPLING[i // 2 % len(SAMPLING)]
         stops = (17, 33) if i % 4 == 3 else ()
-        controls = Controls.of(**values)
-        params.append(
-            SamplingParams(max_tokens=max_tokens, seed=i, controls=controls, stop_token_ids=stops, **sampling)
-        )
+        params.append(SamplingParams(max_tokens=max_tokens, seed=i, stop_token_ids=stops, **values, **sampling))
     return params
+
+
+def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], model: LlamaForCausalLM) -> list[PlainOutput]:
+    eos = frozenset([EOS])
+    cases = zip(prompts, params, strict=True)
+    return [reference_decode(model, ids, p, eos, bad_word_ids=word_ids(p)) for ids, p in cases]
 
 
 @pytest.fixture(scope="module")
 def oracle():
     model, prompts, params = llama(), some_prompts(72, seed=3), some_controlled(72)
     model.set_attn_implementation("sdpa")
-    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    plain = plain_outputs(prompts, params, model)
     return prompts, params, plain
 
 
@@ -125,7 +128,7 @@ def test_logprobs_are_those_of_the_targets_own_logits(oracle):
 
 
 def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypatch):
-    controlled = [i for i, p in enumerate(oracle[1]) if p.controls is not None][:6]
+    controlled = [i for i, p in enumerate(oracle[1]) if has_controls(p, word_ids(p))][:6]
     prompts, params, plain = ([some[i] for i in controlled] for some in oracle)
     engine, num_passes = llama_engine(1, graphs=True), Counter()
     may_capture, verify = engine.graphs._may_capture, engine.target.verify
@@ -139,8 +142,7 @@ def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypat
 def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
     prompts, (first, *_) = oracle[0][:4], some_controlled(4)
     params = [
-        replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), controls=Controls.of(min_tokens=3))
-        for i in range(4)
+        replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), min_tokens=3) for i in range(4)
     ]
     plain = run(llama_engine(1), prompts, params)
     for one, other in zip(run(llama_engine(1, *TREES[tree], graphs=True), prompts, params), plain, strict=True):
@@ -153,7 +155,7 @@ def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
 def test_preempted_sequences_keep_their_counts(graphs):
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
     params, model = [replace(p, ignore_eos=True) for p in some_controlled(9, max_tokens=50)], llama()
-    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    plain = plain_outputs(prompts, params, model)
     engine = llama_engine(4, 8, 3, 4, kv_tokens=160, graphs=graphs, overlap=graphs)
     assert_equal(run(engine, prompts, params), plain)
     assert engine.counters.num_preemptions > 0
@@ -164,7 +166,7 @@ def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(graphs):
     header = some_prompts(1, seed=9)[0] * 70
     prompts = [header[:70] * (i % 2) + ids for i, ids in enumerate(some_prompts(18))]
     params, model = some_controlled(18, max_tokens=12), llama()
-    plain = [reference_decode(model, ids, p, frozenset([EOS])) for ids, p in zip(prompts, params, strict=True)]
+    plain = plain_outputs(prompts, params, model)
     engine = llama_engine(3, 12, 4, 4, prefill_tokens=17, graphs=graphs, overlap=graphs)
     assert_equal(run(engine, prompts, params), plain)
 
@@ -172,16 +174,14 @@ def test_long_prompts_in_chunks_and_shared_prefixes_change_nothing(graphs):
 def test_outputs_obey_their_controls(oracle):
     prompts, params, _ = oracle
     for s in run(llama_engine(16, 60, 6, 10), prompts, params):
-        controls = s.sampling.controls
-        ends = {EOS, *s.sampling.stop_token_ids}
+        sampling = s.sampling
+        ends = {EOS, *sampling.stop_token_ids}
         assert not ends.intersection(s.output_ids[:-1])
-        if controls is None:
-            continue
-        assert len(s.output_ids) > controls.min_tokens or s.finish_reason == "length"
-        assert controls.allowed_token_ids is None or set(s.output_ids) <= set(controls.allowed_token_ids)
+        assert len(s.output_ids) > sampling.min_tokens or s.finish_reason == "length"
+        assert sampling.allowed_token_ids is None or set(s.output_ids) <= set(sampling.allowed_token_ids)
         ids = s.token_ids
         for end in range(len(s.prompt_ids) + 1, len(ids) + 1):
-            assert not any(tuple(ids[max(0, end - len(word)) : end]) == word for word in controls.bad_words)
+            assert not any(tuple(ids[max(0, end - len(word)) : end]) == word for word in s.bad_word_ids)
 
 
 def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
@@ -210,10 +210,11 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def num_operations(engine: Engine, *controls: Controls | None) -> int:
+def num_operations(engine: Engine, *penalties: float) -> int:
     """Return the tensor operations of one step of three sequences, besides those in flight in the engine."""
-    for i, own in enumerate(controls):
-        engine.add(Sequence(str(i), [5, 6 + i], SamplingParams(max_tokens=50, ignore_eos=True, controls=own)))
+    for i, penalty in enumerate(penalties):
+        params = SamplingParams(max_tokens=50, ignore_eos=True, presence_penalty=penalty)
+        engine.add(Sequence(str(i), [5, 6 + i], params))
     engine.step()
     with CountOperations() as operations:
         engine.step()
@@ -222,18 +223,17 @@ def num_operations(engine: Engine, *controls: Controls | None) -> int:
 
 def test_only_a_batch_with_controls_has_operations_for_them():
     """The count of a batch without controls stays what it is when others with controls have come and gone."""
-    controls = Controls.of(presence_penalty=1.0)
-    fresh = num_operations(llama_engine(3), None, None, None)
+    fresh = num_operations(llama_engine(3), 0, 0, 0)
     used = llama_engine(3)
-    run(used, [[5]], [SamplingParams(max_tokens=3, controls=controls)])
-    assert num_operations(used, None, None, None) == fresh
-    assert num_operations(llama_engine(3), None, controls, None) > fresh
+    run(used, [[5]], [SamplingParams(max_tokens=3, presence_penalty=1.0)])
+    assert num_operations(used, 0, 0, 0) == fresh
+    assert num_operations(llama_engine(3), 0, 1.0, 0) > fresh
 
 
 def test_neighbours_with_controls_change_nothing(oracle):
     prompts, params, _ = (some[:27] for some in oracle)
     beside = run(llama_engine(9, 12, 4, 4), prompts, params)
-    free = [i for i, p in enumerate(params) if p.controls is None]
+    free = [i for i, p in enumerate(params) if not has_controls(p, word_ids(p))]
     alone = run(llama_engine(9, 12, 4, 4), [prompts[i] for i in free], [params[i] for i in free])
     assert [beside[i].output_ids for i in free] == [s.output_ids for s in alone]
 
@@ -247,7 +247,7 @@ def test_neighbours_with_controls_change_nothing(oracle):
     ],
 )
 def test_controls_that_the_target_cannot_take_are_refused(controls, stops, message):
-    params = SamplingParams(controls=Controls.of(**controls), stop_token_ids=stops)
+    params = SamplingParams(**controls, stop_token_ids=stops)
     with pytest.raises(RequestError) as error:
         llama_engine(1).add(Sequence("a", [5], params))
     assert str(error.value).startswith(message)
@@ -258,7 +258,7 @@ def test_aborted_and_added_sequences_do_not_mix_their_counts(graphs):
     rng, model = random.Random(0), llama()
     engine = llama_engine(3, 12, 4, 4, graphs=graphs, overlap=graphs)
     prompts, params = some_prompts(30, seed=5), some_controlled(30, max_tokens=14)
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    sequences = [sequence_of(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
     waiting, done = list(sequences), []
     while waiting or engine.has_work:
         if waiting:
@@ -266,5 +266,5 @@ def test_aborted_and_added_sequences_do_not_mix_their_counts(graphs):
         done += engine.step()
         if rng.random() < 0.2 and (running := [s for s in sequences if s.status.value == "running"]):
             engine.abort(rng.choice(running))
-    plain = [reference_decode(model, s.prompt_ids, s.sampling, frozenset([EOS])) for s in done]
+    plain = plain_outputs([s.prompt_ids for s in done], [s.sampling for s in done], model)
     assert_equal(done, plain)

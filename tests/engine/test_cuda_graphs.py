@@ -28,9 +28,10 @@ from eagle_ray.models import target as target_module
 from eagle_ray.models.model_probe import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST

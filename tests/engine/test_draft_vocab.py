@@ -18,7 +18,7 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.models import draft_vocab
 from eagle_ray.models.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.conftest import PAIR
 from tests.helpers.toy_models import head, llama, run
 

@@ -18,7 +18,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.planner.planner import Allocation
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.tiny_pair.prompts import prompt_rows

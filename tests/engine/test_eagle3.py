@@ -12,7 +12,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.conftest import PAIR
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
 from tests.helpers.toy_models import head3, llama_engine, run

@@ -9,7 +9,7 @@ import torch
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.engine.test_lossless import some_params, some_prompts
 from tests.helpers.toy_models import EOS, llama_engine, run, table_engine
 
@@ -228,7 +228,7 @@ def test_the_sampled_law_is_the_enumerated_distribution():
     table = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     probs = (table / temperature).softmax(-1)
     engine = table_engine(table, 500, 6, 2, 3, noise=0.7)
-    params = [SamplingParams(temperature, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
+    params = [SamplingParams(temperature=temperature, max_tokens=3, seed=i, ignore_eos=True) for i in range(count)]
     sequences = run(engine, [[1]] * count, params)
     observed = torch.zeros(4, 4, 4)
     for sequence in sequences:

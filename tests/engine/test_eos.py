@@ -4,7 +4,8 @@ import pytest
 
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams, SamplingTable
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingTable
 from tests.engine.test_drafters import engine_for, oracle_of
 from tests.engine.test_lossless import differing, some_prompts
 from tests.helpers.toy_models import LLAMA, llama, llama_engine, run
@@ -50,7 +51,7 @@ class Heard(UniformPlanner):
 def test_an_end_has_no_children_but_where_it_is_ignored(name):
     """The trees are told of ends that the outputs do not know, which are plain decoding's as ever."""
     prompts = some_prompts(4)
-    params = [SamplingParams(i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0) for i in range(4)]
+    params = [SamplingParams(temperature=i / 2, max_tokens=30, seed=i, ignore_eos=i % 2 == 0) for i in range(4)]
     _, _, plain = oracle_of(prompts, params)
     engine, planner = ENGINES[name](), Watching()
     engine.planner = planner

@@ -20,9 +20,8 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
@@ -219,7 +218,7 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
     capture(ours, 12, 4)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
     ahead = ours.graphs.num_captured
-    params = [SamplingParams(float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
+    params = [SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
     prompts = some_prompts(6)
     outputs = [s.output_ids for s in run(oracle, prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
@@ -234,7 +233,7 @@ def test_longer_contexts_are_recorded_ahead_too():
     capture(ours, 4, 2)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
-    params = [SamplingParams(float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
+    params = [SamplingParams(temperature=float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
     assert len(ours.graphs.contexts) > 2 and 60 < ours.graphs.contexts[0] < ours.graphs.contexts[1] < 140
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, params)]
     assert [s.output_ids for s in run(ours, prompts, params)] == outputs
@@ -288,10 +287,7 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
     record = ours.graphs._try_capture
     monkeypatch.setattr(ours.graphs, "_try_capture", lambda key, *x: captured.append(key) or record(key, *x))
     prompts, params = some_prompts(8), some_params(8, 12)
-    asking = [
-        replace(p, logprobs=True, top_logprobs=i, controls=Controls(presence_penalty=0.5) if i % 2 else None)
-        for i, p in enumerate(params)
-    ]
+    asking = [replace(p, logprobs=True, top_logprobs=i, presence_penalty=i % 2 / 2) for i, p in enumerate(params)]
     for each in (asking, params):
         outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), prompts, each)]
         assert [s.output_ids for s in run(ours, prompts, each)] == outputs
@@ -318,7 +314,7 @@ def test_a_planner_that_always_does_the_same_is_recorded_ahead(make):
     capture_fixed(ours)
     ahead = ours.graphs.num_captured
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner and ahead > 0
-    params = [SamplingParams(float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
+    params = [SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
     outputs = [s.output_ids for s in run(engine((0, 0, 0), 2, graphs=False), some_prompts(6), params)]
     assert [s.output_ids for s in run(ours, some_prompts(6), params)] == outputs
     assert ours.graphs.num_captured == ahead

@@ -11,8 +11,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
 from tests.helpers.toy_models import llama_engine

@@ -15,7 +15,7 @@ from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.planner.planner import Allocation, StepOutcome
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.budget import Budget, best_of_batch
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan

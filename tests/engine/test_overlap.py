@@ -23,8 +23,7 @@ from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.probe_schedule import REVIEW_EVERY
 from eagle_ray.planner.static_planner import StaticPlanner
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
@@ -276,9 +275,8 @@ def test_the_next_step_is_launched_before_this_one_is_read(monkeypatch):
 def test_the_pass_of_a_sequence_with_controls_is_launched_before_the_last_step_is_read(tree, monkeypatch):
     """Its samples are launched after that: they depend on the tokens that are read."""
     engine, told = overlapped(tree, num_slots=2), []
-    controls = Controls.of(frequency_penalty=1.0)
     for i in range(2):
-        params = SamplingParams(max_tokens=60, ignore_eos=True, controls=controls if i else None)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, frequency_penalty=float(i))
         engine.add(Sequence(str(i), [5, 6], params))
     engine.step()
     start, picks, commit = engine.verifier.start, ControlledRows.picks, engine._commit

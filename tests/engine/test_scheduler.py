@@ -18,7 +18,7 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.engine.scheduler import GROUP_STEPS, Scheduler
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
 from tests.helpers.toy_models import llama, llama_engine
 

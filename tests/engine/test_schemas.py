@@ -3,7 +3,6 @@
 pytest tests/engine/test_schemas.py -m slow -s          # 300 rows, three trees, 1, 8 and 32 slots
 """
 
-import json
 from functools import cache
 
 import pytest
@@ -15,8 +14,8 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import SAMPLING, TREES, differing
@@ -43,8 +42,7 @@ def some_rows(schemas: list[Schema], max_tokens: int) -> tuple[list[list[int]], 
     params = []
     for i, schema in enumerate(schemas):
         own = SAMPLING[1 + i // 2 % 3] if i % 2 else {}
-        spec = GrammarSpec("json_schema", json.dumps(schema))
-        params.append(SamplingParams(max_tokens=max_tokens, seed=i, grammar=spec, **own))
+        params.append(SamplingParams(max_tokens=max_tokens, seed=i, json_schema=schema, **own))
     return prompts, params
 
 

@@ -8,7 +8,7 @@ from eagle_ray.core.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, Co
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step_output
 from eagle_ray.engine.step_output import NUM_COUNTS, StepOutput, UnflushedStats
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 SLOTS, DEPTH = 6, 3
 

@@ -17,16 +17,15 @@ from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import grammar_state
-from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
-from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
 from tests.engine.test_drafters import weights_for
 from tests.engine.test_lossless import SAMPLING, some_prompts
 from tests.helpers.limited_matcher import LimitedMatcher
-from tests.helpers.toy_models import head3, llama, llama_engine, run
+from tests.helpers.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
 from tests.helpers.toy_tokenizer import toy_tokenizer
 
 EOS, VOCAB = 2, 97
@@ -49,15 +48,18 @@ NESTED = {
     "additionalProperties": False,
     "$defs": {"item": ITEM},
 }
-SPECS = [
-    GrammarSpec("json_schema", json.dumps(ITEM)),
-    GrammarSpec("choice", '["name", "na12", "ab{"]'),
-    GrammarSpec("json_schema", json.dumps(NESTED)),
-    GrammarSpec("regex", r"[a-n]{3}(12)+x?"),
-    GrammarSpec("grammar", 'start: pair ("," pair)*\npair: /[a-d]{1,3}/ ":" NUMBER\nNUMBER: /[1-9][0-9]?/'),
-    GrammarSpec("json_object"),
-    GrammarSpec("regex", "[a-c]{4}", after=17),
+CHOICE = {"choice": ["name", "na12", "ab{"]}
+FORMS = [
+    {"json_schema": ITEM},
+    CHOICE,
+    {"json_schema": NESTED},
+    {"regex": r"[a-n]{3}(12)+x?"},
+    {"grammar": 'start: pair ("," pair)*\npair: /[a-d]{1,3}/ ":" NUMBER\nNUMBER: /[1-9][0-9]?/'},
+    {"json_object": True},
+    {"regex": "[a-c]{4}"},  # after a token
+    {},
 ]
+AFTER = 17
 
 
 def compiler() -> GrammarCompiler:
@@ -74,18 +76,27 @@ def some_structured(count: int, max_tokens: int = 32) -> list[SamplingParams]:
     """Every kind of grammar, greedy and sampled in turn, some with controls, and every eighth sequence without any."""
     params = []
     for i in range(count):
-        spec = [*SPECS, None][i % (len(SPECS) + 1)]
-        controls = Controls.of(frequency_penalty=0.5, bad_words=[[8]]) if i % 5 == 4 else None
+        form = FORMS[i % len(FORMS)]
+        controls = {"frequency_penalty": 0.5, "bad_words": ["8"]} if i % 5 == 4 else {}
         own = SAMPLING[i // 3 % len(SAMPLING)]
-        params.append(SamplingParams(max_tokens=max_tokens, seed=i, grammar=spec, controls=controls, **own))
+        params.append(SamplingParams(max_tokens=max_tokens, seed=i, **form, **controls, **own))
     return params
 
 
-def plain_outputs(prompts: list[list[int]], params: list[SamplingParams]) -> list:
+def specs_of(params: list[SamplingParams], late: str = "[a-c]{4}") -> list[GrammarSpec | None]:
+    """What the outputs must be; the regular expression `late` begins after a token."""
+    specs = [GrammarSpec.of(p) for p in params]
+    return [replace(spec, after=AFTER) if spec and spec.source == late else spec for spec in specs]
+
+
+def plain_outputs(prompts: list[list[int]], params: list[SamplingParams], late: str = "[a-c]{4}") -> list:
     model, grammars = llama(), compiler()
     model.set_attn_implementation("sdpa")
     eos = frozenset([EOS])
-    return [reference_decode(model, ids, p, eos, grammars) for ids, p in zip(prompts, params, strict=True)]
+    return [
+        reference_decode(model, ids, p, eos, grammars, word_ids(p), spec)
+        for ids, p, spec in zip(prompts, params, specs_of(params, late), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +109,7 @@ def oracle():
 @pytest.mark.parametrize("num_slots", [1, 10])
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 12 + 4 * num_slots] for some in oracle)
-    sequences = run(engine_with_grammars(num_slots, *TREES[tree]), prompts, params)
+    sequences = run(engine_with_grammars(num_slots, *TREES[tree]), prompts, params, specs_of(params))
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.grammar) > 0
@@ -109,7 +120,7 @@ def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
     engine = engine_with_grammars(6, *TREES[tree], graphs=True, overlap=overlap)
-    assert_equal(run(engine, prompts, params), plain)
+    assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     assert engine.graphs.num_replayed > 0
     assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
 
@@ -117,13 +128,13 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
 def test_outputs_are_what_their_grammars_say(oracle):
     prompts, params, _ = oracle
     num_complete = 0
-    for s in run(engine_with_grammars(16, 60, 6, 10), prompts, params):
-        if s.sampling.grammar is None:
+    for s in run(engine_with_grammars(16, 60, 6, 10), prompts, params, specs_of(params)):
+        if s.grammar_spec is None:
             continue
         assert s.grammar.is_complete or s.finish_reason == "length"
-        if s.finish_reason == "stop" and s.sampling.grammar.after is None:
+        if s.finish_reason == "stop" and s.grammar_spec.after is None:
             num_complete += 1
-            check(s.sampling.grammar, TEXT.decode(s.output_ids[:-1]))
+            check(s.grammar_spec, TEXT.decode(s.output_ids[:-1]))
     assert num_complete > 20
 
 
@@ -141,24 +152,23 @@ def check(spec: GrammarSpec, text: str) -> None:
 
 
 def test_a_grammar_after_a_token_leaves_what_comes_before_free():
-    spec = GrammarSpec("choice", '["abna"]', after=17)
-    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, grammar=spec) for i in range(24)]
-    prompts = some_prompts(24, seed=8)
-    sequences = run(engine_with_grammars(8, 12, 4, 4), prompts, params)
-    assert_equal(sequences, plain_outputs(prompts, params))
-    begun = [s for s in sequences if 17 in s.output_ids]
+    params = [SamplingParams(max_tokens=80, temperature=1.0, seed=i, choice=["abna"]) for i in range(24)]
+    prompts, late = some_prompts(24, seed=8), '["abna"]'
+    sequences = run(engine_with_grammars(8, 12, 4, 4), prompts, params, specs_of(params, late))
+    assert_equal(sequences, plain_outputs(prompts, params, late))
+    begun = [s for s in sequences if AFTER in s.output_ids]
     assert len(begun) > 3
     assert all(s.output_ids.count(EOS) == (s.finish_reason == "stop") for s in sequences)
     for s in begun:
-        rest = s.output_ids[s.output_ids.index(17) + 1 :]
+        rest = s.output_ids[s.output_ids.index(AFTER) + 1 :]
         assert "abna".startswith(TEXT.decode(rest))
         assert s.grammar.is_complete == (TEXT.decode(rest) == "abna")
 
 
 def test_preempted_sequences_keep_their_place():
     prompts = [(ids * 25)[: 20 + i] for i, ids in enumerate(some_prompts(9))]
-    spec = GrammarSpec("regex", "([a-d]12){15,16}")
-    params = [SamplingParams(max_tokens=50, temperature=0.9, seed=i, grammar=spec) for i in range(9)]
+    pattern = "([a-d]12){15,16}"
+    params = [SamplingParams(max_tokens=50, temperature=0.9, seed=i, regex=pattern) for i in range(9)]
     engine = engine_with_grammars(4, 8, 3, 4, kv_tokens=160)
     assert_equal(run(engine, prompts, params), plain_outputs(prompts, params))
     assert engine.counters.num_preemptions > 0
@@ -166,9 +176,8 @@ def test_preempted_sequences_keep_their_place():
 
 @pytest.mark.parametrize("tree", TREES)
 def test_controls_that_leave_no_token_fail_that_sequence_alone(tree):
-    spec = GrammarSpec("choice", '["na12"]')
-    conflict = SamplingParams(max_tokens=20, grammar=spec, controls=Controls.of(min_tokens=12))
-    params = [conflict, replace(conflict, controls=None), SamplingParams(max_tokens=20)]
+    conflict = SamplingParams(max_tokens=20, choice=["na12"], min_tokens=12)
+    params = [conflict, replace(conflict, min_tokens=0), SamplingParams(max_tokens=20)]
     sequences = run(engine_with_grammars(3, *TREES[tree]), [[5, 6], [5, 6], [7]], params)
     assert [s.error and s.error.code for s in sequences] == ["grammar_conflict", None, None]
     assert sequences[0].finish_reason is None and sequences[1].finish_reason == "stop"
@@ -192,20 +201,17 @@ def some_conflicting(count: int, seed: int) -> list[tuple[SamplingParams, list[s
         pattern = rng.choice(PATTERNS)
         used = [t for t in range(3, VOCAB) if re.fullmatch("[a-fmnex-z0-9]+", TEXT.decode([t]))]
         allowed = [*rng.sample(used, rng.randint(len(used) // 2, len(used))), *([EOS] if rng.random() < 0.5 else [])]
-        controls = Controls.of(
-            allowed_token_ids=rng.choice([None, allowed, allowed]),
-            bad_words=[[token] * rng.randint(1, 2) for token in rng.sample(used, rng.choice([0, 0, 2]))],
-            min_tokens=rng.choice([0, 0, 0, 1, 3]),
-        )
         params = SamplingParams(
+            allowed_token_ids=rng.choice([None, allowed, allowed]),
+            bad_words=[" ".join([str(token)] * rng.randint(1, 2)) for token in rng.sample(used, rng.choice([0, 0, 2]))],
+            min_tokens=rng.choice([0, 0, 0, 1, 3]),
             temperature=i % 2,
             seed=i,
             max_tokens=rng.choice([3, 4, 5, 12]),
             logprobs=True,
             top_logprobs=2,
-            stop_token_ids=tuple(rng.sample(used, rng.choice([0, 0, 3]))),
-            controls=controls,
-            grammar=GrammarSpec("regex", pattern),
+            stop_token_ids=rng.sample(used, rng.choice([0, 0, 3])),
+            regex=pattern,
         )
         cases.append((params, rng.sample(["b", "b1", "1", "c", "a", "x"], rng.choice([0, 1, 2]))))
     return cases
@@ -231,7 +237,8 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_lay
     engine.grammars = compiler()
     sequences, heard = [], {}
     for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):
-        sequence = Sequence(str(i), ids, params, stop_check_of(stops) if stops else None)
+        sequence = sequence_of(str(i), ids, params)
+        sequence.stop_check = stop_check_of(stops) if stops else None
         sequence.listener = lambda s=sequence: heard.update({s: list(s.output_ids)})
         engine.add(sequence)
         sequences.append(sequence)
@@ -279,8 +286,7 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
             self.failed = TEXT.token_to_id("b") in tokens
             return self.real.try_consume_tokens(tokens)
 
-    spec = GrammarSpec("regex", "[a-f]{8}")
-    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, grammar=spec) for i in range(16)]
+    params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, regex="[a-f]{8}") for i in range(16)]
     prompts = some_prompts(16, seed=4)
     plain = plain_outputs(prompts, params)
     engine = engine_with_grammars(5, *TREES[tree])
@@ -296,7 +302,7 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
 
 def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
     """The toy's head is random: nearly all that it gains comes from the grammar, and it changes no token."""
-    params = [SamplingParams(max_tokens=40, grammar=GrammarSpec("choice", '["abna12name:abna12name:xyz"]'))]
+    params = [SamplingParams(max_tokens=40, choice=["abna12name:abna12name:xyz"])]
     fitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
     monkeypatch.setattr(engine_module.GrammarChains, "of", lambda batch, most_tokens: None)
     unfitted = run(engine_with_grammars(1, 12, 4, 4), [[5, 6]], params)[0]
@@ -306,8 +312,7 @@ def test_forced_tokens_are_drafted_without_a_trained_head(monkeypatch):
 
 def test_what_earlier_outputs_had_is_drafted_where_the_grammar_leaves_it_open():
     """White space and the order of fields are guessed from the first output, and a chain is a step without the head."""
-    spec = GrammarSpec("regex", "(ab?12x?){6}")
-    params = [SamplingParams(max_tokens=40, grammar=spec)] * 4
+    params = [SamplingParams(max_tokens=40, regex="(ab?12x?){6}")] * 4
     prompts = [[5, 6]] * 4
     sequences = run(engine_with_grammars(1, 12, 4, 4), prompts, params)
     assert_equal(sequences, plain_outputs(prompts, params))
@@ -323,7 +328,7 @@ def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slo
     dear = flat(head_share=1.0)
     engine = engine_with_grammars(num_slots, 12, 4, 4)
     engine.planner = SimulatedPlanner(BudgetPlanner(12, 4, 4, dear), dear)
-    assert_equal(run(engine, prompts, params), plain)
+    assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     chains = [o for o in engine.planner.outcomes if not o.plan.is_drafting and o.num_accepted]
     assert len(chains) > 10 and all(o.depth == 0 for o in chains)
     assert all(o.num_rows > o.batch_size for o in chains)
@@ -332,11 +337,11 @@ def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slo
 def test_what_cannot_be_compiled_is_refused_before_it_takes_a_slot():
     engine = engine_with_grammars(1)
     with pytest.raises(RequestError, match=r"^regex: "):
-        engine.add(Sequence("a", [5], SamplingParams(grammar=GrammarSpec("regex", "("))))
+        engine.add(Sequence("a", [5], SamplingParams(regex="(")))
     with pytest.raises(RequestError, match=r"^choice: the target has no tokenizer"):
-        llama_engine(1).add(Sequence("a", [5], SamplingParams(grammar=SPECS[1])))
-    with pytest.raises(ValueError, match="ignore_eos must be false with choice"):
-        SamplingParams(grammar=SPECS[1], ignore_eos=True)
+        llama_engine(1).add(Sequence("a", [5], SamplingParams(**CHOICE)))
+    with pytest.raises(RequestError, match="ignore_eos must be false with choice"):
+        Sequence("a", [5], SamplingParams(**CHOICE, ignore_eos=True))
     assert not engine.has_work
 
 

@@ -17,7 +17,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params

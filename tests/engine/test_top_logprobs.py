@@ -8,9 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.engine import controlled_sampling, prefill, top_logprobs
 from eagle_ray.models.target import PrefillBatch
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import sampler
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.sampler import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
 
 ASKING = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True, top_logprobs=3, prompt_logprobs=True)
@@ -38,7 +37,7 @@ class WatchRows(TorchDispatchMode):
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
 def test_few_rows_are_copied_at_a_time(tree, monkeypatch):
     """As many as the slice has, of prompts, of outputs and of sequences with controls, whose tokens stay."""
-    params = [replace(ASKING, seed=i, controls=Controls(presence_penalty=0.5) if i > 1 else None) for i in range(4)]
+    params = [replace(ASKING, seed=i, presence_penalty=0.5 * (i > 1)) for i in range(4)]
     prompts = [[5 + i, 9, 33, 7, 21, 40, 2] for i in range(4)]
     whole = run(llama_engine(4, *tree), prompts, params)
     for module in (sampler, top_logprobs, prefill, controlled_sampling):

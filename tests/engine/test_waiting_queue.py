@@ -9,7 +9,7 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.waiting_queue import PATIENCE, TURN, FirstComeQueue, LengthEstimate, ThroughputQueue
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.prefix_cache import split_blocks
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 SIZE = 4
 

@@ -6,7 +6,9 @@ caches or attention matter the Llamas run through the real Target.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -27,9 +29,12 @@ from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
+from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.grammar import GrammarSpec
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -199,9 +204,26 @@ def llama_engine(
     return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes, overlap)
 
 
-def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
+def word_ids(params: SamplingParams) -> WordIds:
+    """Token ids of bad words: a toy word is written as its ids, "7 7"."""
+    return tuple(tuple(map(int, word.split())) for word in params.bad_words)
+
+
+def sequence_of(name: str, ids: list[int], params: SamplingParams, spec: GrammarSpec | None = None) -> Sequence:
+    """One sequence. spec: None is what params say."""
+    return Sequence(name, ids, params, bad_word_ids=word_ids(params), grammar_spec=spec)
+
+
+def run(
+    engine: Engine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    specs: Iterable[GrammarSpec | None] = repeat(None),
+) -> list[Sequence]:
     """Every prompt's sequence, finished, in order; the slots are checked after each step."""
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
+    cases = zip(prompts, params, specs, strict=False)
+    sequences = [sequence_of(str(i), *case) for i, case in enumerate(cases)]
+    assert len(sequences) == len(prompts) == len(params)
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_work:

@@ -21,7 +21,7 @@ from eagle_ray.engine.graph_warmup import capture
 from eagle_ray.engine.step_output import StepOutput
 from eagle_ray.kernels import availability
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
 from tests.helpers.toy_models import llama_engine, run
 

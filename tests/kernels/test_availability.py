@@ -14,7 +14,7 @@ from eagle_ray.kernels import availability, cpu_ops, tile_config
 from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton, why_not
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import llama_engine, run
 from tests.kernels.device import compile_fails
 

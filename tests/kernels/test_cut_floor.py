@@ -4,19 +4,20 @@ import pytest
 import torch
 
 from eagle_ray.kernels import cut_floor as kernel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.coupling import NUM_CUT, least_kept
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from tests.kernels.device import DEVICE
 
 PARAMS = [
     SamplingParams(),
-    SamplingParams(0.7, seed=3),
-    SamplingParams(1.3, top_k=5, seed=9),
-    SamplingParams(1.0, top_p=0.8, seed=1),
-    SamplingParams(0.9, min_p=0.1, seed=7),
-    SamplingParams(1.1, top_k=20, top_p=0.6, min_p=0.05, seed=2),
-    SamplingParams(5.0, top_p=0.999, seed=5),
-    SamplingParams(1.0, top_k=500, top_p=1e-6, seed=6),
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(temperature=1.3, top_k=5, seed=9),
+    SamplingParams(temperature=1.0, top_p=0.8, seed=1),
+    SamplingParams(temperature=0.9, min_p=0.1, seed=7),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.6, min_p=0.05, seed=2),
+    SamplingParams(temperature=5.0, top_p=0.999, seed=5),
+    SamplingParams(temperature=1.0, top_k=500, top_p=1e-6, seed=6),
     SamplingParams(top_k=3, top_p=0.5),
 ]
 
@@ -41,12 +42,12 @@ def test_the_kernel_finds_what_sorting_finds(vocab, dtype, monkeypatch):
 def test_rows_that_cut_nothing_are_not_read():
     """Numbers that would break the search, where nothing is to be found."""
     logits = torch.full((3, 1, 40), torch.nan)
-    found, _ = both(logits, [SamplingParams(), SamplingParams(1.0, seed=1), SamplingParams(top_k=3)])
+    found, _ = both(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(top_k=3)])
     assert found.isneginf().all()
 
 
 def test_ties_are_kept_together():
     logits = torch.zeros(2, 1, 100)
     logits[0, 0, :3], logits[0, 0, 10:] = 1.0, -1.0
-    found, _ = both(logits, [SamplingParams(1.0, top_k=5, seed=1)] * 2)
+    found, _ = both(logits, [SamplingParams(temperature=1.0, top_k=5, seed=1)] * 2)
     assert found.flatten().tolist() == [0.0, -torch.inf]  # all of the second row are the best

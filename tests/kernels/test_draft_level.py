@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from tests.kernels.counting import device_operations
 from tests.kernels.device import DEVICE
 
 DEPTH, CHILDREN, HIDDEN, BATCH = 5, 6, 3, 4
-PARAMS = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(0.5, seed=1)]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+    SamplingParams(temperature=0.5, seed=1),
+]
 FIELDS = (
     *("level", "tokens", "parents", "log_values", "draft_log_probs", "frontier_nodes", "frontier_values"),
     *("words", "frontier_tokens", "parent_rows", "offered", "scores", "features"),

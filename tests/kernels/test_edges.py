@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle_ray.evaluation import equivalence
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import reachable_tokens
-from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.gpu import device_checks
 from tests.kernels.device import DEVICE
 
@@ -35,10 +35,10 @@ def test_a_wrong_pick_is_no_edge(found, monkeypatch):
 def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
     """Ascending sums are 0.2, 0.5 and 1: 0.5 of probability are dropped, or 0.3 to 0.7."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    position = next(i for i in range(100) if reachable_tokens(logits, SamplingParams(1.0), i, 1e-6)[1])
-    params = SamplingParams(1.0, top_p=top_p)  # noise at this position prefers token 1 where top-p keeps it
+    position = next(i for i in range(100) if reachable_tokens(logits, SamplingParams(temperature=1.0), i, 1e-6)[1])
+    params = SamplingParams(temperature=1.0, top_p=top_p)  # noise at this position prefers token 1 where top-p keeps it
     assert bool(reachable_tokens(logits, params, position, 1e-6)[:2].all()) == edge
-    assert not reachable_tokens(logits, SamplingParams(0.0, top_p=top_p), position, 1e-6)[1]
+    assert not reachable_tokens(logits, SamplingParams(temperature=0.0, top_p=top_p), position, 1e-6)[1]
 
 
 def test_what_is_explained_needs_something_to_explain():

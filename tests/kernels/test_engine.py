@@ -21,7 +21,7 @@ from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.helpers.toy_models import llama_engine, run

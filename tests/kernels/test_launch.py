@@ -9,7 +9,8 @@ import torch
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.kernels.launch import launch
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch, sample
 
 KERNELS = Path(kernel.__file__).parent
 
@@ -59,7 +60,7 @@ def test_nothing_is_launched_but_here():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU at most")
 def test_the_second_gpu_picks_as_the_first_does(fused):
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(), SamplingParams(0.8, top_p=0.9, seed=1)] * 2
+    params = [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=1)] * 2
     found = []
     for device in ("cuda:0", "cuda:1"):
         rows = torch.arange(4, device=device)

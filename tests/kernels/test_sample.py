@@ -9,19 +9,20 @@ from hypothesis import strategies as st
 
 from eagle_ray.kernels import gumbel
 from eagle_ray.kernels import sample as kernel
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process, sample
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process, sample
 from tests.kernels.device import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMS = [
     SamplingParams(),
-    SamplingParams(0.7, seed=3),
-    SamplingParams(1.3, top_k=5, seed=9),
-    SamplingParams(1.0, top_p=0.8, seed=1),
-    SamplingParams(0.9, min_p=0.1, seed=-7),
-    SamplingParams(1.1, top_k=20, top_p=0.6, min_p=0.05, seed=2**63),
-    SamplingParams(2.0, top_p=0.99, seed=5),
-    SamplingParams(1.0, top_k=500, top_p=1e-6, seed=6),
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(temperature=1.3, top_k=5, seed=9),
+    SamplingParams(temperature=1.0, top_p=0.8, seed=1),
+    SamplingParams(temperature=0.9, min_p=0.1, seed=-7),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.6, min_p=0.05, seed=2**63),
+    SamplingParams(temperature=2.0, top_p=0.99, seed=5),
+    SamplingParams(temperature=1.0, top_k=500, top_p=1e-6, seed=6),
 ]
 
 
@@ -95,7 +96,7 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
     """Logits of one to four values: top-k keeps all that tie with the last, top-p those of the highest ids."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-1, values - 1, (2, vocab), generator=generator).to(torch.bfloat16)
-    params = [SamplingParams(temperature, seed=seed, **cut), SamplingParams()]
+    params = [SamplingParams(temperature=temperature, seed=seed, **cut), SamplingParams()]
     wanted, found = both(logits, params, seed, block=32)
     assert found == wanted
 
@@ -103,7 +104,7 @@ def test_ties_are_kept_and_dropped_as_in_the_portable_path(seed, vocab, values, 
 def test_top_p_keeps_what_exact_sums_keep():
     """The kept set's size, by the kernels and by the portable path, against probabilities summed in float64."""
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(3))
-    params = [SamplingParams(1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
+    params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.05, 0.3, 0.5, 0.9, 0.999, 0.99999)]
     sampling = SamplingBatch.of(params, DEVICE)
     rows = kernel.SampleRows(logits.to(DEVICE), sampling.temperature, torch.arange(6, device=DEVICE))
     floors = rows.with_ties(sampling.top_p, rows.peaks(), None)[0].cpu()
@@ -144,7 +145,7 @@ def test_extremes_are_picked_as_in_the_portable_path(row):
         logits = torch.where(torch.arange(50) % 3 == 0, 0.0, -0.0).expand(2, 50)
     else:
         logits = logits * 1e38
-    wanted, found = both(logits, [SamplingParams(), SamplingParams(1.0, seed=4)], block=32)
+    wanted, found = both(logits, [SamplingParams(), SamplingParams(temperature=1.0, seed=4)], block=32)
     assert found == wanted
 
 
@@ -189,7 +190,7 @@ def test_log_probs_of_a_row_with_a_nan_are_nan(fused):
 def test_processed_scores_say_what_could_have_been_picked():
     """The kernels never pick what `process` drops: 12 picks under a sharp cut, by different noise."""
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)).bfloat16().expand(12, 60)
-    params, rows = [SamplingParams(1.5, top_k=3, seed=1)], torch.arange(40)
+    params, rows = [SamplingParams(temperature=1.5, top_k=3, seed=1)], torch.arange(40)
     kept = process(logits[:1], SamplingBatch.of(params), rows[:1]).isfinite()[0]
     tokens = picked(logits, params, rows * 0, rows)
     assert kept[tokens].all() and set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())

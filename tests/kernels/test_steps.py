@@ -1,6 +1,6 @@
 """An engine whose steps run on the kernels produces what the portable engine does, greedy and sampled."""
 
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head3, llama_engine, run
 from tests.kernels.device import DEVICE
 

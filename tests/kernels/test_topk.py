@@ -5,16 +5,22 @@ import torch
 
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.kernels import topk as kernel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from tests.kernels.device import DEVICE
 
-PLAIN = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(), SamplingParams(2.0, seed=5)]
+PLAIN = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+    SamplingParams(temperature=2.0, seed=5),
+]
 CUT = [
     SamplingParams(),
-    SamplingParams(1.0, seed=3, top_k=4),
-    SamplingParams(0.7, top_p=0.9),
-    SamplingParams(2.0, min_p=0.1),
+    SamplingParams(temperature=1.0, seed=3, top_k=4),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=2.0, min_p=0.1),
 ]
 LENGTHS = torch.tensor([5, 9, 3, 7], device=DEVICE)
 

@@ -16,7 +16,7 @@ from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
 from eagle_ray.models.placement import dispatch
 from eagle_ray.models.target import PrefillBatch
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.helpers.toy_models import head, head3, llama, llama_engine, run
 from tests.models.families import (
@@ -218,7 +218,7 @@ def test_bf16_output_is_plain_output_token_for_token(temperature):
     outputs = []
     for tree in ((0, 0, 0), (8, 3, 3)):
         engine = llama_engine(3, *tree, dtype=torch.bfloat16, packed=True)
-        params = [SamplingParams(temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
+        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
         prompts = [[5 + i, 9, 33, 7 * i + 1] * (1 + i) for i in range(6)]
         outputs.append([list(s.output_ids) for s in run(engine, prompts, params)])
     assert outputs[0] == outputs[1]

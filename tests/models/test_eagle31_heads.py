@@ -27,7 +27,8 @@ from eagle_ray.models.head_checkpoint import load_head, meta_head, save_head
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.helpers.eagle_formulas import decoder_layer, rms_norm
 from tests.helpers.published_checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write
@@ -175,7 +176,7 @@ def test_outputs_are_those_of_plain_decoding(tmp_path, switches, temperature):
     raw, tensors, _, _ = checkpoint(switches)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
     prompts = [[5 + i, 9, 33, 7 * i + 1] * (1 + i) for i in range(4)]
-    params = [SamplingParams(temperature, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
     generated = []
     for tree, weights in (((0, 0, 0), None), ((8, 3, 3), head)):
         engine = llama_engine(3, *tree, weights=weights, num_hidden_layers=NUM_LAYERS)

@@ -20,7 +20,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import llama
 from tests.models.families import CHUNKS, assert_trees_equal, target_of
 

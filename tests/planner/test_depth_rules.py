@@ -11,7 +11,7 @@ from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.planner import depth_rules
 from eagle_ray.planner.depth_rules import ddd_stops, opt_tree_stops
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import TreeBuilder
 from tests.engine.test_lossless import some_prompts
 from tests.helpers.toy_models import head, llama, run

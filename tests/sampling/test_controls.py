@@ -1,20 +1,23 @@
 """Controls change logits as transformers' processors and the slow reference do, at every path of a tree."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import controlled_logits
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.controls import Controls
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls
 from eagle_ray.sampling.token_mask import pack_mask, unpack_mask
 
 VOCAB = 53
+Controls = tuple[SamplingParams, WordIds]
 ENDS = frozenset([2, 7])
 
 
@@ -22,7 +25,7 @@ def adjusted(
     logits: torch.Tensor, controls: Controls, prompt: list[int], output: list[int], path: list[int]
 ) -> torch.Tensor:
     """Return one row's logits after the engine's adjustments: `output` is committed, `path` is drafted."""
-    state = ControlState(controls, prompt, ENDS, len(logits))
+    state = ControlState(*controls, prompt, ENDS, len(logits))
     state.sync(output[: len(output) // 2])
     state.sync(output)
     result = logits.clone()[None]
@@ -34,17 +37,22 @@ def random_ids(rng: random.Random, low: int, high: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]
 
 
+def some_controls(bad_words: Iterable[Iterable[int]] = (), **values: object) -> Controls:
+    return SamplingParams(**values), tuple(tuple(word) for word in bad_words)
+
+
 def random_controls(rng: random.Random) -> Controls:
     some = [rng.randrange(VOCAB) for _ in range(6)]
-    return Controls.of(
+    controls = some_controls(
         presence_penalty=rng.choice([0.0, 1.5, -0.5]),
         frequency_penalty=rng.choice([0.0, 0.75, -1.0]),
         repetition_penalty=rng.choice([1.0, 1.3, 0.7]),
         logit_bias=rng.choice([None, {some[0]: 3.5, some[1]: -100.0}]),
-        allowed_token_ids=rng.choice([None, range(3, VOCAB, 2), [*range(20), 44]]),
+        allowed_token_ids=rng.choice([None, list(range(3, VOCAB, 2)), [*range(20), 44]]),
         bad_words=rng.choice([(), [[some[2]], some[3:5]], [some[:3], [some[5]]]]),
         min_tokens=rng.choice([0, 3, 20]),
-    ) or Controls(presence_penalty=1.0)
+    )
+    return controls if has_controls(*controls) else some_controls(presence_penalty=1.0)
 
 
 def test_paths_are_adjusted_as_committed_tokens_are():
@@ -54,7 +62,7 @@ def test_paths_are_adjusted_as_committed_tokens_are():
         cut = rng.randint(0, len(tokens))
         logits = torch.randn(VOCAB) * 4
         result = adjusted(logits, controls, prompt, tokens[:cut], tokens[cut:])
-        torch.testing.assert_close(result, controlled_logits(logits, controls, prompt, tokens, ENDS))
+        torch.testing.assert_close(result, controlled_logits(logits, *controls, prompt, tokens, ENDS))
 
 
 def test_rows_of_several_sequences_are_adjusted_each_by_its_own():
@@ -63,11 +71,11 @@ def test_rows_of_several_sequences_are_adjusted_each_by_its_own():
     paths = [[[], [4], [4, 4], [9]], [[]], [[], [3], [3, 11]], [[]], [[], [1]]]
     states = []
     for controls, prompt, output in cases:
-        states.append(ControlState(controls, prompt, ENDS, VOCAB))
+        states.append(ControlState(*controls, prompt, ENDS, VOCAB))
         states[-1].sync(output)
     logits = torch.randn(sum(map(len, paths)), VOCAB) * 4
     expected = [
-        controlled_logits(logits[0], controls, prompt, [*output, *path], ENDS)
+        controlled_logits(logits[0], *controls, prompt, [*output, *path], ENDS)
         for (controls, prompt, output), each in zip(cases, paths, strict=True)
         for path in each
     ]
@@ -92,7 +100,7 @@ def test_the_adjustments_are_those_of_transformers(seed):
             hf.PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1),
         ]
     )
-    controls = Controls.of(
+    controls = some_controls(
         repetition_penalty=1.4, logit_bias=bias, allowed_token_ids=allowed, bad_words=words, min_tokens=5
     )
     logits = torch.randn(VOCAB) * 4
@@ -103,7 +111,7 @@ def test_the_adjustments_are_those_of_transformers(seed):
 
 def test_counting_penalties_are_openais():
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens alone."""
-    controls = Controls.of(presence_penalty=0.5, frequency_penalty=0.25)
+    controls = some_controls(presence_penalty=0.5, frequency_penalty=0.25)
     logits = torch.ones(VOCAB)
     result = adjusted(logits, controls, [3, 3, 3], [4, 5, 4], [4, 6])
     assert (result - 1).nonzero().flatten().tolist() == [4, 5, 6]
@@ -111,7 +119,7 @@ def test_counting_penalties_are_openais():
 
 
 def test_words_yield_before_no_token_is_left():
-    controls = Controls.of(allowed_token_ids=[5, 6], bad_words=[[5, 5], [5, 6]])
+    controls = some_controls(allowed_token_ids=[5, 6], bad_words=[[5, 5], [5, 6]])
     assert adjusted(torch.zeros(VOCAB), controls, [5], [], []).isfinite().nonzero().flatten().tolist() == [5, 6]
     assert adjusted(torch.zeros(VOCAB), controls, [9], [], [6]).isfinite().sum() == 2
 
@@ -124,31 +132,19 @@ def test_a_mask_has_a_bit_for_each_token():
 
 
 def test_nothing_asked_for_is_no_controls():
-    assert Controls.of() is None
-    assert Controls.of(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0) is None
+    assert not has_controls(SamplingParams(), ())
+    assert not has_controls(SamplingParams(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0), ())
 
 
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(presence_penalty=2.1), "presence_penalty must be a number between -2 and 2, got 2.1"),
-        (dict(frequency_penalty=-3), "frequency_penalty must be a number between -2 and 2, got -3"),
-        (dict(repetition_penalty=0.0), "repetition_penalty must be a number between 0.01 and 100, got 0.0"),
-        (dict(logit_bias={4: 101}), "logit_bias must map token ids to numbers between -100 and 100, got 4: 101"),
-        (dict(logit_bias={-4: 1}), "logit_bias must map"),
-        (dict(allowed_token_ids=[]), "allowed_token_ids must hold at least one"),
-        (dict(allowed_token_ids=[-1]), "allowed_token_ids must hold token ids"),
-        (dict(allowed_token_ids=[5], bad_words=[[5]]), "bad_words forbid every one of allowed_token_ids"),
-        (dict(bad_words=[[]]), "bad_words must hold words of at least one token"),
-        (dict(min_tokens=-1), "min_tokens must be an integer, 0 or more, got -1"),
+        (dict(allowed_token_ids=[5]), "bad_words forbid every one of allowed_token_ids"),
+        (dict(max_tokens=4, min_tokens=5), "min_tokens must be at most max_tokens (4), got 5"),
+        (dict(ignore_eos=True, regex="a"), "ignore_eos must be false with regex"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(values, message):
-    with pytest.raises(ValueError) as error:
-        Controls.of(**values)
-    assert str(error.value).startswith(message)
-
-
-def test_min_tokens_is_at_most_max_tokens():
-    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens"):
-        SamplingParams(max_tokens=4, controls=Controls.of(min_tokens=5))
+def test_parameters_that_contradict_one_another_are_refused(values, message):
+    with pytest.raises(RequestError) as error:
+        Sequence("a", [5], SamplingParams(**values), bad_word_ids=((5,),))
+    assert error.value.code == "invalid_sampling" and str(error.value).startswith(message)

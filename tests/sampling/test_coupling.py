@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.coupling import LARGE_NOISE, Coupling, dropped
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, gumbel_noise, process, sample
+from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process, sample
 
 ROWS, VOCAB = 16, 60
 
 
 def sampled(temperature: float = 1.0, **params: float) -> SamplingBatch:
-    return SamplingBatch.of([SamplingParams(temperature, seed=i, **params) for i in range(ROWS)])
+    return SamplingBatch.of([SamplingParams(temperature=temperature, seed=i, **params) for i in range(ROWS)])
 
 
 @pytest.mark.parametrize("weights", [(1.5, 0.5, 0.4), (0.8, 1.5, 0.0)])

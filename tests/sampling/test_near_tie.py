@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import reachable_tokens, rounding_cause
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingParams, sample
+from eagle_ray.sampling.sampler import SamplingBatch, sample
 
 VOCAB = 40
 FILTERS = [
@@ -30,7 +31,7 @@ def test_whatever_rounding_makes_of_a_sample_is_reachable(filters, temperature):
     torch.manual_seed(0)
     changed = 0
     for position in range(120):
-        params = SamplingParams(temperature, seed=position, **filters)
+        params = SamplingParams(temperature=temperature, seed=position, **filters)
         logits, tolerance = 2 * torch.randn(VOCAB), 0.2
         moved = logits + (torch.rand(200, VOCAB) - 0.5) * tolerance
         reachable = reachable_tokens(logits, params, position, tolerance)
@@ -45,7 +46,7 @@ def test_what_fp32_rounding_cannot_reach_is_not_excused(filters):
     torch.manual_seed(0)
     excused = 0
     for position in range(300):
-        params = SamplingParams(1.0, seed=position, **filters)
+        params = SamplingParams(temperature=1.0, seed=position, **filters)
         logits = 2 * torch.randn(VOCAB)
         reachable = reachable_tokens(logits, params, position, 1e-4)
         assert reachable[sampled(logits[None], params, position)[0]]
@@ -58,8 +59,8 @@ def test_causes_are_told_apart():
     assert rounding_cause(logits, SamplingParams(), 0, 0, 1, 1e-4) == "tie"
     assert rounding_cause(logits, SamplingParams(), 0, 0, 2, 1e-4) is None
 
-    params = SamplingParams(1.0, top_k=1)
-    position = next(i for i in range(100) if sampled(logits[None], SamplingParams(1.0, top_k=2), i) == [1])
+    params = SamplingParams(temperature=1.0, top_k=1)
+    position = next(i for i in range(100) if sampled(logits[None], SamplingParams(temperature=1.0, top_k=2), i) == [1])
     assert sampled(logits[None], params, position) == [0]
     assert rounding_cause(logits, params, position, 0, 1, 1e-4) == "cut"  # the top two change places
     assert rounding_cause(logits, params, position, 0, 1, 1e-6) is None
@@ -69,7 +70,7 @@ def test_a_low_temperature_magnifies_what_rounding_does():
     logits = torch.tensor([0.0, 0.0, -9.0])
 
     def num_ties(temperature: float) -> int:
-        params = [SamplingParams(temperature, seed=seed) for seed in range(200)]
+        params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(200)]
         return sum(bool(reachable_tokens(logits, p, 0, 0.01)[:2].all()) for p in params)
 
     assert num_ties(1.0) < 10 < 50 < num_ties(0.01)

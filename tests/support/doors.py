@@ -23,16 +23,18 @@ from typing import Any
 
 import pytest
 
-from eagle_ray import LLM, SamplingParams
+from eagle_ray import LLM
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.job_errors import OUTCOMES
 from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.batch.worker import Worker
-from eagle_ray.config import ConfigError, JobConfig, load_config, load_serve_config
+from eagle_ray.config import JobConfig, load_config, load_serve_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.report.batch_output import line_of
+from eagle_ray.requests.answers import line_of
+from eagle_ray.requests.parameters import SAMPLING
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
 from eagle_ray.serve.openapi import openapi
@@ -44,7 +46,7 @@ __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "open
 
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 PATHS = URLS | {"tokenize": "/tokenize"}
-SAMPLING_NAMES = frozenset(SamplingParams.model_fields)
+SAMPLING_NAMES = frozenset(SAMPLING)
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # arguments of LLM.chat
 # Reads tools and one value, so that both show in a prompt; the model has seen neither.
 TEMPLATE = (
@@ -236,9 +238,10 @@ class Doors:
             requests[int(sequence.request_id.partition("/")[0])][0].sequences.append(sequence)
         for row in output:
             answered, request = requests[int(row["request_id"])]
-            answered.body.append(row | {"request_id": request["request_id"]})
-            if row["status"] == "error":
-                answered.refusal = f"{row['error_code']}: {self._without_place(row['error_message'])}"
+            message = None if row["error_message"] is None else self._without_place(row["error_message"])
+            answered.body.append(row | {"request_id": request["request_id"], "error_message": message})
+            if message is not None:
+                answered.refusal = f"{row['error_code']}: {message}"
 
     def _without_place(self, text: str) -> str:
         text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)

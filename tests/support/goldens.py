@@ -1,6 +1,7 @@
 """The files of tests/goldens that freeze what a user sees: `python -m tests.support.goldens --write` writes them.
 
     requests/*.txt   what each door makes of each request of the corpus
+    answers/*.json   what each door answers to a few requests
     openapi.json     the document of the endpoint over the embedded pair
     exit_codes.txt   the exit codes of every command
 
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 
+from tests.support.answers import DOORS, answers_at
 from tests.support.doors import OUTCOMES, Doors, openapi, silent_log
 from tests.support.request_corpus import CORPUS, line_outcomes, outcomes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 VOCAB_SIZE = 1536  # of embedded:tiny
+TOLERANCE = 0.002  # of a log-probability
 LINE_CHARS = 160  # of JSON
 HOW = "If the change is meant, run: python -m tests.support.goldens --write"
 
@@ -48,6 +51,8 @@ def compare(name: str, text: str, is_written: bool = False) -> str:
     """Return a unified diff of a file and its new text, "" if they are equal. is_written: write the new text."""
     path = GOLDENS / name
     before = path.read_text() if path.exists() else ""
+    if before and name.startswith("answers/"):
+        text = _indented(_with_near_numbers_of(json.loads(before), json.loads(text))) + "\n"
     if is_written:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -55,10 +60,25 @@ def compare(name: str, text: str, is_written: bool = False) -> str:
     return "\n".join(lines)
 
 
+def _with_near_numbers_of(before: Any, now: Any) -> Any:
+    """Return `now` with each log-probability of `before` that it is near to: other processors round differently."""
+    if isinstance(before, float) and isinstance(now, float) and abs(before - now) <= TOLERANCE:
+        return before
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {name: _with_near_numbers_of(before.get(name), value) for name, value in now.items()}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [_with_near_numbers_of(*pair) for pair in zip(before, now, strict=True)]
+    return now
+
+
 def _table(doors: Doors, group: str) -> str:
     found = line_outcomes(doors) if group == "lines" else outcomes(doors, CORPUS[group])
     blocks = ("\n    ".join([case, *map(": ".join, made.items())]) for case, made in found.items())
     return "\n".join(blocks) + "\n"
+
+
+def _answers(doors: Doors, door: str) -> str:
+    return _indented(answers_at(door, doors)) + "\n"
 
 
 def _openapi(_: Doors) -> str:
@@ -87,6 +107,7 @@ def _exit_codes(_: Doors) -> str:
 
 FILES: dict[str, Callable[[Doors], str]] = {
     **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines")},
+    **{f"answers/{door}.json": partial(_answers, door=door) for door in DOORS},
     "openapi.json": _openapi,
     "exit_codes.txt": _exit_codes,
 }

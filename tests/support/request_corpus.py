@@ -22,8 +22,8 @@ REQUESTS_FILE = Path(__file__).with_name("requests.txt")
 MAX_OUTCOME_CHARS = 400  # of one refusal
 DEEP = 250  # lists in each other, more than are read
 HALF = "cut \ud83d"  # half a surrogate pair
-PROMPT = "What is the capital of France?"
-HI = [{"role": "user", "content": PROMPT}]
+HI = [{"role": "user", "content": "What is the capital of France?"}]
+PROMPT = "<|user|>What is the capital of France?<|end|><|assistant|>"
 LIMITS = {"max_tokens": 2, "seed": 1}
 BASES: dict[str, Json] = {
     "row": {"id": "r", "prompt": PROMPT, **LIMITS},

@@ -22,7 +22,7 @@ from eagle_ray.evaluation.equivalence import Equivalence, compare, first_differe
 from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.statistics import ratio_interval
 from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.harness import Harness, PlannerProbe, Way
 from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.workload import DRAIN_LENGTHS

@@ -30,9 +30,9 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingParams
 from jobs.bench.gpu.synthetic_context import ContextBlocks, begin, fill, in_context
 
 Tree = tuple[int, int, int]  # max_nodes, max_depth, top_k

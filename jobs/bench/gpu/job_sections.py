@@ -43,7 +43,7 @@ from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
 from jobs.bench.gpu.embedded_pair import ASSETS

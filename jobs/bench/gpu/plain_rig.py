@@ -27,7 +27,7 @@ from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import free_bytes, synchronize
 from jobs.bench.gpu.findings import Findings

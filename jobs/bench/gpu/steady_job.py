@@ -25,7 +25,7 @@ from typing import Any
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.device import peak_gib, synchronize
 from jobs.bench.gpu.kernel_counts import count_kernels
 

@@ -24,7 +24,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.target import TargetModel
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 UNSEEN = 3e4  # of a key in its anchor; queries have some tenths to some tens there
 FILLER = 0  # the token id that stands for a column of a context

@@ -10,7 +10,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import warm_up
-from eagle_ray.sampling.sampler import SamplingParams
+from eagle_ray.requests.parameters import SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from typing import Any
 
+from eagle_ray.requests.token_logprobs import Spell, chat_form, completion_form, row_logprobs
+
 Row = dict[str, Any]
-Spell = Callable[[int], str]
-"""Function that returns the text of one token id."""
-Token = tuple[int, float]
-"""A token id and its log-probability."""
 
 COLUMNS = (
     "request_id",
@@ -44,8 +41,6 @@ COLUMNS = (
 )  # url exists only if the input is a batch file; without it, rows are chat completions
 NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
-HALF_A_CHARACTER = "\ufffd"
-MIN_LOGPROB = -9999.0  # JSON has no infinity; the endpoint writes this value, too
 
 
 def line_of(rows: list[Row], spell: Spell) -> dict[str, Any]:
@@ -85,10 +80,11 @@ def _body(rows: list[Row], key: str, spell: Spell) -> dict[str, Any]:
 
 
 def _chat_choice(row: Row, spell: Spell) -> dict[str, Any]:
+    tokens = row_logprobs(row)
     return {
         "index": row["sample_index"],
         "message": _message(row),
-        "logprobs": {"content": _chat_logprobs(row, spell), "refusal": None} if _has_logprobs(row) else None,
+        "logprobs": None if tokens is None else {"content": chat_form(tokens, spell), "refusal": None},
         "finish_reason": row["finish_reason"],
     }
 
@@ -104,63 +100,14 @@ def _message(row: Row) -> dict[str, Any]:
     return message
 
 
-def _chat_logprobs(row: Row, spell: Spell) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a chat choice, with as many alternatives as the request asked for."""
-    return [
-        _chat_token(token, logprob, spell) | {"top_logprobs": [_chat_token(*other, spell) for other in tops]}
-        for token, logprob, tops in _tokens(row)
-    ]
-
-
-def _chat_token(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
-    """Return a token. `bytes` is null for one that is part of a character."""
-    text = spell(token)
-    return {"token": text, "logprob": logprob, "bytes": None if HALF_A_CHARACTER in text else list(text.encode())}
-
-
 def _text_choice(row: Row, spell: Spell) -> dict[str, Any]:
+    tokens, has_tops = row_logprobs(row), row.get("token_top_logprobs") is not None
     return {
         "index": row["sample_index"],
         "text": row["text"],
-        "logprobs": _text_logprobs(row, spell) if _has_logprobs(row) else None,
+        "logprobs": None if tokens is None else completion_form(tokens, spell, has_tops),
         "finish_reason": row["finish_reason"],
     }
-
-
-def _text_logprobs(row: Row, spell: Spell) -> dict[str, Any]:
-    tokens = _tokens(row)
-    texts = [spell(token) for token, _, _ in tokens]
-    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-    tops = [_by_text([*tops, (token, logprob)], spell) for token, logprob, tops in tokens]
-    return {
-        "tokens": texts,
-        "token_logprobs": [logprob for _, logprob, _ in tokens],
-        "top_logprobs": tops if row.get("token_top_logprobs") is not None else None,
-        "text_offset": offsets,
-    }
-
-
-def _by_text(tokens: list[Token], spell: Spell) -> dict[str, float]:
-    """Return the alternatives and, as OpenAI does, the token itself, by text. Of equal texts the likeliest is kept."""
-    found: dict[str, float] = {}
-    for token, logprob in sorted(tokens, key=lambda pair: -pair[1]):
-        found.setdefault(spell(token), logprob)
-    return found
-
-
-def _has_logprobs(row: Row) -> bool:
-    return row["token_logprobs"] is not None and row["output_token_ids"] is not None
-
-
-def _tokens(row: Row) -> list[tuple[int, float, list[Token]]]:
-    """Return the output tokens, each with its log-probability and its alternatives, none if none were asked for."""
-    ids, logprobs = row["output_token_ids"], row["token_logprobs"]
-    found = row.get("token_top_logprobs")
-    tops = [[]] * len(ids) if found is None else found
-    return [
-        (token, max(logprob, MIN_LOGPROB), [(other["token_id"], max(other["logprob"], MIN_LOGPROB)) for other in top])
-        for token, logprob, top in zip(ids, logprobs, tops, strict=True)
-    ]
 
 
 def _response(row: Row, key: str, spell: Spell) -> dict[str, Any]:
@@ -203,8 +150,8 @@ def _output_items(row: Row, key: str, spell: Spell) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": "completed"})
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
-        places = _chat_logprobs(row, spell) if _has_logprobs(row) else []
-        logprobs = [place | {"bytes": place["bytes"] or []} for place in places]
+        tokens = chat_form(row_logprobs(row) or [], spell)
+        logprobs = [token | {"bytes": token["bytes"] or []} for token in tokens]
         part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": logprobs}
         items.append({"type": "message", "id": f"msg_{key}", "role": "assistant", "content": [part], "status": status})
     for i, call in enumerate(calls):
