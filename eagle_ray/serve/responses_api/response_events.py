@@ -13,10 +13,10 @@ from contextlib import aclosing
 from typing import Any
 
 from eagle_ray.requests.answers import Json, TokenUsage
+from eagle_ray.requests.openai_bodies import ResponsesRequest
 from eagle_ray.requests.response_answers import ResponseObject
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import event
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
