@@ -18,7 +18,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import describe_value, json_error, json_text
+from eagle_ray.requests.values import (
+    AnyObject,
+    CallArguments,
+    Either,
+    ListOf,
+    Object,
+    OneOf,
+    Text,
+    describe_value,
+    json_error,
+    json_text,
+)
 from eagle_ray.text.chat_format import template_arguments, template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
@@ -35,6 +46,30 @@ MEDIA = {
     "file": "files",
     "input_file": "files",
 }
+_TEXT = Text(can_be_empty=True)
+TEXT_PART = Object("TextPart", {"type": OneOf(("text",)), "text": _TEXT}, required=("type", "text"))
+CALLED_FUNCTION = Object(
+    "CalledFunction",
+    {"name": _TEXT, "arguments": Either((CallArguments(), AnyObject()))},
+    required=("name",),
+    is_open=True,
+)
+CALLED_TOOL = Object(
+    "CalledTool",
+    {"id": _TEXT, "type": OneOf(("function",)), "function": CALLED_FUNCTION},
+    required=("function",),
+    defaults={"type": "function"},
+    is_open=True,
+    about="A tool call of an earlier answer.",
+)
+MESSAGE = Object(
+    "Message",
+    {"role": OneOf(ROLES), "content": Either((_TEXT, ListOf(TEXT_PART))), "tool_calls": ListOf(CALLED_TOOL)},
+    required=("role",),
+    is_open=True,
+    about="A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them.",
+)
+MESSAGES = ListOf(MESSAGE, min_items=1, form="a list of messages {role, content}")
 _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
 

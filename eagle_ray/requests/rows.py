@@ -16,15 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import (
-    TEMPLATE_KEY,
-    ColumnPath,
-    RequestColumns,
-    RowLocation,
-    describe_value,
-    json_error,
-    json_text,
-)
+from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
 from eagle_ray.requests.request import Request
@@ -37,6 +29,9 @@ from eagle_ray.requests.values import (
     Texts,
     TokenIds,
     WrongValue,
+    describe_value,
+    json_error,
+    json_text,
 )
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
 
