@@ -31,7 +31,6 @@ from eagle_ray.sampling.controls import Controls
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import SamplingParams, sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
 from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions, needs_grammar
@@ -102,7 +101,7 @@ class GenerationRequest:
 def prepare_generation(
     request: ChatRequest | CompletionRequest,
     config: ServeConfig,
-    text: Tokenizer | NullTokenizer,
+    text: Tokenizer,
     is_typed: bool = False,
     client: int = 0,
 ) -> GenerationRequest:
@@ -144,7 +143,7 @@ def prepare_generation(
     )
 
 
-def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> AnswerParser | None:
+def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> AnswerParser | None:
     """Return a new parser of a choice's text, or None if all of it is content."""
     if not asked.is_chat or (text.chat_format.reasoning_parser is None and not asked.chat_options.has_tools):
         return None
@@ -204,9 +203,7 @@ def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig)
         raise RequestError("invalid_chat", str(error)) from None
 
 
-def _prompts(
-    request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer, options: ChatOptions
-) -> list[Prompt]:
+def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options: ChatOptions) -> list[Prompt]:
     if isinstance(request, ChatRequest):
         return [Prompt(text.encode_chat([message.plain() for message in request.messages], options), "")]
     return [

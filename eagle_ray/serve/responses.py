@@ -12,7 +12,6 @@ from typing import Any
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.token_logprobs import chat_logprobs, output_places, prompt_places, text_logprobs
 from eagle_ray.text.answer import Answer
 from eagle_ray.text.answer_parser import parse_answer
@@ -21,7 +20,7 @@ from eagle_ray.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 
-def answer_of(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+def answer_of(asked: GenerationRequest, text: Tokenizer) -> Json:
     """Return the body of a request that does not stream; every sequence is finished."""
     of = _chat_choice if asked.is_chat else _text_choice
     choices = [of(asked, choice, text) for choice in asked.choices]
@@ -66,12 +65,12 @@ def _num_cached(asked: GenerationRequest) -> int:
     return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
 
 
-def num_reasoning_tokens(reasonings: Iterable[str | None], text: Tokenizer | NullTokenizer) -> int:
+def num_reasoning_tokens(reasonings: Iterable[str | None], text: Tokenizer) -> int:
     """Return how many tokens the texts of choices' reasoning are, without their markers."""
     return sum(len(text.encode(reasoning, add_special_tokens=False)) for reasoning in reasonings if reasoning)
 
 
-def whole_usage(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+def whole_usage(asked: GenerationRequest, text: Tokenizer) -> Json:
     """Return the token usage of a request whose choices are finished and were streamed."""
     has_reasoning = asked.is_chat and text.chat_format.reasoning_parser is not None
     reasonings = [_answer(asked, choice, text).reasoning for choice in asked.choices] if has_reasoning else []
@@ -111,7 +110,7 @@ def token_ids(asked: GenerationRequest, choice: Choice) -> Json:
     }
 
 
-def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:
+def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> Json:
     sequence = choice.sequence
     logprobs = None
     if asked.request.tops is not None:
@@ -125,7 +124,7 @@ def _chat_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
     } | token_ids(asked, choice)
 
 
-def _answer(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Answer:
+def _answer(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> Answer:
     """Return the parts of a choice's text."""
     parser = answer_parser(asked, choice, text)
     if parser is None:
@@ -133,7 +132,7 @@ def _answer(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullToke
     return parse_answer(text.with_markers().final_text(shown_ids(choice), asked.stops, asked.text_options), parser)
 
 
-def _message(asked: GenerationRequest, choice: Choice, answer: Answer, text: Tokenizer | NullTokenizer) -> Json:
+def _message(asked: GenerationRequest, choice: Choice, answer: Answer, text: Tokenizer) -> Json:
     """Return the assistant's message. Its content is null if it has tool calls alone."""
     message: Json = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning:
@@ -149,7 +148,7 @@ def call_key(asked: GenerationRequest, choice: Choice) -> str:
     return f"{asked.id}/{choice.index}"
 
 
-def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json:
+def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> Json:
     output = text.final_text(shown_ids(choice), asked.stops, asked.text_options)
     return {
         "index": choice.index,
@@ -159,7 +158,7 @@ def _text_choice(asked: GenerationRequest, choice: Choice, text: Tokenizer | Nul
     } | token_ids(asked, choice)
 
 
-def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> Json | None:
+def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> Json | None:
     if asked.request.tops is None:
         return None
     places = output_places(choice.sequence, 0, num_output(choice))
@@ -167,7 +166,7 @@ def _text_logprobs(asked: GenerationRequest, choice: Choice, text: Tokenizer | N
     return text_logprobs(places, text, asked.request.tops > 0)
 
 
-def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> tuple[str, Json | None]:
+def prompt_part(asked: GenerationRequest, choice: Choice, text: Tokenizer) -> tuple[str, Json | None]:
     """Return what an echo shows before the first output id: the prompt's text and log-probabilities."""
     if asked.request.tops is None:
         return choice.prompt.text, None

@@ -68,7 +68,7 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Said = Json | Exception | None
-BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
+BodyOf = Callable[[GenerationRequest, Tokenizer], Json]
 """Makes the body of a response from a request whose sequences are finished."""
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.serve.generation_request import Choice, GenerationRequest, answer_parser, stats_of
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import (
     Json,
     call_key,
@@ -42,7 +41,7 @@ from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.tokenizer import Tokenizer
 
 
-def last_chunk(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+def last_chunk(asked: GenerationRequest, text: Tokenizer) -> Json:
     """Return the chunk after all choices, with usage and speculation metrics."""
     return _head(asked) | {"choices": [], "usage": whole_usage(asked, text), "metrics": metrics_of(asked)}
 
@@ -70,7 +69,7 @@ def num_logprobs(chunk: Json) -> int:
 class ChoiceChunks:
     """The chunks of one choice. Their texts concatenated are the text without streaming."""
 
-    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer):
         self._asked, self._choice, self._text = asked, choice, text
         self._parts = MessageParts(asked, choice, text)
         parsed = text if self._parts.is_plain else text.with_markers()
@@ -160,7 +159,7 @@ class ChoiceChunks:
 class MessageParts:
     """The deltas of a chat message, made of its text piece by piece. is_plain: the text is all content."""
 
-    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer):
+    def __init__(self, asked: GenerationRequest, choice: Choice, text: Tokenizer):
         self._parser = answer_parser(asked, choice, text)
         self._chat_format, self._key = text.chat_format, call_key(asked, choice)
         self._calls: set[int] = set()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import REPLACEMENT_CHAR
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -44,7 +43,7 @@ def _place(token: int, logprob: float | None, top: TopLogprobs) -> TokenLogprob:
     return TokenLogprob(token, None if logprob is None else max(logprob, MIN_LOGPROB), finite_top)
 
 
-def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NullTokenizer) -> list[dict[str, Any]]:
+def chat_logprobs(places: list[TokenLogprob], text: Tokenizer) -> list[dict[str, Any]]:
     return [
         _token(place.token, place.logprob, text)
         | {"top_logprobs": [_token(token, logprob, text) for token, logprob in place.top]}
@@ -52,7 +51,7 @@ def chat_logprobs(places: list[TokenLogprob], text: Tokenizer | NullTokenizer) -
     ]
 
 
-def _token(token: int, logprob: float | None, text: Tokenizer | NullTokenizer) -> dict[str, Any]:
+def _token(token: int, logprob: float | None, text: Tokenizer) -> dict[str, Any]:
     """bytes is null for a token that is only a part of a character."""
     spelled = text.decode_with_special([token])
     return {
@@ -62,9 +61,7 @@ def _token(token: int, logprob: float | None, text: Tokenizer | NullTokenizer) -
     }
 
 
-def text_logprobs(
-    places: list[TokenLogprob], text: Tokenizer | NullTokenizer, has_tops: bool, offset: int = 0
-) -> dict[str, Any]:
+def text_logprobs(places: list[TokenLogprob], text: Tokenizer, has_tops: bool, offset: int = 0) -> dict[str, Any]:
     """offset: characters before the first place. Of alternatives that are spelled alike the likeliest is shown."""
     tokens = [text.decode_with_special([place.token]) for place in places]
     offsets = [offset]
@@ -79,7 +76,7 @@ def text_logprobs(
     }
 
 
-def _by_spelling(place: TokenLogprob, text: Tokenizer | NullTokenizer) -> dict[str, float] | None:
+def _by_spelling(place: TokenLogprob, text: Tokenizer) -> dict[str, float] | None:
     """Return the alternatives and, as OpenAI does, the token itself, by text; null for the first token."""
     if place.logprob is None:
         return None

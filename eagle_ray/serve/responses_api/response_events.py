@@ -12,7 +12,6 @@ from contextlib import aclosing
 
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.null_tokenizer import NullTokenizer
 from eagle_ray.serve.responses import Json, answer_of, num_reasoning_tokens
 from eagle_ray.serve.responses_api.response_object import ResponseObject
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
@@ -20,7 +19,7 @@ from eagle_ray.serve.sse import event
 from eagle_ray.text.tokenizer import Tokenizer
 
 
-def response_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer, body: ResponsesRequest) -> Json:
+def response_body(asked: GenerationRequest, text: Tokenizer, body: ResponsesRequest) -> Json:
     """Return the body of a response that is not streamed."""
     [choice] = answer_of(asked, text)["choices"]
     response = _response(asked, body, text)
@@ -34,7 +33,7 @@ async def response_events(
     chunks: AsyncGenerator[Json, None],
     asked: GenerationRequest,
     body: ResponsesRequest,
-    text: Tokenizer | NullTokenizer,
+    text: Tokenizer,
 ) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed response. An error before the first chunk is raised; a later one is an event."""
     events = ResponseEvents(asked, body, text)
@@ -53,7 +52,7 @@ async def response_events(
 class ResponseEvents:
     """The events of a streamed response, made of the chunks of a chat."""
 
-    def __init__(self, asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer | NullTokenizer):
+    def __init__(self, asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer):
         self._response = _response(asked, body, text)
         self._num_told = 0
 
@@ -83,5 +82,5 @@ class ResponseEvents:
             self._num_told += 1
 
 
-def _response(asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer | NullTokenizer) -> ResponseObject:
+def _response(asked: GenerationRequest, body: ResponsesRequest, text: Tokenizer) -> ResponseObject:
     return ResponseObject(asked, body, lambda reasoning: num_reasoning_tokens([reasoning], text))
