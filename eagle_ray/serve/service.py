@@ -67,11 +67,11 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Queued = Json | Exception | None
-BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
+BodyOf = Callable[[GenerationRequest, "Tokenizer"], Json]
 """Makes the body of a response from a request whose sequences are finished."""
 
 
-def chat_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+def chat_body(asked: GenerationRequest, text: Tokenizer) -> Json:
     """Return the body of a chat or of a text completion."""
     return asked.answers(text).body()
 
