@@ -20,7 +20,6 @@ from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api import responses_request
-from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.unsupported import NO_TEXT, no_op_schemas
 
@@ -29,7 +28,7 @@ AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, response_models.Completion),
-    "/v1/responses": (ResponsesRequest, ResponseBody),
+    "/v1/responses": (ResponsesRequest, response_models.ResponseBody),
     "/tokenize": (TokenizeRequest, response_models.Tokens),
     "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }
@@ -45,7 +44,7 @@ GETS = {
 STREAMS: dict[str, type] = {
     "/v1/chat/completions": response_models.ChatChunk,
     "/v1/completions": response_models.TextChunk,
-    "/v1/responses": ResponseEvent,
+    "/v1/responses": response_models.ResponseEvent,
 }
 OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
 REFUSALS = {
