@@ -82,8 +82,8 @@ class OutputRows:
     def of_turn_error(self, request: RequestRow, sample_index: int, error: RequestError) -> RequestRow:
         """Return the error row of one sample of the request, or of one turn of a conversation."""
         prompt = request["prompt"] if self.config.output.store_prompt else None
-        told = {"error_code": error.code, "error_message": message_of(request, error)}
-        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | told
+        columns = {"error_code": error.code, "error_message": message_of(request, error)}
+        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | columns
 
     def _shared(self, request: RequestRow) -> RequestRow:
         messages = messages_of(request) if self.config.output.store_prompt else None
