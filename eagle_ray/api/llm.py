@@ -4,7 +4,7 @@
     for output in llm.generate(["Once upon", "The capital of"], SamplingParams(max_tokens=64)):
         print(output.outputs[0].text, output.outputs[0].mean_acceptance_length)
 
-Prompts become request rows and then sequences, by the code of a job, so ids, seeds and errors are a job's. The engine
+Prompts become requests and then sequences, by the code of a job, so ids, seeds and errors are a job's. The engine
 steps in a thread of its own. Calls from several threads share its slots.
 """
 
@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from typing_extensions import Unpack
 
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
-from eagle_ray.api.request_output import RequestOutput, completion_of, speller
+from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import JobConfig
@@ -36,15 +37,9 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.requests.chat_rows import answer_of_row
-from eagle_ray.requests.sequences import (
-    RequestRow,
-    message_of,
-    prompt_text_of,
-    sequences_of,
-    stop_strings,
-    text_options_of,
-)
+from eagle_ray.requests.output_rows import answer_reader
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.requests.token_logprobs import python_form, token_logprobs
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -134,9 +129,9 @@ class LLM:
             RequestError: with raise_errors.
             EngineError: the engine is dead; the LLM cannot be used again.
         """
-        rows = prompt_rows(prompts)
-        params = _one_each(sampling_params, len(rows))
-        work = self._answer_all(rows, params, raise_errors, use_tqdm)
+        requests = prompt_rows(prompts)
+        params = _one_each(sampling_params, len(requests))
+        work = self._answer_all(requests, params, raise_errors, use_tqdm)
         if not self._thread.is_alive():
             work.close()
             raise EngineError("the LLM was closed")
@@ -194,69 +189,64 @@ class LLM:
         self.close()
 
     async def _answer_all(
-        self, rows: list[RequestRow], params: list[RequestSampling], raise_errors: bool, use_tqdm: bool
+        self, requests: list[Request], params: list[RequestSampling], raise_errors: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
         configs = {id(one): self._config_with(one) for one in params}
-        with tqdm(total=len(rows), desc="prompts", disable=not use_tqdm) as bar:
+        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
 
-            async def answer(row: RequestRow, one: RequestSampling) -> RequestOutput:
-                output = await self._answer(row, one, configs[id(one)])
+            async def answer(request: Request, one: RequestSampling) -> RequestOutput:
+                output = await self._answer(request, one, configs[id(one)])
                 if raise_errors and output.error is not None:
                     raise output.error
                 bar.update()
                 return output
 
-            tasks = [asyncio.ensure_future(answer(row, one)) for row, one in zip(rows, params, strict=True)]
+            tasks = [asyncio.ensure_future(answer(request, one)) for request, one in zip(requests, params, strict=True)]
             return await _all_or_cancel(tasks)
 
-    async def _answer(self, row: RequestRow, params: RequestSampling, config: JobConfig) -> RequestOutput:
+    async def _answer(self, request: Request, params: RequestSampling, config: JobConfig) -> RequestOutput:
         number = next(self._numbers)
-        if row["request_id"] is None:
-            row["request_id"] = str(number)
-        if row["seed"] is None:
-            row["seed"] = params.seed
+        request = replace(
+            request,
+            id=str(number) if request.id is None else request.id,
+            sampling=({} if params.seed is None else {"seed": params.seed}) | dict(request.sampling),
+        )
         try:
-            sequences = self._sequences(row, config)
+            sequences = self._sequences(request, config)
             await _all_or_cancel([asyncio.ensure_future(self._engine.generate(sequence)) for sequence in sequences])
-            return self._output(row, params, config, sequences)
+            return self._output(request, params, config, sequences)
         except RequestError as error:
-            named = RequestError(error.code, message_of(row, error))
-            return RequestOutput(row["request_id"], row["prompt"], row["prompt_token_ids"] or [], error=named)
+            named = RequestError(error.code, request.error_text(error))
+            return RequestOutput(str(request.id), request.prompt, request.prompt_token_ids or [], error=named)
 
-    def _sequences(self, row: RequestRow, config: JobConfig) -> list[engine_sequence.Sequence]:
-        """Return the row's sequences. Raises RequestError, for any error that one prompt's content causes."""
+    def _sequences(self, request: Request, config: JobConfig) -> list[engine_sequence.Sequence]:
+        """Return the request's sequences. Raises RequestError, for any error that one prompt's content causes."""
         try:
-            return sequences_of(row, config, self._tokenizer)
+            return sequences_of(request, config, self._tokenizer)
         except RequestError:
             raise
         except Exception as error:  # tokenizers and templates run on arbitrary text
-            log.exception("prompt %s: internal error", row["request_id"])
+            log.exception("prompt %s: internal error", request.id)
             raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
     def _output(
-        self, row: RequestRow, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
+        self, request: Request, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
     ) -> RequestOutput:
-        text, stops, options = self._tokenizer, stop_strings(row, config), text_options_of(row, config)
-        first = sequences[0]
-        wants_logprobs = params.wants_logprobs if row["logprobs"] is None else row["logprobs"]
+        text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
+        first, spell = sequences[0], None if text is None else reader.spell
+        wants_logprobs = request.sampling.get("logprobs", params.wants_logprobs)
+        num_tops = params.num_top_logprobs if wants_logprobs else None
         prompt_logprobs = None
         if first.sampling.wants_prompt_logprobs:
             tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
-            prompt_logprobs = python_form(tokens, speller(text), params.num_top_prompt_logprobs)
+            prompt_logprobs = python_form(tokens, spell, params.num_top_prompt_logprobs)
         return RequestOutput(
-            request_id=row["request_id"],
-            prompt=prompt_text_of(row, config, text),
+            request_id=str(request.id),
+            prompt=prompt_text_of(request, config, text),
             prompt_token_ids=first.prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[
-                completion_of(
-                    i,
-                    sequence,
-                    "" if text is None else text.final_text(sequence.output_ids, stops, options),
-                    params.num_top_logprobs if wants_logprobs else None,
-                    text,
-                    answer_of_row(row, config, text, sequence, stops, options),
-                )
+                completion_of(sequence, reader.finished(sequence, i, sequence.request_id), num_tops, spell)
                 for i, sequence in enumerate(sequences)
             ],
         )

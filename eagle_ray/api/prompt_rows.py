@@ -1,14 +1,15 @@
-"""Turn the prompts of a call into request rows, as a job's reader makes them of input rows.
+"""Turn the prompts of a call into requests, as a job's reader makes them of input rows.
 
-    >>> [row["prompt"] for row in prompt_rows(["Once", {"prompt": "Twice", "temperature": 0.5}])]
+    >>> [request.prompt for request in prompt_rows(["Once", {"prompt": "Twice", "temperature": 0.5}])]
     ['Once', 'Twice']
 
-A prompt that cannot be read becomes a row with an error, like a bad row of a job.
+A prompt that cannot be read becomes a request with an error, like a bad row of a job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
@@ -18,12 +19,10 @@ from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.refused import has_effect, match_unsupported
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
-from eagle_ray.requests.row_schema import REQUEST
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.rows import parse_row, with_checked_texts
-from eagle_ray.requests.sequences import RequestRow
 
 
 class ArrowTable(Protocol):
@@ -40,13 +39,13 @@ SOURCE = "prompts"  # in place of a file, in messages
 MULTIMODAL = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
 
-def prompt_rows(prompts: Prompts) -> list[RequestRow]:
-    """Return one request row per prompt, whose request_id is None if the prompt has no id.
+def prompt_rows(prompts: Prompts) -> list[Request]:
+    """Return one request per prompt, whose id is None if the prompt has no id.
 
     Raises ConfigError if the value holds no prompts, or keys without effect.
     """
     columns = request_columns(ColumnsConfig())
-    return [_request_row(row, i, columns) for i, row in enumerate(_input_rows(prompts))]
+    return [_request(row, i, columns) for i, row in enumerate(_input_rows(prompts))]
 
 
 def _input_rows(prompts: Prompts) -> list[Mapping[str, Any]]:
@@ -83,13 +82,12 @@ def _input_row(prompt: Any) -> Mapping[str, Any]:
     )
 
 
-def _request_row(row: Mapping[str, Any], number: int, columns: RequestColumns) -> RequestRow:
+def _request(row: Mapping[str, Any], number: int, columns: RequestColumns) -> Request:
     check_keys(row)
     location = RowLocation(SOURCE, SOURCE, RowPosition(number, None))
-    request = dict.fromkeys(REQUEST.names) | parse_row(with_checked_texts(row), columns, location)
-    if request["request_id"] == location.id != row.get("id"):  # the reader's, for a prompt without an id
-        request["request_id"] = None
-    return request
+    request = parse_row(with_checked_texts(row), columns, location)
+    is_numbered = request.id == location.id != row.get("id")  # by the reader, for a prompt without an id
+    return replace(request, id=None) if is_numbered else request
 
 
 def check_keys(row: Mapping[str, Any]) -> None:

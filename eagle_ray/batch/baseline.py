@@ -29,7 +29,8 @@ from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.sequences import RequestRow, sequence_of, turn_index_of
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import sequence_of
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.grammar_state import GrammarState
@@ -43,7 +44,7 @@ ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 class ChosenRow:
     """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
 
-    request: RequestRow
+    request: Request
     sample_index: int
     output_ids: list[int] | None
 
@@ -151,7 +152,7 @@ class BaselineComparison:
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
         return {
-            "request_id": id_of_turn(row.request["request_id"], turn_index_of(row.request)),
+            "request_id": id_of_turn(str(row.request.id), row.request.turn_index),
             "sample_index": row.sample_index,
             "position": position,
             "token": stored[position] if position < len(stored) else None,

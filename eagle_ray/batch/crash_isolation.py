@@ -19,7 +19,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from eagle_ray.batch.crash_tracker import CrashRecord, max_group_size
-from eagle_ray.requests.row_location import location_text
+from eagle_ray.requests.columns import location_text
 
 WORKER_DIED = "worker_died"
 LOCATION = ("source_file", "row_index", "source_line")

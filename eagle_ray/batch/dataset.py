@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -39,12 +39,12 @@ from eagle_ray.batch.progress import start_progress
 from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
-from eagle_ray.requests.columns import describe_value
+from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.refused import has_effect, match_unsupported
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.requests.rows import parse_row, with_checked_texts
+from eagle_ray.requests.values import describe_value
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -242,15 +242,15 @@ class RequestMaker:
             row = {name: plain_value(value) for name, value in (row | added[i]).items()}
             request = self._request(with_checked_texts(row))
             carried = stream_bytes(table.slice(i, 1))
-            if self.columns.id.column_in(row) is None or request["request_id"] == LOCATION.id:
-                request["request_id"] = content_id(request)
-            if request.get("error_code") is not None and self.settings.on_bad_row == "fail":
-                message = request["error_message"].removeprefix(f"{LOCATION}: ")
+            if self.columns.id.column_in(row) is None or request.id == LOCATION.id:
+                request = replace(request, id=content_id(request))
+            if request.error is not None and self.settings.on_bad_row == "fail":
+                message = str(request.error).removeprefix(f"{LOCATION}: ")
                 raise ConfigError(f"dataset: {message} (input.on_bad_row is fail)")
-            rows.append(request | {INPUT_ROW.name: carried})
+            rows.append(request.to_row() | {INPUT_ROW.name: carried})
         return table_of(rows, request_schema([INPUT_ROW]))
 
-    def _request(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, row: dict[str, Any]) -> Request:
         row = with_sampling_params(row)
         for name, value in row.items() if self.settings.on_unknown != "carry" else ():
             parameter = match_unsupported(name)
@@ -275,9 +275,9 @@ def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
     return rest | {name: value for name, value in params.items() if value is not None}
 
 
-def content_id(request: Mapping[str, Any]) -> str:
+def content_id(request: Request) -> str:
     """Return an id made from what a request asks: rows that ask the same have the same id, and so the same samples."""
-    asked = {name: value for name, value in request.items() if name != "request_id" and value is not None}
+    asked = {name: value for name, value in request.to_row().items() if name != "request_id" and value is not None}
     return hashlib.blake2b(repr(sorted(asked.items())).encode(), digest_size=8).hexdigest()
 
 

@@ -32,7 +32,7 @@ from eagle_ray.batch.output.manifest import output_of, wrap_os_errors
 from eagle_ray.batch.run import join_cluster, run_to_completion
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.request_columns import RequestColumns
+from eagle_ray.requests.columns import RequestColumns
 from eagle_ray.requests.rows import unreadable, with_checked_texts
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 

@@ -32,7 +32,7 @@ from eagle_ray.batch.input.plan import (
     InputPlan,
     check_not_empty,
     plan_input,
-    requests_of,
+    request_rows,
     row_settings_line,
     sample_ids,
 )
@@ -226,7 +226,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
     check_not_empty(plan, config)
     if plan.key != previous.finished_key:
-        Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
+        Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(request_rows(plan))
     check_not_run_output(plan.files, root)
     is_overwritten = config.output.if_exists == "overwrite"
     if is_overwritten or retry_errors or (not (output / RUN).exists() and len(plan.rows)):

@@ -28,10 +28,10 @@ from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.requests.output_rows import OutputRows
+from eagle_ray.requests.output_rows import OutputRow, OutputRows
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of
-from eagle_ray.requests.rows import num_samples, num_turns
-from eagle_ray.requests.sequences import CATEGORY, RequestRow, sequence_of, sequences_of, turn_request
+from eagle_ray.requests.sequences import CATEGORY, sequence_of, sequences_of
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
@@ -85,9 +85,9 @@ class Worker:
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
         columns = [*REQUEST.names, *(name for name in self._passthrough if name == CATEGORY)]
-        request_rows = requests.select(columns).to_pylist()
-        answers = await asyncio.gather(*(self._answer(request) for request in request_rows))
-        table = self._tables(request_rows, answers)
+        asked = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
+        answers = await asyncio.gather(*(self._answer(request) for request in asked))
+        table = self._tables(asked, answers)
         request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
         carried = requests.select(self._passthrough).take(pa.array(request_of_row, pa.int64()))
         for name in self._passthrough:
@@ -100,9 +100,9 @@ class Worker:
     def close(self) -> None:
         self._engine.close()
 
-    async def _answer(self, request: RequestRow) -> list[RequestRow]:
-        if request["user_turns"] is not None:
-            samples = range(num_samples(request, self._config))
+    async def _answer(self, request: Request) -> list[OutputRow]:
+        if request.user_turns is not None:
+            samples = range(request.num_samples(self._config))
             conversations = await asyncio.gather(*(self._converse(request, j) for j in samples))
             return [row for rows in conversations for row in rows]
         try:
@@ -114,13 +114,13 @@ class Worker:
         except RequestError as error:
             return self._rows.of_error(request, error)
 
-    async def _converse(self, request: RequestRow, sample_index: int) -> list[RequestRow]:
+    async def _converse(self, request: Request, sample_index: int) -> list[OutputRow]:
         """Return one sample's row for each turn, answered one after the other. An error ends the conversation."""
-        rows: list[RequestRow] = []
+        rows: list[OutputRow] = []
         answers: list[str | None] = []
         failure: RequestError | None = None
-        for _ in range(num_turns(request)):
-            turn = turn_request(request, answers)
+        for _ in range(request.num_turns):
+            turn = request.next_turn(answers)
             try:
                 if failure is not None:
                     raise failure
@@ -131,7 +131,7 @@ class Worker:
             answers = [*answers, rows[-1].get("text")]
         return rows
 
-    async def _answer_turn(self, turn: RequestRow, sample_index: int) -> RequestRow:
+    async def _answer_turn(self, turn: Request, sample_index: int) -> OutputRow:
         with _as_row_error(turn):
             sequence = sequence_of(turn, self._config, self._tokenizer, sample_index)
         await self._generate([sequence])
@@ -139,12 +139,12 @@ class Worker:
             [row] = self._rows.of(turn, [sequence])
         return row | {"sample_index": sample_index}
 
-    def _tables(self, requests: list[RequestRow], answers: list[list[RequestRow]]) -> pa.Table:
+    def _tables(self, requests: list[Request], answers: list[list[OutputRow]]) -> pa.Table:
         with suppress(pa.ArrowException, KeyError, TypeError, ValueError, OverflowError):
             return table_of([row for rows in answers for row in rows], self._schema)
         return pa.concat_tables(self._table(request, rows) for request, rows in zip(requests, answers, strict=True))
 
-    def _table(self, request: RequestRow, rows: list[RequestRow]) -> pa.Table:
+    def _table(self, request: Request, rows: list[OutputRow]) -> pa.Table:
         """Return one request's rows, or its error row if they do not fit the schema."""
         try:
             with _as_row_error(request):
@@ -170,7 +170,7 @@ def _skipped(error: RequestError, turn: int) -> RequestError:
 
 
 @contextmanager
-def _as_row_error(request: RequestRow) -> Iterator[None]:
+def _as_row_error(request: Request) -> Iterator[None]:
     """Return any error that one row's content causes as that row's error.
 
     The only broad catch: tokenizers and templates run on arbitrary text, and one row must never end the job.
@@ -180,7 +180,7 @@ def _as_row_error(request: RequestRow) -> Iterator[None]:
     except (RequestError, EngineError):
         raise
     except Exception as error:
-        log.exception("row %s: internal error", request["request_id"])
+        log.exception("row %s: internal error", request.id)
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 

@@ -39,7 +39,8 @@ from eagle_ray.evaluation.draft_methods import (
 )
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Round, figures, rounds
-from eagle_ray.requests.sequences import message_of, sequences_of
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -95,22 +96,22 @@ def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPro
     text = load_tokenizer(config.model)
     limits = model_limits(config.model)
     count: Counter[str] = Counter()
-    for row in requests_of(plan_input(config)):
-        task = str(row.get(GROUP_BY) or NO_TASK)
-        ask = partial(_asked, row, config, text)
+    for request in requests_of(plan_input(config)):
+        task = str(request.carried.get(GROUP_BY) or NO_TASK)
+        ask = partial(_asked, request, config, text)
         if per_task is not None and count[task] == per_task:
             continue
         try:
             check_length(ask(), limits.max_model_len, limits.vocab_size)
         except RequestError as error:
-            log.warning("left out: %s", message_of(row, error))
+            log.warning("left out: %s", request.error_text(error))
             continue
         count[task] += 1
         yield BenchmarkPrompt(task, ask)
 
 
-def _asked(row: dict[str, Any], config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
-    [sequence] = sequences_of(row, config, text, n=1)
+def _asked(request: Request, config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
+    [sequence] = sequences_of(request, config, text, n=1)
     return sequence
 
 

@@ -41,7 +41,8 @@ from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.models.cpu_runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
-from eagle_ray.requests.sequences import RequestRow, sequences_of
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.storage.path import write_json
 
 log = logging.getLogger("eagle_ray")
@@ -134,7 +135,7 @@ def estimate_text(estimate: dict[str, Any]) -> str:
 
 
 def measure(
-    rows: Sequence[RequestRow], others: Sequence[RequestRow], config: JobConfig, bundle: EngineBundle, concurrent: int
+    rows: Sequence[Request], others: Sequence[Request], config: JobConfig, bundle: EngineBundle, concurrent: int
 ) -> list[SampledRow]:
     """Decode the rows, `concurrent` sequences at a time, and return each row's slot seconds and tokens.
 
@@ -199,7 +200,7 @@ def _interval(found: list[float]) -> list[float]:
     return [statistics.fmean(found), ordered[edge], ordered[-1 - edge]]
 
 
-def _drawn(plan: InputPlan, number: int, seed: int) -> list[RequestRow]:
+def _drawn(plan: InputPlan, number: int, seed: int) -> list[Request]:
     """Return this many rows, or all, in random order."""
     draw = random.Random(seed)
     places = set(draw.sample(range(plan.num_rows), min(number, plan.num_rows)))
@@ -208,7 +209,7 @@ def _drawn(plan: InputPlan, number: int, seed: int) -> list[RequestRow]:
     return rows
 
 
-def _sequences(row: RequestRow, config: JobConfig, bundle: EngineBundle) -> Iterator[EngineSequence]:
+def _sequences(row: Request, config: JobConfig, bundle: EngineBundle) -> Iterator[EngineSequence]:
     """Yield the row's samples, or nothing if it would be an error row."""
     try:
         sequences = sequences_of(row, config, bundle.tokenizer)

@@ -17,10 +17,9 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.row_location import location_text
-from eagle_ray.requests.sampling_values import GRAMMAR_NAMES, merged_values
-from eagle_ray.requests.sequences import RequestRow
+from eagle_ray.requests.parameters import SamplingParams, merged_values
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
@@ -73,17 +72,17 @@ class GrammarCheck:
         return lines
 
 
-def check_grammars(requests: Iterable[RequestRow], config: JobConfig, compiler: GrammarCompiler) -> GrammarCheck:
+def check_grammars(requests: Iterable[Request], config: JobConfig, compiler: GrammarCompiler) -> GrammarCheck:
     """Compile every grammar that the job or its rows name, each once. Bad rows are left out."""
     check = GrammarCheck()
     tried: set[bytes] = set()
     defaults = config.sampling.model_dump(include=set(GRAMMAR_NAMES))
     deadline = time.monotonic() + CHECK_TIMEOUT_S
     for request in requests:
-        own = {name: request[name] for name in GRAMMAR_NAMES if request[name]}
-        if request["error_code"] is not None or not (own or any(defaults.values())):
+        own = {name: request.sampling[name] for name in GRAMMAR_NAMES if request.sampling.get(name)}
+        if request.error is not None or not (own or any(defaults.values())):
             continue
-        values = merged_values(defaults, {name: request[name] for name in GRAMMAR_NAMES})
+        values = merged_values(defaults, {name: request.sampling.get(name) for name in GRAMMAR_NAMES})
         if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
             continue
         check.num_rows += 1
@@ -99,7 +98,7 @@ def check_grammars(requests: Iterable[RequestRow], config: JobConfig, compiler: 
             try:
                 compiler.start(spec)
             except RequestError as error:
-                check.bad[key] = BadGrammar(location_text(request), _field_of(own, defaults), str(error))
+                check.bad[key] = BadGrammar(request.location, _field_of(own, defaults), str(error))
     return check
 
 

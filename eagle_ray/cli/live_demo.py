@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
 from eagle_ray.report.text import render
 from eagle_ray.report.tree_picture import PictureNode, tree_picture
 from eagle_ray.requests.messages import template_messages
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.near_tie import NEAR_TIE
 from eagle_ray.text.tokenizer import Tokenizer
@@ -58,14 +59,15 @@ class LiveResult:
 class LiveQuestion:
     """A row of the input: its category, its last message, and how to ask it as a new sequence."""
 
-    def __init__(self, row: dict[str, Any], config: JobConfig, text: Tokenizer):
-        self._row, self._config, self._text = row, config, text
-        self.category = str(row.get(GROUP_BY))
-        asked = str(template_messages(row["messages"])[-1]["content"])
+    def __init__(self, request: Request, config: JobConfig, text: Tokenizer):
+        self._request, self._config, self._text = request, config, text
+        self.category = str(request.carried.get(GROUP_BY))
+        assert request.messages is not None, "the demo's rows have messages"
+        asked = str(template_messages(request.messages)[-1]["content"])
         self.shown = asked if len(asked) <= SHOWN_CHARACTERS else f"{asked[:SHOWN_CHARACTERS]} ..."
 
     def ask(self) -> engine_sequence.Sequence:
-        return sequences_of(self._row, self._config, self._text, n=1)[0]
+        return sequences_of(self._request, self._config, self._text, n=1)[0]
 
 
 def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResult:
@@ -76,7 +78,7 @@ def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResul
     text = load_tokenizer(config.model)
     assert text is not None, "the demo's pairs have tokenizers"
     questions = _first_of_each(
-        per_category, [LiveQuestion(row, config, text) for row in requests_of(plan_input(config))]
+        per_category, [LiveQuestion(request, config, text) for request in requests_of(plan_input(config))]
     )
     causal_lm, engines = _engines(config, questions)
     engines[OURS].planner = watch = TreeWatch(engines[OURS].planner)

@@ -10,12 +10,18 @@ that is not on this machine, while the hub does not answer, everything else is c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from eagle_ray.batch.input.passthrough import PassthroughColumn
-from eagle_ray.batch.input.plan import InputPlan, check_not_empty, plan_input, requests_of, row_settings_line
+from eagle_ray.batch.input.plan import (
+    InputPlan,
+    check_not_empty,
+    plan_input,
+    request_rows,
+    requests_of,
+    row_settings_line,
+)
 from eagle_ray.batch.job_errors import JobError, OutputDamaged
 from eagle_ray.batch.output.layout import data_of, root_of
 from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
@@ -40,14 +46,14 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upg
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
-from eagle_ray.requests.sequences import message_of, sequences_of
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
-WITHOUT_TEXT: dict[str, Any] = {"prompt_token_ids": [0], "stop": []}  # in place of what only a tokenizer can check
 UNSEEN = {
     "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
     "draft": "whether it fits the target was not looked at",
@@ -85,7 +91,7 @@ def validate(config: JobConfig) -> str:
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
         check_device(config.model)
-    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(requests_of(plan))
+    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(request_rows(plan))
     check_not_run_output(plan.files, root_of(output_of(config)))
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
@@ -116,19 +122,20 @@ def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) ->
     return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()
 
 
-def _checked(request: dict[str, Any], config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
+def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
     try:
         if seen is None:
-            sequences_of(request | WITHOUT_TEXT, config, None, n=1)
-            return CheckedRow(request["request_id"], [], None)
+            without_text = replace(request, prompt_token_ids=[0], sampling={**request.sampling, "stop": []})
+            sequences_of(without_text, config, None, n=1)  # only a tokenizer can check a text
+            return CheckedRow(str(request.id), [], None)
         [sequence] = sequences_of(request, config, seen.text, n=1)
         check_length(sequence, seen.max_model_len, seen.limits.vocab_size)
         check_token_ids(sequence, seen.limits.vocab_size)
         if sequence.grammar_spec is not None and seen.grammars is not None:
             seen.grammars.start(sequence.grammar_spec)
     except RequestError as error:
-        return CheckedRow(request["request_id"], [], f"{message_of(request, error)} [{error.code}]", error.code)
-    return CheckedRow(request["request_id"], sequence.prompt_ids, None)
+        return CheckedRow(str(request.id), [], f"{request.error_text(error)} [{error.code}]", error.code)
+    return CheckedRow(str(request.id), sequence.prompt_ids, None)
 
 
 def _input(plan: InputPlan) -> str:

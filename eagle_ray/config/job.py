@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import reprlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -484,23 +483,6 @@ def allowed_text(description: str, details: Sequence[Mapping[str, Any]]) -> str:
     forms = [error.form for error in errors if isinstance(error, WrongValue)]
     limits = [int(detail["ctx"]["lt"]) - 1 for detail in details if detail["type"] == "less_than"]
     return forms[0] if forms else f"{description}, at most {limits[0]}" if limits else description
-
-
-def check_row_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate the sampling columns of one row and return those that are set.
-
-    Raises ValueError with the name of the first wrong column.
-    """
-    try:
-        return RowSampling.model_validate(dict(values)).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        details = [detail for detail in error.errors() if detail["loc"][0] == error.errors()[0]["loc"][0]]
-        name = str(details[0]["loc"][0])
-        allowed = allowed_text(RowSampling.model_fields[name].description or "", details)
-        cause = details[0].get("ctx", {}).get("error")
-        told = cause.reason if isinstance(cause, WrongValue) else None
-        reason = f" ({told})" if told else ""
-        raise ValueError(f"column {name!r} must be {allowed}, got {reprlib.repr(values[name])}{reason}") from None
 
 
 # A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.

@@ -1,21 +1,75 @@
-"""Columns: the parts of an input row that are its id and its prompt.
+"""Where a request stands in the input: the row, the columns that it is made of, and the paths into them.
 
 >>> ColumnPath.of("turns[0]").value_in({"turns": ["Hi", "Again"]})
 'Hi'
+>>> PromptTemplate.of("Question: {prompt}\\nAnswer: {text}\\nGrade:").prompt_of({"prompt": "2 + 2?", "text": "4"})
+'Question: 2 + 2?\\nAnswer: 4\\nGrade:'
+>>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("question")})
+>>> "question" in columns.fully_used
+True
+
+Programs count rows from 0, as `row_index` and generated ids do. To fix a text file, people need the line, which
+editors count from 1 and which differs from the row: a CSV file has a header, and quoted values may have newlines.
+Parquet has no lines.
+
+    >>> str(RowLocation("a.csv", "/d/a.csv", RowPosition(row=0, line=2)))
+    '/d/a.csv, line 2'
+    >>> str(RowLocation("a.parquet", "/d/a.parquet", RowPosition(row=0, line=None)))
+    '/d/a.parquet, row 0 (counted from 0)'
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal
+from string import Formatter
+from typing import Any, NamedTuple
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.text.strict_json import HalfSurrogate
+from eagle_ray.requests.parameters import CHAT, ROW_PARAMETERS, SAMPLING
+from eagle_ray.requests.values import describe_value, json_text
 
+PROMPTS = ("prompt", "messages", "prompt_token_ids")  # columns with prompts that need no configuration
+TEMPLATE_KEY = "input.template"
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?\d+)\]")
+
+
+class RowPosition(NamedTuple):
+    """A position within a file. row: counted from 0, blank ones too. line: counted from 1, the row's first line."""
+
+    row: int
+    line: int | None
+
+
+FIRST = RowPosition(0, 1)  # of a file of lines
+
+
+@dataclass(frozen=True, slots=True)
+class RowLocation:
+    """name: the file's path below the glob's root; path: the file."""
+
+    name: str
+    path: str
+    position: RowPosition
+
+    def __str__(self) -> str:
+        return location_of(self.path, *self.position)
+
+    @property
+    def id(self) -> str:
+        """Return the id of a row that has none."""
+        return f"{self.name}:{self.position.row}"
+
+
+def location_text(row: Mapping[str, Any]) -> str:
+    """Return the location as text, of a row of a table of requests."""
+    return location_of(row["source_file"], row["row_index"], row["source_line"])
+
+
+def location_of(path: str, row: int, line: int | None) -> str:
+    return f"{path}, row {row} (counted from 0)" if line is None else f"{path}, line {line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +125,117 @@ class ColumnPath:
         raise RequestError("bad_type", f"column {self.text!r}: {step!r} needs {expected}, got {describe_value(value)}")
 
 
-def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
-    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
+Piece = tuple[str, ColumnPath | None]
+"""Text, and the field that follows it, if any."""
 
-    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
-    bytes that scalar_text cannot write.
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A prompt made of a row's columns, as `input.template` has it.
+
+    A field in braces is a column or a path into one, as in `input.columns`; ``{{`` and ``}}`` are braces. A text is a
+    prompt as it is. A list of messages goes through the chat template.
+
+    Attributes:
+        messages: role and pieces of each message; a template of a plain prompt has one with the role None.
     """
+
+    messages: tuple[tuple[str | None, tuple[Piece, ...]], ...]
+
+    @classmethod
+    def of(cls, template: str | Sequence[Mapping[str, str]]) -> PromptTemplate:
+        """Parse a text or a list of {role, content}. Raises ValueError naming what is wrong."""
+        if isinstance(template, str):
+            return cls(((None, _pieces_of(template)),))
+        return cls(tuple((message["role"], _pieces_of(message["content"])) for message in template))
+
+    @property
+    def fields(self) -> list[ColumnPath]:
+        """Return the columns that the template reads."""
+        return [field for _, pieces in self.messages for _, field in pieces if field is not None]
+
+    def prompt_of(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Return the row's prompt, or its messages. Raises RequestError for an absent field."""
+        filled = [(role, "".join(_fill(piece, row) for piece in pieces)) for role, pieces in self.messages]
+        [(role, text), *_] = filled
+        return text if role is None else [{"role": role, "content": text} for role, text in filled]
+
+
+def _pieces_of(text: str) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
     try:
-        return json.dumps(value, ensure_ascii=False, default=scalar_text)
-    except TypeError:
-        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
+        parsed = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}. Write a brace that is text twice, as {{{{ or }}}}.") from None
+    for literal, name, spec, conversion in parsed:
+        if spec or conversion:
+            raise ValueError(f"field {name!r} has a format or a conversion. Write {{{name}}} alone.")
+        pieces.append((literal, None if name is None else _field(name)))
+    return tuple(pieces)
+
+
+def _field(name: str) -> ColumnPath:
+    try:
+        return ColumnPath.of(name)
+    except ValueError as error:
+        raise ValueError(f"field {error}. Write a brace that is text twice, as {{{{ or }}}}.") from None
+
+
+def _fill(piece: Piece, row: Mapping[str, Any]) -> str:
+    literal, field = piece
+    return literal if field is None else literal + _value_text(field, row)
+
+
+def _value_text(field: ColumnPath, row: Mapping[str, Any]) -> str:
+    where = f"column {field.text!r} of {TEMPLATE_KEY}"
+    value = field.value_in(row)
+    if isinstance(value, RequestError):
+        raise value
+    if value is None or value != value:
+        raise RequestError("field_missing", f"{where} is absent, null or NaN in this row")
+    if isinstance(value, bool | int | float | list | dict):
+        return json_text(where, value, _scalar_text)
+    try:
+        return _scalar_text(value)
     except UnicodeDecodeError:
-        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
+        wrong = f"{where} holds bytes that are not UTF-8 text: cast it to a text"
+        raise RequestError("bad_encoding", wrong) from None
 
 
-def json_error(where: str, error: ValueError) -> RequestError:
-    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
-    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
+def _scalar_text(value: Any) -> str:
+    """Return a value that JSON lacks as a text holds it: 9.90, 2026-01-31, 2026-01-31 08:05:00+00:00."""
+    if isinstance(value, bytes):
+        return value.decode()
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
-def describe_value(value: Any) -> str:
-    """Return a value and its type, short enough for a message."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+@dataclass(frozen=True, slots=True)
+class RequestColumns:
+    """The columns to read.
+
+    Attributes:
+        prompts: a row sets one of them (prompt, messages, prompt_token_ids, turns); none with a template.
+        template: makes the prompt instead.
+    """
+
+    id: ColumnPath
+    prompts: dict[str, ColumnPath]
+    template: PromptTemplate | None = None
+
+    @property
+    def prompt_paths(self) -> list[ColumnPath]:
+        """Return every path that prompts are made of."""
+        return [*self.prompts.values(), *(self.template.fields if self.template is not None else ())]
+
+    @property
+    def needed(self) -> list[str]:
+        """Return the columns that requests are made of."""
+        read = [name for path in (self.id, *self.prompt_paths) for name in path.names]
+        return [*read, *SAMPLING, *CHAT]
+
+    @property
+    def fully_used(self) -> set[str]:
+        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so turns is passed
+        through. Columns of a template are passed through, too.
+        """
+        return {path.text for path in (self.id, *self.prompts.values())} | ROW_PARAMETERS

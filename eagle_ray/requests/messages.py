@@ -18,8 +18,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import describe_value, json_error, json_text
-from eagle_ray.requests.values import AnyObject, CallArguments, Either, ListOf, Object, OneOf, Text
+from eagle_ray.requests.values import (
+    AnyObject,
+    CallArguments,
+    Either,
+    ListOf,
+    Object,
+    OneOf,
+    Text,
+    describe_value,
+    json_error,
+    json_text,
+)
 from eagle_ray.text.chat_format import template_arguments, template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 

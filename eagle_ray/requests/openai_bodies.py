@@ -143,7 +143,7 @@ class GenerationBody(OpenBody):
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
-        return super().read(with_own_keys(data))  # type: ignore[misc]
+        return super().read(with_own_keys(data))
 
     @property
     def stream_options(self) -> StreamOptions | None:

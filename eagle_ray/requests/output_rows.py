@@ -8,6 +8,7 @@ Rows are dictionaries; absent columns are null.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -16,23 +17,19 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.chat_rows import answer_columns, answer_of_row
-from eagle_ray.requests.rows import num_samples, num_turns
-from eagle_ray.requests.sequences import (
-    RequestRow,
-    controls_json,
-    message_of,
-    messages_of,
-    prompt_text_of,
-    stop_strings,
-    text_options_of,
-    turn_index_of,
-    turn_request,
-)
+from eagle_ray.requests.answers import FinishedAnswer
+from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sampling_values import text_options
+from eagle_ray.requests.sequence_answers import AnswerReader
+from eagle_ray.requests.sequences import prompt_text_of
 from eagle_ray.requests.token_logprobs import row_form
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
-IDENTITY = ("request_id", "row_index", "source_file")
+OutputRow = dict[str, Any]
+# Parameters without an output column of their own: `sampling_controls` has those that are not at their defaults.
+OTHER_NAMES = (*names_in(Group.CONTROL), "stop_token_ids", *names_in(Group.TEXT, Group.FORM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +46,19 @@ class OutputRows:
     constants: dict[str, Any]
     clock_offset: float
 
-    def of(self, request: RequestRow, sequences: list[Sequence]) -> list[RequestRow]:
+    def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return one row per finished sample of the request, or of one turn of a conversation."""
-        prompt = prompt_text_of(request, self.config, self.text) if self.config.output.store_prompt else None
-        shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": stop_strings(request, self.config)}
-        shared["sampling_controls"] = controls_json(request, self.config)
+        config = self.config
+        prompt = prompt_text_of(request, config, self.text) if config.output.store_prompt else None
+        sampling = request.sampling_params(config)
+        shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
+        shared["sampling_controls"] = controls_json(sampling)
+        reader = answer_reader(request, config, self.text)
         return [
             shared
-            | {"sample_index": j, "text": self._text(request, sequence)}
-            | self._structured(request, sequence)
+            | self._answer(reader.finished(sequence, j, f"{sequence.request_id}/{request.turn_index}"))
+            | _structured(sequence, reader)
             | self._tokens(sequence)
-            | self._answer(request, sequence)
             | _sampled(sequence)
             | _acceptance(sequence)
             | self._per_step(sequence)
@@ -67,55 +66,44 @@ class OutputRows:
             for j, sequence in enumerate(sequences)
         ]
 
-    def of_error(self, request: RequestRow, error: RequestError) -> list[RequestRow]:
+    def of_error(self, request: Request, error: RequestError) -> list[OutputRow]:
         """Return one error row per requested sample and turn, so that a bad row's id is done as well."""
         return [
-            self.of_turn_error(turn_request(request, [None] * turn), j, error)
-            for j in range(num_samples(request, self.config))
-            for turn in range(num_turns(request))
+            self.of_turn_error(request.next_turn([None] * turn), j, error)
+            for j in range(request.num_samples(self.config))
+            for turn in range(request.num_turns)
         ]
 
-    def of_turn_error(self, request: RequestRow, sample_index: int, error: RequestError) -> RequestRow:
+    def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
         """Return the error row of one sample of the request, or of one turn of a conversation."""
-        prompt = request["prompt"] if self.config.output.store_prompt else None
-        told = {"error_code": error.code, "error_message": message_of(request, error)}
+        prompt = request.prompt if self.config.output.store_prompt else None
+        told = {"error_code": error.code, "error_message": request.error_text(error)}
         return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | told
 
-    def _shared(self, request: RequestRow) -> RequestRow:
-        messages = messages_of(request) if self.config.output.store_prompt else None
-        identity = {name: request[name] for name in IDENTITY} | {"turn_index": turn_index_of(request)}
-        return self.constants | identity | {"messages": messages}
-
-    def _text(self, request: RequestRow, sequence: Sequence) -> str | None:
-        if self.text is None:
-            return None
-        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
-        return self.text.final_text(sequence.output_ids, stops, options)
-
-    def _structured(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        spec, state = sequence.grammar_spec, sequence.grammar
-        if spec is None or state is None:
-            return {}
-        is_cut = sequence.finish_reason == "stop" and not state.has_end
-        is_cut = is_cut and not text_options_of(request, self.config).include_stop
-        return {
-            "structured": spec.kind,
-            "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+    def _shared(self, request: Request) -> OutputRow:
+        return self.constants | {
+            "request_id": request.id,
+            "row_index": request.row_index,
+            "source_file": request.source_file,
+            "turn_index": request.turn_index,
+            "messages": request.turn_messages if self.config.output.store_prompt else None,
         }
 
-    def _answer(self, request: RequestRow, sequence: Sequence) -> RequestRow:
-        """Return the parts of the text, and the finish reason tool_calls if it has such calls."""
-        stops, options = stop_strings(request, self.config), text_options_of(request, self.config)
-        answer = answer_of_row(request, self.config, self.text, sequence, stops, options)
-        columns = answer_columns(answer, self.text, f"{sequence.request_id}/{turn_index_of(request)}")
-        if answer is not None:
-            columns["finish_reason"] = answer.finish_reason(sequence.finish_reason)
-        return columns
+    def _answer(self, answer: FinishedAnswer) -> OutputRow:
+        """Return the columns of an answer; those of its parts are null if no parser read its text."""
+        calls = answer.tool_calls
+        return {
+            "sample_index": answer.index,
+            "text": None if self.text is None else answer.text,
+            "content": answer.content,
+            "reasoning_content": answer.reasoning,
+            "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+            "finish_reason": answer.finish_reason,
+        }
 
-    def _tokens(self, sequence: Sequence) -> RequestRow:
+    def _tokens(self, sequence: Sequence) -> OutputRow:
         logprobs = sequence.output_logprobs if sequence.sampling.wants_logprobs else None
         return {
-            "finish_reason": sequence.finish_reason,
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
@@ -125,13 +113,13 @@ class OutputRows:
             "completion_tokens": len(sequence.output_ids),
         }
 
-    def _per_step(self, sequence: Sequence) -> RequestRow:
+    def _per_step(self, sequence: Sequence) -> OutputRow:
         if self.config.speculative.stats != "detailed":
             return {}
         stats = sequence.stats
         return {"per_step_budget": stats.per_step_budget, "per_step_accepted": stats.per_step_accepted}
 
-    def _times(self, sequence: Sequence) -> RequestRow:
+    def _times(self, sequence: Sequence) -> OutputRow:
         """Return durations from the engine's timestamps; started_at is when the engine admitted the request."""
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
@@ -149,7 +137,32 @@ class OutputRows:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def _prompt_logprobs(sequence: Sequence) -> RequestRow:
+def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> AnswerReader:
+    """Return what makes answers of the request's sequences."""
+    sampling = request.sampling_params(config)
+    options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
+    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, text_options(sampling), options)
+
+
+def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
+    spec, state = sequence.grammar_spec, sequence.grammar
+    if spec is None or state is None:
+        return {}
+    is_cut = sequence.finish_reason == "stop" and not state.has_end and not reader.text_options.include_stop
+    return {
+        "structured": spec.kind,
+        "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+    }
+
+
+def controls_json(sampling: SamplingParams) -> str | None:
+    """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
+    values = {name: getattr(sampling, name) for name in OTHER_NAMES}
+    own = {name: value for name, value in values.items() if (value or None) != (SAMPLING[name].default or None)}
+    return json.dumps(own, ensure_ascii=False) if own else None
+
+
+def _prompt_logprobs(sequence: Sequence) -> OutputRow:
     """Return the prompt's log-probabilities, if requested; before its first token stands nothing."""
     sampling = sequence.sampling
     if not sampling.wants_prompt_logprobs:
@@ -160,7 +173,7 @@ def _prompt_logprobs(sequence: Sequence) -> RequestRow:
     }
 
 
-def _sampled(sequence: Sequence) -> RequestRow:
+def _sampled(sequence: Sequence) -> OutputRow:
     """Return the sampling parameters used: max_tokens limited by the model's length, and this sample's seed."""
     sampling = sequence.sampling
     return {
@@ -174,7 +187,7 @@ def _sampled(sequence: Sequence) -> RequestRow:
     }
 
 
-def _acceptance(sequence: Sequence) -> RequestRow:
+def _acceptance(sequence: Sequence) -> OutputRow:
     stats = sequence.stats
     return {
         "num_spec_steps": stats.num_steps,
@@ -195,7 +208,7 @@ def _acceptance(sequence: Sequence) -> RequestRow:
     }
 
 
-def _confidences(name: str, counts: ConfidenceCounts) -> RequestRow:
+def _confidences(name: str, counts: ConfidenceCounts) -> OutputRow:
     return {
         f"{name}_nodes": counts.nodes,
         f"{name}_accepted": counts.accepted,

@@ -9,9 +9,11 @@ in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
+
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Parameter
 
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
@@ -26,45 +28,26 @@ def _required(name: str, type_: pa.DataType) -> pa.Field:
     return pa.field(name, type_, nullable=False)
 
 
-# Optional columns of the input that override `sampling` and `seed` for their row: every key that `sampling` has.
-SAMPLING_FIELDS: tuple[pa.Field, ...] = (
-    pa.field("temperature", pa.float64()),
-    pa.field("top_p", pa.float64()),
-    pa.field("top_k", pa.int64()),
-    pa.field("min_p", pa.float64()),
-    pa.field("max_tokens", pa.int64()),
-    pa.field("n", pa.int64()),
-    pa.field("seed", pa.int64()),
-    pa.field("stop", pa.list_(pa.string())),
-    pa.field("ignore_eos", pa.bool_()),
-    pa.field("logprobs", pa.bool_()),
-    pa.field("top_logprobs", pa.int64()),
-    pa.field("prompt_logprobs", pa.bool_()),
-    pa.field("presence_penalty", pa.float64()),
-    pa.field("frequency_penalty", pa.float64()),
-    pa.field("repetition_penalty", pa.float64()),
-    pa.field("logit_bias", pa.map_(pa.int64(), pa.float64())),
-    pa.field("allowed_token_ids", pa.list_(pa.int64())),
-    pa.field("bad_words", pa.list_(pa.string())),
-    pa.field("min_tokens", pa.int64()),
-    pa.field("stop_token_ids", pa.list_(pa.int64())),
-    pa.field("include_stop_str_in_output", pa.bool_()),
-    pa.field("skip_special_tokens", pa.bool_()),
-    pa.field("json_schema", pa.string()),  # JSON
-    pa.field("json_object", pa.bool_()),
-    pa.field("regex", pa.string()),
-    pa.field("choice", pa.list_(pa.string())),
-    pa.field("grammar", pa.string()),
-    pa.field("response_format", pa.string()),  # JSON
-)
+# The types of columns of the input, by their names in the table of parameters.
+_ARROW_TYPES = {
+    "bool": pa.bool_(),
+    "float64": pa.float64(),
+    "int64": pa.int64(),
+    "string": pa.string(),  # also of JSON
+    "list<string>": pa.list_(pa.string()),
+    "list<int64>": pa.list_(pa.int64()),
+    "map<int64, float64>": pa.map_(pa.int64(), pa.float64()),
+}
 
-# Optional columns of the input that override `chat` for their row, all but one of them JSON.
-CHAT_FIELDS: tuple[pa.Field, ...] = (
-    pa.field("tools", pa.string()),
-    pa.field("tool_choice", pa.string()),
-    pa.field("parallel_tool_calls", pa.bool_()),
-    pa.field("chat_template_kwargs", pa.string()),
-)
+
+def _fields_of(parameters: Mapping[str, Parameter]) -> tuple[pa.Field, ...]:
+    return tuple(pa.field(name, _ARROW_TYPES[row.kind_at(Door.JOB).arrow]) for name, row in parameters.items())
+
+
+SAMPLING_FIELDS = _fields_of(
+    SAMPLING
+)  # optional columns of the input that override `sampling` and `seed` for their row
+CHAT_FIELDS = _fields_of(CHAT)  # optional columns of the input that override `chat` for their row
 ROW_FIELDS = (*SAMPLING_FIELDS, *CHAT_FIELDS)
 
 # Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.

@@ -1,57 +1,70 @@
 """Parse one input row into one request: its id, its prompt, its sampling values, or the reason why it is bad.
 
-Never raises because of a row's content: a bad row is a request with error_code and error_message, which name file,
-row, column and the fix.
+Never raises because of a row's content: a bad row is a request with an error, which names file, row, column and the
+fix.
 
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
     >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
-    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location)["request_id"]
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location).id
     '7'
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-import pyarrow as pa
-
-from eagle_ray.config import JobConfig, check_row_sampling
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import ColumnPath, describe_value, json_error, json_text
+from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT_NAMES
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation
-from eagle_ray.requests.row_schema import SAMPLING_FIELDS
-from eagle_ray.text.chat_options import check_template_kwargs, check_tools
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.values import (
+    Boolean,
+    JsonSchema,
+    Kind,
+    LogitBias,
+    ResponseFormat,
+    Texts,
+    TokenIds,
+    WrongValue,
+    describe_value,
+    json_error,
+    json_text,
+)
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
 
-JSON_COLUMNS = ("json_schema", "response_format")  # sampling columns of JSON text, besides lists and maps
+LISTS = (Texts, TokenIds)
+_SAMPLING_KINDS = [(name, parameter.kind_at(Door.JOB)) for name, parameter in SAMPLING.items()]
+READ_AS_JSON = (*LISTS, LogitBias, JsonSchema, ResponseFormat)  # kinds of columns whose texts are JSON, as in CSV files
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 UNCARRIED = "__uncarried__"
 """Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
 
 
-def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> dict[str, Any]:
-    """Return the REQUEST columns of one row, without passthrough columns; absent ones are null."""
-    request = {
-        "request_id": id_of(row, columns, location),
-        "row_index": location.position.row,
-        "source_file": location.path,
-        "source_line": location.position.line,
-    }
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
+    """Return the request of one row, without carried columns."""
+    asked: dict[str, Any] = {}
+    bad: RequestError | None = None
     try:
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        request |= _prompt_of(row, columns) | _sampling_of(row) | _chat_of(row)
+        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": _chat_of(row)}
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
-        return request
     except RequestError as error:
-        return request | {"error_code": error.code, "error_message": f"{location}: {error}"}
+        bad = RequestError(error.code, f"{location}: {error}")
+    return Request(
+        id=id_of(row, columns, location),
+        source_file=location.path,
+        row_index=location.position.row,
+        source_line=location.position.line,
+        error=bad,
+        **asked,
+    )
 
 
 def unreadable(row: InputRow) -> RequestError | None:
@@ -104,7 +117,8 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
     if columns.template is not None:
-        return columns.template.request_of(row)
+        prompt = columns.template.prompt_of(row)
+        return {"prompt": prompt} if isinstance(prompt, str) else {"messages": parse_messages(prompt, TEMPLATE_KEY)}
     found = {name: path.value_in(row) for name, path in columns.prompts.items()}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:
@@ -167,34 +181,53 @@ def _parse_if_json(value: Any, column: str) -> Any:
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    found = {field.name: _sampling_value(row.get(field.name), field) for field in SAMPLING_FIELDS}
-    try:
-        values = check_row_sampling({name: value for name, value in found.items() if value is not None})
-    except ValueError as error:
-        raise RequestError("bad_sampling", str(error)) from None
-    if "logit_bias" in values:
-        values["logit_bias"] = list(values["logit_bias"].items())  # as Arrow takes a map
+    """Return the columns of SAMPLING that are set, checked by the table."""
+    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, kind in _SAMPLING_KINDS:
+        value = row.get(name)
+        if value is None or (value := _sampling_value(value, name, kind)) is None:
+            continue
+        given[name] = value
+        try:
+            values[name] = kind.check(value)
+        except WrongValue as error:
+            raise _bad_sampling(name, error.form, value, error.reason) from None
+    if (second := second_form(values)) is not None:
+        raise _bad_sampling(second, SAMPLING[second].kind_at(Door.JOB).form, given[second])
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
 
 
+def _bad_sampling(name: str, form: str, value: Any, reason: str | None = None) -> RequestError:
+    found = f" ({reason})" if reason else ""
+    return RequestError("bad_sampling", f"column {name!r} must be {form}, got {reprlib.repr(value)}{found}")
+
+
 def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns CHAT_FIELDS. Objects and lists may be JSON texts; a null key of a tool is absent."""
-    tools, choice, is_parallel, kwargs = (_parse_if_json(row.get(name), name) for name in CHAT_NAMES)
-    if not isinstance(is_parallel, bool | None):
-        got = describe_value(is_parallel)
-        raise RequestError("bad_type", f"column 'parallel_tool_calls' must be true or false, got {got}")
-    if isinstance(tools, list):
-        tools = [_without_null_keys(tool) for tool in tools]
-    try:
-        check_tools(tools)
-        check_template_kwargs(kwargs)
-    except ValueError as error:
-        raise RequestError("bad_type", f"column {error}") from None
-    values = {"tools": tools, "tool_choice": _without_null_keys(choice), "chat_template_kwargs": kwargs}
-    written = {name: json_text(f"column {name!r}", value) for name, value in values.items() if value}
-    return written | ({} if is_parallel is None else {"parallel_tool_calls": is_parallel})
+    """Return the columns of CHAT that are set. Objects and lists may be JSON texts; a null key of a tool is absent."""
+    values: dict[str, Any] = {}
+    for name, parameter in CHAT.items():
+        if row.get(name) is None or (value := _parse_if_json(row[name], name)) is None:
+            continue
+        if name == "tools" and isinstance(value, list):
+            value = [_without_null_keys(tool) for tool in value]
+        elif name == "tool_choice":
+            value = _without_null_keys(value)
+        try:
+            value = parameter.kind.check(value)
+        except WrongValue as error:
+            raise RequestError(
+                "bad_type", f"column {name!r} must be {error.form}, got {describe_value(value)}"
+            ) from None
+        except ValueError as error:
+            raise RequestError("bad_type", f"column {error}") from None
+        if isinstance(parameter.kind, Boolean):
+            values[name] = value
+        elif value:
+            values[name] = json_text(f"column {name!r}", value)
+    return values
 
 
 def _without_null_keys(value: Any) -> Any:
@@ -208,23 +241,22 @@ def _without_null_keys(value: Any) -> Any:
     return kept
 
 
-def _sampling_value(value: Any, field: pa.Field) -> Any:
+def _sampling_value(value: Any, name: str, kind: Kind) -> Any:
     """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
-    type_ = field.type
-    if isinstance(value, str) and (field.name in JSON_COLUMNS or pa.types.is_nested(type_)):
-        value = _parsed_text(value, field)
-    if pa.types.is_map(type_):
+    if isinstance(value, str) and isinstance(kind, READ_AS_JSON):
+        value = _parsed_text(value, name, kind)
+    if isinstance(kind, LogitBias):
         value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
         return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-    if pa.types.is_list(type_) and isinstance(value, list):
+    if isinstance(kind, LISTS) and isinstance(value, list):
         return [_as_int(part) for part in value]
     return _as_int(value)
 
 
-def _parsed_text(text: str, field: pa.Field) -> Any:
+def _parsed_text(text: str, name: str, kind: Kind) -> Any:
     """Return the value of a JSON text. A text alone is one stop string or bad word, unless it is a list of texts."""
-    value = _parse_if_json(text, field.name)
-    if field.type != pa.list_(pa.string()):
+    value = _parse_if_json(text, name)
+    if not isinstance(kind, Texts):
         return value
     return value if isinstance(value, list) and value and all(isinstance(item, str) for item in value) else text
 
@@ -232,18 +264,3 @@ def _parsed_text(text: str, field: pa.Field) -> Any:
 def _as_int(value: Any) -> Any:
     """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
-
-
-def num_samples(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many samples a request row has, good or bad."""
-    return row["n"] or config.sampling.n
-
-
-def num_turns(row: dict[str, Any]) -> int:
-    """Return how many turns each sample of a request row has: 1 unless it is a conversation."""
-    return len(row["user_turns"] or [None])
-
-
-def num_rows(row: dict[str, Any], config: JobConfig) -> int:
-    """Return how many output rows a request row has, good or bad."""
-    return num_samples(row, config) * num_turns(row)

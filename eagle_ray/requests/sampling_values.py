@@ -2,15 +2,15 @@
 
 >>> bad_word_ids_of(["no"], tokenizer)
 ((645,), (3919,))
->>> text_options({"skip_special_tokens": False, ...})
+>>> text_options(SamplingParams(skip_special_tokens=False))
 TextOptions(..., skip_special_tokens=False, ...)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import Group, SamplingParams, names_in
@@ -60,29 +60,17 @@ def bad_word_ids_of(words: Sequence[str], tokenizer: WordEncoder | None) -> Word
     return tuple(tuple(ids) for word in words for ids in tokenizer.word_ids(word))
 
 
-def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
-
-    One that says what its output must be does without what the defaults say about that.
-    """
-    own = {name: value for name, value in own.items() if value is not None}
-    kept = dict(defaults)
-    if any(own.get(name) for name in GRAMMAR_NAMES):
-        kept |= {name: None for name in GRAMMAR_NAMES if name in kept}
-    return kept | own
-
-
 def answer_grammar(
-    values: Mapping[str, Any], options: ChatOptions | None, tokenizer: ChatTokenizer | None, prompt_ids: Sequence[int]
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: ChatTokenizer | None, prompt_ids: Sequence[int]
 ) -> GrammarSpec | None:
-    """Return what an answer must be, by its tools or by the values of GRAMMAR_NAMES; None if it is free.
+    """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
 
     The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
 
     Args:
         options: of an answer to messages; None for other prompts.
     """
-    spec = GrammarSpec.of(SamplingParams.of_checked(values))
+    spec = GrammarSpec.of(sampling)
     if options is None or tokenizer is None:
         return spec
     chat_format = tokenizer.chat_format
@@ -99,11 +87,11 @@ def answer_grammar(
     return replace(spec, after=tokenizer.reasoning_end_id())
 
 
-def text_options(values: Mapping[str, Any]) -> TextOptions:
-    """Return the options that the values name, all of TEXT_NAMES."""
+def text_options(sampling: SamplingParams) -> TextOptions:
+    """Return how output ids become text."""
     return TextOptions(
-        stop_token_ids=frozenset(values["stop_token_ids"]),
-        min_tokens=values["min_tokens"],
-        skip_special_tokens=values["skip_special_tokens"],
-        include_stop=values["include_stop_str_in_output"],
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        skip_special_tokens=sampling.skip_special_tokens,
+        include_stop=sampling.include_stop_str_in_output,
     )

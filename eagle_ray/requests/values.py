@@ -17,10 +17,11 @@ import json
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8
@@ -365,6 +366,21 @@ class ResponseFormat(Kind):
         }
 
 
+@dataclass(frozen=True)
+class Checked(Kind):
+    """A value of several parts. function: checks it, and raises ValueError that begins with the wrong part's place."""
+
+    form: str = ""
+    function: Callable[[Any], Any] = lambda value: value
+    json: Json = field(default_factory=dict)
+
+    def check(self, value: Any) -> Any:
+        return self.function(value)
+
+    def schema(self) -> Json:
+        return self.json
+
+
 def _json_text(kind: Kind, text_of: Any, value: Any) -> str:
     """Return the JSON text of a value. An error of the JSON itself is the reason of the WrongValue."""
     try:
@@ -589,3 +605,28 @@ def plain_value(value: Any) -> Any:
 def _plain_key(key: Any) -> Any:
     """Return a key's plain value; a tuple or a set as it is, since a list is no key."""
     return key if isinstance(key, tuple | frozenset) else plain_value(key)
+
+
+def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
+    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
+
+    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
+    bytes that scalar_text cannot write.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, default=scalar_text)
+    except TypeError:
+        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
+    except UnicodeDecodeError:
+        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
+
+
+def json_error(where: str, error: ValueError) -> RequestError:
+    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
+    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
+
+
+def describe_value(value: Any) -> str:
+    """Return a value and its type, short enough for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

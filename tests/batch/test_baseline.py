@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,7 +27,7 @@ def job(make_job):
 @pytest.fixture
 def rows(job) -> list[ChosenRow]:
     """Both samples of six finished rows."""
-    requests = {row["request_id"]: row for row in requests_of(plan_input(job))}
+    requests = {request.id: request for request in requests_of(plan_input(job))}
     return [
         ChosenRow(requests[row["request_id"]], row["sample_index"], row["output_token_ids"]) for row in answers(job)
     ]
@@ -41,7 +43,7 @@ def test_drafts_and_plain_decoding_are_timed_over_the_same_rows(job, rows):
 def test_neither_pass_finds_the_other_ones_prompts(job, rows):
     twin = BaselineComparison(job, threads=1)
     before = twin._plain_engine.counters.num_reused_tokens
-    twin.measure([ChosenRow(r.request | {"prompt_token_ids": list(range(1, 100))}, 0, None) for r in rows[:1]])
+    twin.measure([ChosenRow(replace(r.request, prompt_token_ids=list(range(1, 100))), 0, None) for r in rows[:1]])
     assert twin._plain_engine.counters.num_reused_tokens == before == twin._draft_engine.counters.num_reused_tokens
 
 
@@ -64,7 +66,7 @@ def test_stored_outputs_are_plain_decodings_and_others_are_named(job, rows):
     found = twin.verify([*rows[:3], wrong, short])
     assert (found["rows"], found["identical"]) == (5, 3)
     first, second = found["differing"]
-    assert (first["request_id"], first["sample_index"], first["position"]) == (row.request["request_id"], 1, 2)
+    assert (first["request_id"], first["sample_index"], first["position"]) == (row.request.id, 1, 2)
     assert (first["token"], first["plain_token"], first["near_tie"]) == (other, row.output_ids[2], False)
     assert second["position"] == len(short.output_ids) and second["token"] is None and not second["near_tie"]
 
@@ -75,7 +77,7 @@ def test_the_gap_is_how_far_plain_decodings_token_led(make_job, monkeypatch, tem
     job = make_job(token_rows(1), **{"sampling.temperature": temperature})
     [row] = answers(job)
     [request] = requests_of(plan_input(job))
-    prompt, ids = request["prompt_token_ids"], row["output_token_ids"]
+    prompt, ids = request.prompt_token_ids, row["output_token_ids"]
     model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
     scores = model(torch.tensor([prompt + ids[:4]])).logits[0, -1]
     if temperature:

@@ -8,12 +8,11 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.api.prompt_rows import prompt_rows
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import line_of
-from eagle_ray.requests.chat_rows import chat_options_of
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.sampling.grammar import GrammarSpec
@@ -47,7 +46,7 @@ def answered(make_job, tmp_path):
             worker._engine = ScriptedEngine(worker._engine, ids, tokenizer.eos_ids)
         try:
             table: pa.Table = asyncio.run(
-                worker.answer(table_of(list(requests_of(plan)), request_schema(plan.passthrough)))
+                worker.answer(table_of(list(request_rows(plan)), request_schema(plan.passthrough)))
             )
             return table.to_pylist()
         finally:
@@ -124,18 +123,18 @@ def test_rows_of_each_form_have_the_same_prompt(make_job, tmp_path):
     prompts = []
     for form, config in zip([*forms, {"id": "a", "messages": ASK}], configs, strict=True):
         (tmp_path / "in.jsonl").write_text(json.dumps(form) + "\n")
-        [row] = requests_of(plan_input(config))
-        assert row["error_message"] is None
-        prompts.append(prompt_text_of(row, config, tokenizer))
-    [row] = prompt_rows({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
-    prompts.append(prompt_text_of(row, make_job(), tokenizer))
+        [asked] = requests_of(plan_input(config))
+        assert asked.error is None
+        prompts.append(prompt_text_of(asked, config, tokenizer))
+    [asked] = prompt_rows({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
+    prompts.append(prompt_text_of(asked, make_job(), tokenizer))
     assert len(set(prompts)) == 1
     assert json.dumps(ADD) in prompts[0] and prompts[0].endswith("</think>\n\n")
 
 
 def test_a_rows_own_values_win_over_the_jobs(make_job):
     def options(row, **settings):
-        return chat_options_of(prompt_rows({"messages": ASK} | row)[0], make_job(**settings))
+        return prompt_rows({"messages": ASK} | row)[0].chat_options(make_job(**settings))
 
     settings = {"chat.tools": [ADD], "chat.chat_template_kwargs": {"a": 1, "b": 1}, "chat.tool_choice": "none"}
     assert options({}, **settings).tools == ()
@@ -149,7 +148,7 @@ def test_a_rows_own_values_win_over_the_jobs(make_job):
 
 def test_text_completions_of_a_batch_file_take_no_tools(make_job):
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "tools": [ADD]}}
-    [row] = requests_of(plan_input(make_job([line])))
+    [row] = request_rows(plan_input(make_job([line])))
     assert "body.tools is not supported" in row["error_message"]
 
 
@@ -194,15 +193,15 @@ def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, f
 
 def test_a_form_begins_after_reasoning_that_the_prompt_has_opened(make_job, tmp_path):
     tokenizer = special_tokenizer(tmp_path / "t", R1, "<think>", "</think>")
-    [row] = prompt_rows({"messages": ASK, "json_object": True})
-    [sequence] = sequences_of(row, make_job(), tokenizer)
+    [asked] = prompt_rows({"messages": ASK, "json_object": True})
+    [sequence] = sequences_of(asked, make_job(), tokenizer)
     assert sequence.grammar_spec == GrammarSpec("json_object", after=tokenizer.reasoning_end_id())
-    [row] = prompt_rows({"prompt": "Hi", "json_object": True})
-    assert sequences_of(row, make_job(), tokenizer)[0].grammar_spec == GrammarSpec("json_object")
+    [asked] = prompt_rows({"prompt": "Hi", "json_object": True})
+    assert sequences_of(asked, make_job(), tokenizer)[0].grammar_spec == GrammarSpec("json_object")
 
 
 def test_tools_and_a_form_that_both_say_what_the_answer_must_be(make_job, tmp_path):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", QWEN3))
-    [row] = prompt_rows({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
+    [asked] = prompt_rows({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
     with pytest.raises(RequestError, match="json_object: the tools of the request say"):
-        sequences_of(row, make_job(), tokenizer)
+        sequences_of(asked, make_job(), tokenizer)

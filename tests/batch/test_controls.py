@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
@@ -70,7 +70,7 @@ def write(path: Path, row: dict) -> Path:
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x"} | COLUMNS))
-    [row] = [row for row in requests_of(the_plan) if row["prompt"] == "x"]
+    [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
     assert row["error_message"] is None and the_plan.passthrough == []
     found = {name: row[name] for name in COLUMNS} | {"logit_bias": dict(row["logit_bias"])}
     assert found == COLUMNS | {"logit_bias": {5: -100, 17: 2.5}}
@@ -80,10 +80,10 @@ def test_a_row_overrides_the_jobs_controls(make_job):
     job = make_job(**{"sampling.presence_penalty": 1.0, "sampling.min_tokens": 2, "sampling.logit_bias": {"5": 1}})
     row = request(prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4])
     (sequence,) = sequences_of(row, job, None)
-    expected = SamplingParams(min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], seed=sequence.sampling.seed)
-    assert sequence.sampling == expected
+    own = {"max_tokens": 12, "seed": sequence.sampling.seed}
+    assert sequence.sampling == SamplingParams(min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], **own)
     (free,) = sequences_of(request(prompt_token_ids=[1]), make_job(), None)
-    assert free.sampling == SamplingParams(seed=free.sampling.seed) and free.bad_word_ids == ()
+    assert free.sampling == SamplingParams(max_tokens=12, seed=free.sampling.seed) and free.bad_word_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from eagle_ray.api.python_config import job_config
 from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
 from eagle_ray.batch.dataset_job import input_table
 from eagle_ray.batch.input.parquet import arrow_rows
-from eagle_ray.batch.input.plan import plan_input, request_columns, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_columns, request_rows, requests_of
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.requests.row_schema import REQUEST
 from tests.conftest import PAIR, token_rows
@@ -43,7 +43,7 @@ def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
 
     config = make_job(rows, **{"sampling.max_tokens": 6})
     engine = build_engine_bundle(config, threads=1).engine
-    sequences = {row["request_id"]: sequences_of(row, config, None)[0] for row in requests_of(plan_input(config))}
+    sequences = {asked.id: sequences_of(asked, config, None)[0] for asked in requests_of(plan_input(config))}
     for sequence in sequences.values():
         engine.add(sequence)
     while engine.has_work:
@@ -122,7 +122,7 @@ def test_what_a_row_asks_does_not_depend_on_the_rows_beside_it(tmp_path):
 
     columns = request_columns(ColumnsConfig())
     pq.write_table(input_table(ColumnAdder(lambda row: ADDED[row["i"]])(rows), columns), tmp_path / "a.parquet")
-    job = list(requests_of(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
+    job = list(request_rows(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
     names = set(REQUEST.names) - {"request_id", "row_index", "source_file", "source_line", "error_message"}
     assert [{n: row[n] for n in names} for row in job] == [{n: row[n] for n in names} for row in together]
     assert [row["request_id"] for row in job[:2]] == ["1", "a"] and job[6]["tag"] == "[1]" and job[0]["i"] == 0
@@ -134,7 +134,7 @@ def test_values_of_several_types_in_a_dataset_are_those_of_its_rows(ray_session,
     [block] = ray.data.from_items(rows, override_num_blocks=1).iter_batches(batch_format="pyarrow")
     columns = request_columns(ColumnsConfig())
     pq.write_table(input_table(block, columns), tmp_path / "a.parquet")
-    job = list(requests_of(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
+    job = list(request_rows(plan_input(job_config({"input.path": str(tmp_path), "output.path": "unused"}))))
     for found in (job, RequestMaker(columns, InputConfig(path="dataset"))(block).to_pylist()):
         assert [row["error_code"] for row in found] == [None, None, "bad_encoding"]
         assert json.loads(found[1]["messages"]) == PARTS

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.id_digests import Digests, digests
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.output_index import OutputIndex, excess_in, without_ids
 from eagle_ray.batch.output.part_files import has_column, part_files, read_tables
@@ -200,7 +200,7 @@ def test_a_value_too_long_for_a_name_is_found_before_the_start_with_its_row():
 def test_a_plain_reader_of_our_files_gets_their_partitions_in_their_types(data):
     settings = {"input.columns.id": "request_id", "input.on_unknown": "carry"}
     found = plan_input(small_job(Path(data.text), **{"input.path": data.text, "input.template": "{day}"} | settings))
-    rows = {row["request_id"]: row for row in requests_of(found)}
+    rows = {row["request_id"]: row for row in request_rows(found)}
     assert [(rows[f"q{i}"]["lang"], rows[f"q{i}"]["shard"]) for i in range(len(ROWS))] == [
         (row["lang"], row["shard"]) for row in ROWS
     ]

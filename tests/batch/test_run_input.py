@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.manifest import SUCCESS, open_run, output_of
 from eagle_ray.batch.output.part_files import part_name
@@ -52,7 +52,7 @@ def judge(make_job, first: JobConfig, **settings: Any) -> JobConfig:
 
 
 def test_rows_are_asked_about_with_ids_of_their_own(make_job, first):
-    requests = list(requests_of(plan_input(judge(make_job, first))))
+    requests = list(request_rows(plan_input(judge(make_job, first))))
     assert [row["request_id"] for row in requests] == ["a", "a#1", "a@1#2", "b"]
     assert requests[0]["prompt"] == "Question: what is a?\nAnswer: a!\nGrade:"
     assert [row["error_code"] for row in requests] == [None, None, None, "earlier_run_failed"]
@@ -65,7 +65,7 @@ def test_the_first_runs_columns_are_carried_under_the_rule_for_names(make_job, f
     types = plan.passthrough_types
     assert list(types)[:4] == ["input_request_id", "input_sample_index", "input_turn_index", "input_prompt"]
     assert types["tries"] == pa.int16() and types["category"] == pa.string()
-    row = list(requests_of(plan))[1]
+    row = list(request_rows(plan))[1]
     assert (row["input_request_id"], row["input_sample_index"], row["input_text"]) == ("a", 1, "a!")
     few = plan_input(judge(make_job, first, **{"input.passthrough": ["category", "request_id"]}))
     assert list(few.passthrough_types) == ["category", "input_request_id"]
@@ -75,7 +75,7 @@ def test_a_damaged_part_of_the_first_run_is_named(make_job, first):
     [part] = Path(first.output.path, "data").iterdir()
     plan = plan_input(judge(make_job, first))
     part.write_bytes(part.read_bytes()[:200] + bytes(60) + part.read_bytes()[260:])
-    for read in (lambda: list(requests_of(plan)), lambda: plan_input(judge(make_job, first))):
+    for read in (lambda: list(request_rows(plan)), lambda: plan_input(judge(make_job, first))):
         with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \(.*delete it"):
             read()
 
@@ -84,7 +84,7 @@ def test_messages_are_read_as_a_list(make_job):
     message = '[{"role": "user", "content": "why?"}]'
     first = finished_run(make_job(token_rows(1)), [answer("a", messages=message)])
     config = judge(make_job, first, **{"input.template": "{messages[0].content} {text}"})
-    [row] = requests_of(plan_input(config))
+    [row] = request_rows(plan_input(config))
     assert row["prompt"] == "why? a!" and row["input_messages"] == message
 
 
@@ -92,7 +92,7 @@ def test_partition_columns_come_back_from_the_directories(make_job):
     rows = [answer("a", category="x"), answer("b", category=None)]
     first = finished_run(make_job(token_rows(1)), rows, by=("category",))
     config = judge(make_job, first, **{"input.template": "{category}: {text}"})
-    requests = {row["request_id"]: row for row in requests_of(plan_input(config))}
+    requests = {row["request_id"]: row for row in request_rows(plan_input(config))}
     assert requests["a"]["prompt"] == "x: a!" and requests["a"]["category"] == "x"
     assert requests["b"]["error_code"] == "field_missing"
 
@@ -122,13 +122,13 @@ def test_what_cannot_work_is_refused(make_job, first, settings, said):
 
 def test_a_column_of_the_first_run_can_be_the_prompt(make_job, first):
     config = judge(make_job, first, **{"input.template": None, "input.columns.prompt": "text"})
-    assert [row["prompt"] for row in requests_of(plan_input(config))][:2] == ["a!", "a!"]
+    assert [row["prompt"] for row in request_rows(plan_input(config))][:2] == ["a!", "a!"]
 
 
 def test_the_judges_configuration_reads_a_run(first):
     path = Path(__file__).parent.parent.parent / "configs" / "judge.yaml"
     plan = plan_input(load_config(path, env={}, overrides={"input.path": f"run:{first.output.path}"}))
-    messages = json.loads(next(requests_of(plan))["messages"])
+    messages = json.loads(next(request_rows(plan))["messages"])
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[1]["content"] == "Question: what is a?\nAnswer: a!\nIs the answer right?"
     assert list(plan.passthrough_types) == ["category", "input_request_id", "input_sample_index"]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext
 
-from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, requests_of
+from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, request_rows
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import load_config
 from eagle_ray.requests.row_schema import REQUEST
@@ -44,12 +44,12 @@ def mixed_plan(tmp_path_factory):
 
 def test_ray_reads_what_the_plan_reads_in_the_same_order(mixed_plan):
     dataset = read_requests(mixed_plan).materialize()
-    assert dataset.take_all() == list(requests_of(mixed_plan))
+    assert dataset.take_all() == list(request_rows(mixed_plan))
     assert dataset.schema().names == [*REQUEST.names, "category", "score"]
 
 
 def test_rows_already_done_are_left_out(mixed_plan):
-    every_id = [row["request_id"] for row in requests_of(mixed_plan)]
+    every_id = [row["request_id"] for row in request_rows(mixed_plan)]
     skipped = {*every_id[:300:2], "q7", "a.jsonl:5"}
     flags = np.array([request_id in skipped for request_id in every_id])
     left = [row["request_id"] for row in read_requests(mixed_plan, flags).take_all()]

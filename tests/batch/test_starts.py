@@ -51,7 +51,7 @@ class ToyEngine:
         self.bad: set[str] = set()
 
     def generate(self, config: JobConfig, plan: Any, run: Any, done: Any, num_rows: int) -> None:
-        left = [row for row, is_done in zip(plan_module.requests_of(plan), done, strict=True) if not is_done]
+        left = [row for row, is_done in zip(plan_module.request_rows(plan), done, strict=True) if not is_done]
         schema = next_schema(run.data, plan.passthrough)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_batch import parse_batch_line
-from eagle_ray.requests.sequences import controls_json, sequences_of
+from eagle_ray.requests.output_rows import controls_json
+from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
 from tests.batch.input.test_openai_batch import line
@@ -67,13 +68,13 @@ ROWS = [
 )
 def test_every_format_has_columns_for_what_an_output_must_be(tmp_path, suffix, name, value, read):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x", name: value}))
-    [row] = [row for row in requests_of(the_plan) if row["prompt"] == "x"]
+    [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
     assert (row["error_message"], row[name], the_plan.passthrough) == (None, read, [])
 
 
 def test_a_struct_of_parquet_is_a_response_format(tmp_path):
     pq.write_table(pa.table({"prompt": ["x"], "response_format": [FORMAT]}), tmp_path / "a.parquet")
-    [row] = requests_of(plan(tmp_path / "a.parquet"))
+    [row] = request_rows(plan(tmp_path / "a.parquet"))
     assert json.loads(row["response_format"])["json_schema"]["schema"]["required"] == SCHEMA["required"]
 
 
@@ -129,7 +130,7 @@ def test_a_response_format_is_refused_if_it_asks_for_more(form):
 def test_a_wrong_column_is_an_error_of_its_row(tmp_path, columns, message):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "x"} | columns) + "\n")
-    [row] = requests_of(plan(path))
+    [row] = request_rows(plan(path))
     assert row["error_code"] == "bad_sampling" and message in row["error_message"]
 
 
@@ -151,7 +152,7 @@ def test_a_row_does_without_what_the_job_says(make_job):
     assert spec(regex="a") == GrammarSpec("regex", "a")
     assert spec(json_object=True) == spec(response_format='{"type": "json_object"}') == GrammarSpec("json_object")
     assert spec(response_format='{"type": "text"}') is None
-    assert json.loads(controls_json(request(prompt_token_ids=[1], regex="a"), job)) == {"regex": "a"}
+    assert json.loads(controls_json(request(prompt_token_ids=[1], regex="a").sampling_params(job))) == {"regex": "a"}
 
 
 def test_without_an_end_a_grammar_is_refused(make_job):

@@ -6,7 +6,7 @@ import importlib
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker, build_engine_bundle
 from eagle_ray.config import JobConfig
@@ -21,7 +21,7 @@ from tests.helpers.row_invariants import broken_laws
 def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -> list[dict]:
     """All rows of the job, answered by one worker in batches that are in flight together."""
     plan = plan_input(config)
-    requests = list(requests_of(plan))
+    requests = list(request_rows(plan))
     requests = requests[::-1] if backwards else requests
     schema = request_schema(plan.passthrough)
     batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]

@@ -19,7 +19,7 @@ import pytest
 from eagle_ray.batch import worker_process
 from eagle_ray.batch.actor import as_config_error
 from eagle_ray.batch.error_classifier import Fault, WorkerError, classify_error
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import ClusterError, ModelUnusable
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.process_id import _start_time
@@ -41,7 +41,7 @@ SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
     plan = plan_input(config)
-    requests, schema = list(requests_of(plan)), request_schema(plan.passthrough)
+    requests, schema = list(request_rows(plan)), request_schema(plan.passthrough)
     return [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
 
 

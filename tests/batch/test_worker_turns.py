@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from eagle_ray.batch.completeness import count_done
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.output import verification
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.config import JobConfig
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import output_schema, table_of
-from eagle_ray.requests.sequences import seed_of, turn_request
+from eagle_ray.requests.sequences import seed_of
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws
@@ -83,16 +85,17 @@ def test_a_failed_turn_ends_its_conversation(make_job):
 )
 def test_bad_turns_say_what_is_wrong(make_job, value, code, says):
     config = conversation(make_job, [{"turns": value}, {"turns": ["Hi"]}])
-    bad, good = requests_of(plan_input(config))
+    bad, good = request_rows(plan_input(config))
     assert bad["error_code"] == code and says in bad["error_message"] and good["user_turns"] == ["Hi"]
 
 
 def test_seeds_of_the_first_turn_are_those_of_a_single_prompt():
-    row = {"request_id": "a", "seed": None, "error_code": None}
-    assert seed_of(turn_request(row, []), 0, 1) == seed_of(row, 0, 1)
-    own = row | {"seed": 7}
-    assert seed_of(turn_request(own, []), 0, 0) == 7
-    seeds = [seed_of(turn_request(r, [""] * turn), 0, j) for r in (row, own) for turn in range(3) for j in range(3)]
+    request = Request(id="a", source_file="f", row_index=0)
+    assert seed_of(request.next_turn([]), 0, 1) == seed_of(request, 0, 1)
+    own = replace(request, sampling={"seed": 7})
+    assert seed_of(own.next_turn([]), 0, 0) == 7
+    turns = [asked.next_turn([""] * turn) for asked in (request, own) for turn in range(3)]
+    seeds = [seed_of(turn, 0, j) for turn in turns for j in range(3)]
     assert len(set(seeds)) == 18
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import duckdb
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.cli import demo
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config
@@ -48,7 +48,7 @@ def test_the_demos_settings_are_those_of_its_configuration_file(tmp_path):
 
 def test_questions_of_a_real_model_are_bundled(tmp_path):
     config = load_config(None, env={}, overrides={"input.path": "embedded:questions", "output.path": str(tmp_path)})
-    rows = list(requests_of(plan_input(config)))
+    rows = list(request_rows(plan_input(config)))
     assert len({row["request_id"] for row in rows}) == len(rows) >= 8 and len({row["category"] for row in rows}) >= 5
 
 

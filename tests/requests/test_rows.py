@@ -9,9 +9,7 @@ import pytest
 from eagle_ray.batch.input.plan import PROMPTS
 from eagle_ray.config import SamplingConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import ColumnPath
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.columns import ColumnPath, RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.row_schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.requests.rows import parse_row
 
@@ -24,7 +22,7 @@ FORMAT = {"type": "json_object", "schema": {"maximum": Decimal("9.90")}}
 
 
 def request(**row):
-    return parse_row(row, COLUMNS, PLACE)
+    return {name: value for name, value in parse_row(row, COLUMNS, PLACE).to_row().items() if value is not None}
 
 
 def test_a_prompt_of_each_kind():
@@ -94,7 +92,19 @@ def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
         ({"prompt": "Hi", "max_tokens": 1.5}, "bad_sampling", "column 'max_tokens' must be an integer, 1 or more"),
         ({"prompt": "Hi", "n": 0}, "bad_sampling", "column 'n'"),
         ({"prompt": "Hi", "stop": [""]}, "bad_sampling", "column 'stop'"),
-        ({"prompt": "Hi", "seed": 2**64}, "bad_sampling", "column 'seed' must be a 64-bit integer"),
+        ({"prompt": "Hi", "seed": 2**64}, "bad_sampling", "column 'seed' must be a 64-bit integer, at most 18446744"),
+        ({"prompt": "Hi", "n": 1025}, "bad_sampling", "'n' must be a number of samples per row, 1 to 1024, got 1025"),
+        ({"prompt": "Hi", "max_tokens": 0}, "bad_sampling", "column 'max_tokens' must be an integer, 1 or more, got 0"),
+        ({"prompt": "Hi", "top_k": 10**12}, "bad_sampling", "(off) or more, at most 2147483647, got 1000000000000"),
+        ({"prompt": "Hi", "json_schema": "{'a'"}, "bad_sampling", "got \"{'a'\" (Expecting property name"),
+        ({"prompt": "Hi", "choice": "[1"}, "bad_sampling", "grammar and response_format is set, got '[1' ("),
+        ({"prompt": "Hi", "regex": "a", "choice": ["b"]}, "bad_sampling", "is set, got ['b']"),
+        (
+            {"prompt": "Hi", "parallel_tool_calls": 1},
+            "bad_type",
+            "'parallel_tool_calls' must be true or false, got 1 (",
+        ),
+        ({"prompt": "Hi", "tools": {"a": None}}, "bad_type", "column tools: must be a list of tools"),
     ],
 )
 def test_a_bad_row_says_what_is_wrong_where(row, code, says):
@@ -108,8 +118,8 @@ def test_a_bad_row_says_what_is_wrong_where(row, code, says):
 
 def test_a_row_that_is_no_row_keeps_its_reason():
     bad = parse_row(RequestError("bad_json", "the line is not JSON"), COLUMNS, PLACE)
-    assert bad["request_id"] == "sub/a.jsonl:7"
-    assert (bad["error_code"], bad["error_message"]) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
+    assert bad.id == "sub/a.jsonl:7"
+    assert (bad.error.code, str(bad.error)) == ("bad_json", "/data/sub/a.jsonl, line 8: the line is not JSON")
 
 
 def test_a_rows_own_sampling():
@@ -117,6 +127,7 @@ def test_a_rows_own_sampling():
     given |= {"ignore_eos": True, "logprobs": False}
     good = request(prompt="Hi", other=1, **given)
     assert {name: good[name] for name in given} == given | {"stop": ["END"]}
+    assert request(prompt="Hi", top_k=-1)["top_k"] == 0
     empty = request(prompt="Hi", **dict.fromkeys(given))
     assert [empty.get(name) for name in given] == [None] * len(given)
 

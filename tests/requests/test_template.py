@@ -1,6 +1,5 @@
 """Prompts made of a row's columns."""
 
-import json
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from uuid import UUID
@@ -9,21 +8,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.template import PromptTemplate
+from eagle_ray.requests.columns import PromptTemplate
 
 
 def test_a_text_is_a_prompt_with_columns_paths_and_braces():
     template = PromptTemplate.of('Q: {q}\nA: {turns[0]} {{"grade": {a.b}}}')
     row = {"q": "1 + {x}", "turns": ["two", "three"], "a": {"b": 4.5}}
-    assert template.request_of(row) == {"prompt": 'Q: 1 + {x}\nA: two {"grade": 4.5}'}
+    assert template.prompt_of(row) == 'Q: 1 + {x}\nA: two {"grade": 4.5}'
     assert [field.text for field in template.fields] == ["q", "turns[0]", "a.b"]
 
 
 def test_messages_keep_their_roles_and_lists_are_json():
     template = PromptTemplate.of([{"role": "system", "content": "Grade."}, {"role": "user", "content": "{xs} {ok}"}])
-    messages = json.loads(template.request_of({"xs": [1, "ä"], "ok": True})["messages"])
+    messages = template.prompt_of({"xs": [1, "ä"], "ok": True})
     assert messages == [{"role": "system", "content": "Grade."}, {"role": "user", "content": '[1, "ä"] true'}]
 
 
@@ -46,7 +45,7 @@ def test_a_text_that_is_no_template_says_why(text, said):
 @pytest.mark.parametrize("missing", [None, float("nan")])
 def test_a_missing_field_is_a_bad_row_that_names_it(missing):
     with pytest.raises(RequestError, match=r"column 'b' of input\.template is absent, null or NaN"):
-        PromptTemplate.of("{a}{b}").request_of({"a": "x", "b": missing})
+        PromptTemplate.of("{a}{b}").prompt_of({"a": "x", "b": missing})
 
 
 AT = datetime(2026, 1, 31, 8, 5)
@@ -74,22 +73,22 @@ def test_values_are_written_as_a_text_holds_them(make_job, tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     template = "|".join(f"{{{name}}}" for name in columns)
     config = make_job([], **{"input.path": str(tmp_path / "a.parquet"), "input.template": template})
-    [request] = requests_of(plan_input(config))
+    [request] = request_rows(plan_input(config))
     assert request["prompt"] == "|".join([*(text for _, _, text in TYPED), "0.1"])
     uuid = UUID(int=1)
-    assert PromptTemplate.of("{u}").request_of({"u": uuid}) == {"prompt": str(uuid)}
+    assert PromptTemplate.of("{u}").prompt_of({"u": uuid}) == str(uuid)
     for value in (b"\xff", [b"\xff"], {"a": b"\xff"}):
         with pytest.raises(RequestError, match=r"column 'u' of input\.template holds bytes that are not UTF-8"):
-            PromptTemplate.of("{u}").request_of({"u": value})
+            PromptTemplate.of("{u}").prompt_of({"u": value})
     with pytest.raises(RequestError, match=r"column 'u' of input\.template: a key of an object is no text"):
-        PromptTemplate.of("{u}").request_of({"u": {date(2026, 1, 31): 1}})
+        PromptTemplate.of("{u}").prompt_of({"u": {date(2026, 1, 31): 1}})
 
 
 def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
     rows = [{"id": "a", "q": "1 + 1", "text": "2"}, {"id": "b", "q": "2 + 2"}]
     config = make_job(rows, **{"input.template": "{q} = {text}?"})
     plan = plan_input(config)
-    first, second = requests_of(plan)
+    first, second = request_rows(plan)
     assert first["prompt"] == "1 + 1 = 2?" and first["error_code"] is None
     assert second["error_code"] == "field_missing" and "in.jsonl, line 2: column 'text'" in second["error_message"]
     assert plan.passthrough_types.keys() == {"q", "input_text"}

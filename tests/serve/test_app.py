@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.config import ServeConfig
@@ -41,7 +41,7 @@ def batch_rows(tmp_path, rows):
     plan = plan_input(config)
     worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
     try:
-        requests = table_of(list(requests_of(plan)), request_schema(plan.passthrough))
+        requests = table_of(list(request_rows(plan)), request_schema(plan.passthrough))
         answers: pa.Table = asyncio.run(worker.answer(requests))
         return answers.to_pylist()
     finally:

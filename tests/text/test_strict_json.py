@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.config import load_config
 from eagle_ray.text.strict_json import MAX_JSON_DEPTH, HalfSurrogate, check_texts, parse_json
 
@@ -76,7 +76,7 @@ def test_a_row_has_one_id_however_deep_the_reader_stands(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     overrides = {"input.path": str(tmp_path / "a.jsonl"), "output.path": "unused"}
     plan = plan_input(load_config(None, env={}, overrides=overrides))
-    shallow, below = list(requests_of(plan)), called_from(200, lambda: list(requests_of(plan)))
+    shallow, below = list(request_rows(plan)), called_from(200, lambda: list(request_rows(plan)))
     assert shallow == below
     assert [row["error_code"] for row in shallow] == [None, "bad_json", "bad_json", "bad_json"]
     assert "line 2: " in shallow[1]["error_message"] and "flatten it" in shallow[1]["error_message"]

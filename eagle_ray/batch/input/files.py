@@ -21,7 +21,7 @@ from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.batch.output.layout import data_of
 from eagle_ray.batch.output.partitions import partition_values
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_location import RowLocation, RowPosition
+from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
 from eagle_ray.storage.storage_errors import ObjectChanged

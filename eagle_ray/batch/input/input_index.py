@@ -47,7 +47,7 @@ from eagle_ray.batch.row_index import (
     write_rows,
     write_segment,
 )
-from eagle_ray.requests.row_location import FIRST, RowPosition
+from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

@@ -25,7 +25,7 @@ from eagle_ray.batch.input.row_scanner import Found, Part, RowScanner
 from eagle_ray.batch.input.shards import COLUMNAR, FilePart, open_columnar
 from eagle_ray.batch.job_errors import JobError
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_location import RowPosition
+from eagle_ray.requests.columns import RowPosition
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")

@@ -4,7 +4,7 @@ It fixes the order of files and shards, the columns to read and the types of pas
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     >>> plan = plan_input(config)                            # doctest: +SKIP
-    >>> [row["request_id"] for row in requests_of(plan)]     # doctest: +SKIP
+    >>> [request.id for request in requests_of(plan)]        # doctest: +SKIP
     ['q-1', 'q-2']
 """
 
@@ -35,12 +35,10 @@ from eagle_ray.batch.input.unread import check_unread
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import ColumnPath
-from eagle_ray.requests.request_columns import PROMPTS, RequestColumns
-from eagle_ray.requests.row_location import RowLocation
-from eagle_ray.requests.row_schema import REQUEST, RESERVED, ROW_FIELDS, table_of
+from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
+from eagle_ray.requests.request import Request, table_of_requests
+from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.requests.template import PromptTemplate
 from eagle_ray.storage.path import StoragePath
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
@@ -327,7 +325,12 @@ def _files(plan: InputPlan) -> str:
     return f"{plan.files[0].path}{others}"
 
 
-def requests_of(plan: InputPlan) -> Iterator[dict[str, Any]]:
+def requests_of(plan: InputPlan) -> Iterator[Request]:
+    """Yield the request of every row of the input in order, good or bad, with its carried columns."""
+    return map(Request.of_row, request_rows(plan))
+
+
+def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
     """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
@@ -344,7 +347,7 @@ def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
     """Yield the requests of one shard in small tables."""
     for chunk in chunks_in(shard, plan.needed, plan.source_types):
         requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
-        table = table_of(requests, REQUEST)
+        table = table_of_requests(requests)
         for column in plan.passthrough_columns:
             table = table.append_column(column.name, chunk.carried[column.source])
         yield table
@@ -487,5 +490,5 @@ def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, location in _rows(plan) if on_bad_row == "fail" else ():
         request = parse_row(row, plan.columns, location)
-        if request.get("error_code"):
-            raise ConfigError(f"{request['error_message']} (input.on_bad_row is fail)")
+        if request.error is not None:
+            raise ConfigError(f"{request.error} (input.on_bad_row is fail)")

@@ -24,10 +24,8 @@ from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.shards import FilePart, FileScan, scan
 from eagle_ray.batch.row_index import Table
 from eagle_ray.config import JobConfig
-from eagle_ray.requests.request_columns import RequestColumns
-from eagle_ray.requests.row_location import RowLocation, RowPosition
-from eagle_ray.requests.row_schema import REQUEST, table_of
-from eagle_ray.requests.rows import InputRow, id_of, num_rows, parse_row
+from eagle_ray.requests.columns import RequestColumns, RowPosition
+from eagle_ray.requests.rows import InputRow, id_of, parse_row
 
 NUM_THREADS = 16  # each waits for one object
 SMALL_BYTES = 4 << 20  # of an object that takes longer to ask for than to read
@@ -74,7 +72,8 @@ class RowScanner:
             ids += digest(id_of(row, self.columns, file.location_of(position)))
             requests.append(request_digest(row, needed))
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
-            rows.append(self._num_rows(row, file.location_of(position)) if own else n)
+            request = parse_row(row, self.columns, file.location_of(position)) if own else None
+            rows.append(n if request is None else request.num_rows(self.config))
 
         found = scan(file, self.columns.needed, on_row, part)
         table = {
@@ -83,9 +82,6 @@ class RowScanner:
             "rows": np.frombuffer(rows, np.uint32),
         }
         return [(found, table)]
-
-    def _num_rows(self, row: InputRow, location: RowLocation) -> int:
-        return num_rows(table_of([parse_row(row, self.columns, location)], REQUEST).to_pylist()[0], self.config)
 
 
 def _is_small_object(part: Part) -> bool:

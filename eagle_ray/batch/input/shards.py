@@ -35,8 +35,8 @@ from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.parquet_file import open_part
 from eagle_ray.batch.output.partitions import partition_types
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.row_location import FIRST, RowPosition
 from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError

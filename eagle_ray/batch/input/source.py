@@ -20,7 +20,7 @@ import ray.data
 from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of, shard_tables
 from eagle_ray.batch.input.shards import Shard
-from eagle_ray.requests.row_location import RowPosition
+from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.storage.retry_budget import extended_retries
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from eagle_ray.batch.input.passthrough import JSON
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.row_location import location_text
+from eagle_ray.requests.columns import location_text
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

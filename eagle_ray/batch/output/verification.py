@@ -34,7 +34,6 @@ from eagle_ray.batch.start_cache import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.requests.sequences import turn_request
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
@@ -88,12 +87,12 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenR
     """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
-    requests = {row["request_id"]: row for row in requests_of(plan.without_passthrough) if row["request_id"] in ids}
+    requests = {request.id: request for request in requests_of(plan.without_passthrough) if request.id in ids}
     found = {}
     for key in map(np.void.item, keys):
         id_, sample, turn = key
         answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
-        request = turn_request(requests[outputs[key]["request_id"]], answers)
+        request = requests[outputs[key]["request_id"]].next_turn(answers)
         found[key] = ChosenRow(request, sample, outputs[key]["output_token_ids"])
     return found
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.input import shards
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.decompression import open_decompressed
 from tests.batch.input.test_plan import ids, plan
@@ -37,7 +37,9 @@ def test_the_rows_are_those_of_the_plain_file(tmp_path, monkeypatch, suffix, nam
     plain, packed = plan(tmp_path / name), plan(tmp_path / f"{name}{suffix}")
     assert len(packed.shards) == 1
     own = {"source_file", "request_id", "error_message"}
-    rows = [[{k: v for k, v in row.items() if k not in own} for row in requests_of(found)] for found in (plain, packed)]
+    rows = [
+        [{k: v for k, v in row.items() if k not in own} for row in request_rows(found)] for found in (plain, packed)
+    ]
     assert rows[0] == rows[1] and len(rows[0]) > 2
 
 

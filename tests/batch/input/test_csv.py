@@ -16,7 +16,7 @@ from eagle_ray.batch.input import shards
 from eagle_ray.batch.input.csv import rows_in_csv, type_of_csv_value
 from eagle_ray.batch.input.files import find_files
 from eagle_ray.batch.input.passthrough import CSV_TEXT
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.core.errors import ConfigError, RequestError
 from tests.batch.input.test_plan import errors, ids, plan
 
@@ -81,7 +81,7 @@ def test_a_long_text_is_no_error():
 
 def test_a_text_that_is_not_utf8_is_a_bad_row_that_keeps_its_id(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"id,prompt,note\n7,caf\xe9,n\n8,ok,\xe9\n9,ok,n\n")
-    rows = list(requests_of(plan(tmp_path / "a.csv")))
+    rows = list(request_rows(plan(tmp_path / "a.csv")))
     assert [(row["request_id"], row["error_code"], row["note"]) for row in rows] == [
         ("7", "bad_encoding", "n"),
         ("8", "bad_encoding", None),
@@ -134,18 +134,18 @@ def test_types_of_carried_columns_are_those_of_the_whole_file(tmp_path):
     types = {field.name: str(field.type) for field in the_plan.passthrough}
     texts = dict.fromkeys(["mixed", "late", "none", "zip"], "string")
     assert types == {"i": "int64", "f": "double", "b": "bool"} | texts
-    first, second, third = ([row[name] for name in types] for row in requests_of(the_plan))
+    first, second, third = ([row[name] for name in types] for row in request_rows(the_plan))
     assert first == [1, 1.0, True, "1", "1", None, "01234"]
     assert second == [2, 0.5, False, "true", "2", None, None]
     assert third == [None, None, None, None, "x", None, "99999"]
-    assert [row["prompt"] for row in requests_of(the_plan)] == ["5", "6", "7"]
+    assert [row["prompt"] for row in request_rows(the_plan)] == ["5", "6", "7"]
 
 
 def test_a_column_that_is_text_in_one_file_is_text_in_all(tmp_path):
     write(tmp_path / "a.csv", "prompt,tag\nx,1\n")
     write(tmp_path / "b.csv", "prompt,tag\ny,two\n")
     write(tmp_path / "c.jsonl", '{"prompt": "z", "tag": ["u"]}\n{"prompt": "z", "tag": "v"}\n')
-    assert [row["tag"] for row in requests_of(plan(tmp_path))] == ["1", "two", '["u"]', "v"]
+    assert [row["tag"] for row in request_rows(plan(tmp_path))] == ["1", "two", '["u"]', "v"]
 
 
 def test_prompts_and_sampling_of_every_kind(tmp_path):
@@ -159,7 +159,7 @@ def test_prompts_and_sampling_of_every_kind(tmp_path):
         "s,x,,,hot,,,,",
         "f,x,,,,2.5,,,",
     ]
-    found = list(requests_of(plan(write(tmp_path / "a.csv", head + "\n".join(rows)))))
+    found = list(request_rows(plan(write(tmp_path / "a.csv", head + "\n".join(rows)))))
     assert [row["request_id"] for row in found] == ["007", "m", "k", "t", "e", "s", "f"]
     codes = [None, None, None, "bad_type", "prompt_missing", "bad_sampling", "bad_sampling"]
     assert [row["error_code"] for row in found] == codes
@@ -177,7 +177,7 @@ def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, limit):
     rows = "".join(f'{i},"line one of {i}\nline ""two"""\n' if i % 4 else f'{i},"open\n' for i in range(10))
     the_plan = plan(write(tmp_path / "a.csv", "id,prompt\n" + rows), f"input.limit={limit}")
     whole = plan(tmp_path / "a.csv")
-    assert list(requests_of(the_plan)) == list(requests_of(whole))[:limit]
+    assert list(request_rows(the_plan)) == list(request_rows(whole))[:limit]
     assert the_plan.num_rows == min(limit, whole.num_rows) and len(whole.shards) > 3
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import Door
 from eagle_ray.requests.refused import refused_at
@@ -29,7 +29,7 @@ def requests(tmp_path):
     def of(*lines) -> list[dict]:
         texts = [text if isinstance(text, str) else json.dumps(text) for text in lines]
         (tmp_path / "in.jsonl").write_text("\n".join(texts))
-        return list(requests_of(plan_input(small_job(tmp_path, **{"input.format": "openai_batch"}))))
+        return list(request_rows(plan_input(small_job(tmp_path, **{"input.format": "openai_batch"}))))
 
     return of
 
@@ -266,27 +266,27 @@ def test_a_wrong_first_line_is_one_error_row(tmp_path, wrong):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "wrong.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
     (tmp_path / "in" / "whole.jsonl").write_text(json.dumps(line("d")))
-    found = list(requests_of(plan_input(small_job(tmp_path, **{"input.path": str(tmp_path / "in")}))))
+    found = list(request_rows(plan_input(small_job(tmp_path, **{"input.path": str(tmp_path / "in")}))))
     assert [row["request_id"] for row in found if row["error_code"] is None] == ["d", "b", "c"]
     assert len(found) == 4
 
 
 def test_any_number_of_wrong_lines_may_come_first(tmp_path):
     (tmp_path / "in.jsonl").write_text("[1]\n" * 300 + json.dumps(line("b")))
-    *wrong, good = requests_of(plan_input(small_job(tmp_path)))
+    *wrong, good = request_rows(plan_input(small_job(tmp_path)))
     assert len(wrong) == 300 and (good["request_id"], good["error_code"]) == ("b", None)
 
 
 @pytest.mark.parametrize("wrong", ["extra key", "no body", "text as body"])
 def test_a_file_of_wrong_requests_alone_says_what_is_wrong(tmp_path, wrong):
     (tmp_path / "in.jsonl").write_text(json.dumps(WRONG[wrong]))
-    [row] = requests_of(plan_input(small_job(tmp_path)))
+    [row] = request_rows(plan_input(small_job(tmp_path)))
     assert row["request_id"] == "a" and row["error_code"] in ("unsupported_parameter", "bad_type")
 
 
 def test_requests_of_a_detected_file(tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(line(name)) for name in "ab"))
-    found = list(requests_of(plan_input(small_job(tmp_path))))
+    found = list(request_rows(plan_input(small_job(tmp_path))))
     assert [(row["request_id"], row["error_code"], row["url"]) for row in found] == [
         ("a", None, CHAT),
         ("b", None, CHAT),

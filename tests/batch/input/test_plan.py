@@ -14,7 +14,7 @@ import pytest
 
 from eagle_ray.batch.id_digests import digests
 from eagle_ray.batch.input import shards
-from eagle_ray.batch.input.plan import InputPlan, plan_input, request_tables, requests_of, row_settings_line
+from eagle_ray.batch.input.plan import InputPlan, plan_input, request_rows, request_tables, row_settings_line
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 
@@ -37,11 +37,11 @@ def write_parquet(path: Path, rows: list[dict], **options: int) -> Path:
 
 
 def ids(the_plan: InputPlan) -> list[str]:
-    return [row["request_id"] for row in requests_of(the_plan)]
+    return [row["request_id"] for row in request_rows(the_plan)]
 
 
 def errors(the_plan: InputPlan) -> list[str | None]:
-    return [row["error_code"] for row in requests_of(the_plan)]
+    return [row["error_code"] for row in request_rows(the_plan)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-le"])
@@ -82,16 +82,16 @@ def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
             "lang": pa.string(),
             "y": pa.string(),
         }
-        rows = {row["request_id"]: (row["lang"], row["y"]) for row in requests_of(found)}
+        rows = {row["request_id"]: (row["lang"], row["y"]) for row in request_rows(found)}
         assert rows == {"0": ("de", "2024"), "1": ("a/b ü", "007"), "2": (None, None), "3": (None, None)}
-    rows = {row["request_id"]: row for row in requests_of(plan(root, "input.template='{lang}: {prompt}'"))}
+    rows = {row["request_id"]: row for row in request_rows(plan(root, "input.template='{lang}: {prompt}'"))}
     assert (rows["0"]["prompt"], rows["3"]["error_code"]) == ("de: p0", "field_missing")
 
 
 def test_a_partition_column_may_begin_with_an_underscore(tmp_path):
     write_any(tmp_path / "in" / "_lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
     write_any(tmp_path / "in" / "_temporary" / "lang=de" / "b.jsonl", [{"id": 1, "prompt": "p"}])
-    [row] = requests_of(plan(tmp_path / "in"))
+    [row] = request_rows(plan(tmp_path / "in"))
     assert (row["request_id"], row["_lang"]) == ("0", "de")
 
 
@@ -99,21 +99,21 @@ def test_a_partition_column_may_begin_with_an_underscore(tmp_path):
 def test_a_column_of_the_file_takes_precedence_over_its_directory(tmp_path, suffix):
     write_any(tmp_path / "in" / "year=2024" / f"a.{suffix}", [{"id": 0, "prompt": "p", "year": 1999}])
     write_any(tmp_path / "in" / "year=2025" / f"b.{suffix}", [{"id": 1, "prompt": "p"}])
-    assert [row["year"] for row in requests_of(plan(tmp_path / "in"))] == ["1999", "2025"]
+    assert [row["year"] for row in request_rows(plan(tmp_path / "in"))] == ["1999", "2025"]
     only = plan(tmp_path / "in" / "*" / f"a.{suffix}")
-    assert [row["year"] for row in requests_of(only)] == [1999]
+    assert [row["year"] for row in request_rows(only)] == [1999]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
 def test_a_directory_of_a_parameter_sets_it_for_its_rows(tmp_path, suffix):
     write_any(tmp_path / "in" / "temperature=0.5" / f"a.{suffix}", [{"id": 0, "prompt": "p"}])
-    [row] = requests_of(plan(tmp_path / "in"))
+    [row] = request_rows(plan(tmp_path / "in"))
     assert (row["temperature"], row["error_code"]) == (0.5, None)
 
 
 def test_directories_in_the_path_that_is_given_are_named_as_no_columns(tmp_path, caplog):
     write_any(tmp_path / "in" / "lang=de" / "a.jsonl", [{"id": 0, "prompt": "p"}])
-    [row] = requests_of(plan(tmp_path / "in" / "lang=de"))
+    [row] = request_rows(plan(tmp_path / "in" / "lang=de"))
     assert "lang" not in row and "lang=de is in the path that is given, so it is no column" in caplog.text
 
 
@@ -127,8 +127,8 @@ def test_columns_that_set_parameters_are_named(tmp_path):
 
 
 def test_both_formats_give_the_same_requests(tmp_path):
-    jsonl = list(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", ROWS))))
-    parquet = list(requests_of(plan(write_parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))))
+    jsonl = list(request_rows(plan(write_jsonl(tmp_path / "a.jsonl", ROWS))))
+    parquet = list(request_rows(plan(write_parquet(tmp_path / "a.parquet", ROWS, row_group_size=3))))
     place = {"source_file": "", "source_line": None}
     assert [row | place for row in jsonl] == [row | place for row in parquet]
     assert jsonl[3]["request_id"] == "3"
@@ -167,7 +167,7 @@ def test_a_malformed_line_is_one_bad_row(tmp_path):
         b'{"prompt": "last"}',
     ]
     (tmp_path / "a.jsonl").write_bytes(b"\r\n".join(lines))
-    found = list(requests_of(plan(tmp_path / "a.jsonl")))
+    found = list(request_rows(plan(tmp_path / "a.jsonl")))
     assert [row["row_index"] for row in found] == [0, 2, 3, 4, 5, 6, 7, 9]
     assert [row["prompt"] for row in found] == ["bom", None, None, None, None, "😀", None, "last"]
     codes = [None, "bad_json", "bad_encoding", "bad_json", "bad_encoding", None, "bad_json", None]
@@ -214,7 +214,7 @@ def test_half_a_surrogate_in_a_json_text_is_one_bad_row_with_its_id(tmp_path, fo
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows)
-    first, *found = requests_of(plan(tmp_path))
+    first, *found = request_rows(plan(tmp_path))
     assert first["error_code"] is None and first["stop"] == ["a"]
     assert [(row["request_id"], row["error_code"]) for row in found] == [(row["id"], "bad_encoding") for row in bad]
     for row, (_, _, says) in zip(found, HALF_ROWS, strict=True):
@@ -225,7 +225,7 @@ def test_half_a_surrogate_in_a_line_is_one_bad_row_with_its_id(tmp_path):
     lines = [rf'{{"id": "a", "prompt": "Hi", "x": "{HALF}"}}', rf'{{"id": "{HALF}", "prompt": "Hi"}}']
     lines += [rf'{{"id": "c", "prompt": "Hi", "{HALF}": 1}}', '{"id": "d", "prompt": "Hi", "x": NaN}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    found = list(requests_of(plan(tmp_path / "a.jsonl")))
+    found = list(request_rows(plan(tmp_path / "a.jsonl")))
     assert [row["request_id"] for row in found] == ["a", "a.jsonl:1", "c", "d"]
     assert [row["error_code"] for row in found] == [*["bad_encoding"] * 3, None]  # Python writes NaN
     assert "column 'x': half a surrogate: \\ud83d without its second half" in found[0]["error_message"]
@@ -233,7 +233,7 @@ def test_half_a_surrogate_in_a_line_is_one_bad_row_with_its_id(tmp_path):
 
 def test_it_is_said_where_a_line_is_cut(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x"\n{"prompt": "y"}\n')
-    cut, whole = requests_of(plan(tmp_path / "a.jsonl"))
+    cut, whole = request_rows(plan(tmp_path / "a.jsonl"))
     assert "line 1: the line is not JSON (Expecting ',' delimiter: character 15)" in cut["error_message"]
     assert whole["prompt"] == "y"
 
@@ -271,7 +271,7 @@ def test_carried_types_are_fixed_over_all_files(tmp_path):
     types = {field.name: str(field.type) for field in the_plan.passthrough}
     texts = dict.fromkeys(["mixed", "nested", "nothing", "late"], "string")
     assert types == texts | {"number": "double", "flag": "bool"}
-    first, second = requests_of(the_plan)
+    first, second = request_rows(the_plan)
     assert (first["number"], first["mixed"], first["nested"], first["late"]) == (1.0, "1", '{"a": 1}', None)
     assert (second["number"], second["mixed"], second["late"], second["flag"]) == (0.5, '"one"', "z", None)
 
@@ -279,9 +279,9 @@ def test_carried_types_are_fixed_over_all_files(tmp_path):
 def test_parquet_and_jsonl_join_their_types(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "score": 1, "tags": ["u"]}])
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "y", "score": 2.5, "tags": None}])
-    assert [(row["score"], row["tags"]) for row in requests_of(plan(tmp_path))] == [(1.0, ["u"]), (2.5, None)]
+    assert [(row["score"], row["tags"]) for row in request_rows(plan(tmp_path))] == [(1.0, ["u"]), (2.5, None)]
     write_jsonl(tmp_path / "c.jsonl", [{"prompt": "z", "tags": ["v"]}])
-    assert [row["tags"] for row in requests_of(plan(tmp_path))] == ['["u"]', None, '["v"]']
+    assert [row["tags"] for row in request_rows(plan(tmp_path))] == ['["u"]', None, '["v"]']
 
 
 def test_parquet_types_of_every_input_column(tmp_path):
@@ -298,7 +298,7 @@ def test_parquet_types_of_every_input_column(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     the_plan = plan(tmp_path / "a.parquet")
     assert the_plan.passthrough == [pa.field("when", pa.timestamp("ns"))]
-    first, second, third = requests_of(the_plan)
+    first, second, third = request_rows(the_plan)
     assert json.loads(first["messages"]) == [{"role": "user", "content": "Hi"}]
     assert (second["prompt_token_ids"], third["prompt"]) == ([1, 2], "Hi")
     assert [row["request_id"] for row in (first, second, third)] == ["1", "a.parquet:1", "3"]
@@ -311,7 +311,7 @@ def test_what_was_used_is_not_carried_again_but_what_a_path_reads_is(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"qid": 1, "turns": ["Hi", "So"], "temperature": 0.5, "category": "c"}])
     the_plan = plan(path, "input.columns.messages=turns[0]", "input.columns.id=qid")
     assert [field.name for field in the_plan.passthrough] == ["turns", "category"]
-    [row] = requests_of(the_plan)
+    [row] = request_rows(the_plan)
     assert (row["request_id"], row["turns"], row["temperature"]) == ("1", '["Hi", "So"]', 0.5)
     assert json.loads(row["messages"]) == [{"role": "user", "content": "Hi"}]
 
@@ -327,7 +327,7 @@ def test_passthrough_none_and_a_list(tmp_path):
 def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
     row = {"prompt": "x", "text": "y", "input_text": "z", "score": 1, "status": "new", "messages": None}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
-    [found] = requests_of(the_plan := plan(path, "input.columns.prompt=prompt"))
+    [found] = request_rows(the_plan := plan(path, "input.columns.prompt=prompt"))
     assert list(the_plan.passthrough_types) == ["input_text_2", "input_text", "score", "input_status", "input_messages"]
     assert (found["input_text_2"], found["input_text"], found["input_status"]) == ("y", "z", "new")
     assert list(plan(path, "input.passthrough=[text]").passthrough_types) == ["input_text"]
@@ -356,7 +356,7 @@ def test_a_configured_column_must_exist_somewhere(tmp_path):
 
 def test_a_row_that_a_configured_path_does_not_reach_names_the_key(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"turns": []}, {"turns": ["Hi"]}])
-    bad, good = requests_of(plan(path, "input.columns.messages=turns[0]"))
+    bad, good = request_rows(plan(path, "input.columns.messages=turns[0]"))
     assert "column 'turns[0]' (input.columns.messages) is absent or null" in bad["error_message"]
     assert good["error_message"] is None
 
@@ -389,7 +389,7 @@ def test_rows_may_use_different_prompt_columns(tmp_path):
 def test_where_one_prompt_column_is_configured_only_it_is_read(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "prompt_token_ids": [1]}])
     the_plan = plan(path, "input.columns.prompt=question", "input.passthrough=none")
-    assert [row["prompt"] for row in requests_of(the_plan)] == ["q"]
+    assert [row["prompt"] for row in request_rows(the_plan)] == ["q"]
 
 
 def test_an_id_that_occurs_twice_names_both_places(tmp_path):
@@ -441,7 +441,7 @@ def test_maps_with_keys_that_are_no_texts_become_json(tmp_path):
     days = pa.array([[(date(2026, 1, 1), 1)]], pa.map_(pa.date32(), pa.int64()))
     pq.write_table(pa.table({"prompt": ["x"], "days": days}), tmp_path / "a.parquet")
     write_parquet(tmp_path / "b.parquet", [{"prompt": "x", "days": 1}])
-    assert [row["days"] for row in requests_of(plan(tmp_path))] == ['{"2026-01-01": 1}', "1"]
+    assert [row["days"] for row in request_rows(plan(tmp_path))] == ['{"2026-01-01": 1}', "1"]
 
 
 def test_parquet_types_are_carried_and_a_text_that_is_not_utf8_is_a_bad_row(tmp_path):
@@ -491,7 +491,7 @@ def test_a_parquet_file_of_another_schema_among_good_ones_is_error_rows(tmp_path
     write_parquet(tmp_path / "b.parquet", [{"question": "x", "tag": "u"}])
     write_parquet(tmp_path / "c.parquet", [{"id": 7, "prompt": 5, "tag": 1.5}])
     write_parquet(tmp_path / "d.parquet", [{"id": {"x": 1}, "prompt": "p", "tag": [1]}])
-    rows = list(requests_of(plan(tmp_path)))
+    rows = list(request_rows(plan(tmp_path)))
     assert [row["request_id"] for row in rows] == ["a", "b.parquet:0", "7", "d.parquet:0"]
     assert [row["error_code"] for row in rows] == [None, "prompt_missing", "bad_type", "bad_type"]
     assert [row["tag"] for row in rows] == ["1", '"u"', "1.5", "[1]"]
@@ -505,7 +505,7 @@ def test_a_prompt_of_nothing_is_an_error_row(tmp_path, prompt):
 
 
 def test_what_is_wrong_is_said_shortly(tmp_path):
-    [row] = requests_of(plan(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "temperature": "hot" * 10_000}])))
+    [row] = request_rows(plan(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "temperature": "hot" * 10_000}])))
     assert row["error_code"] == "bad_sampling" and len(row["error_message"]) < 200 + len(str(tmp_path))
 
 
@@ -542,7 +542,7 @@ def test_a_value_that_cannot_be_carried_makes_its_row_an_error_row(tmp_path):
         given = {"id": [f"{name}{i}" for i in range(2)], "prompt": ["p", "p"], "n": [3, 3], "v": column}
         pq.write_table(pa.table(given), tmp_path / f"{name}.parquet")
     found = plan(tmp_path)
-    rows = {row["request_id"]: row for row in requests_of(found)}
+    rows = {row["request_id"]: row for row in request_rows(found)}
     assert {name for name, row in rows.items() if row["error_code"]} == {"b0"}
     assert "column 'v' cannot be carried through" in rows["b0"]["error_message"] and rows["b0"]["n"] == 3
     assert [row["n"] for row in rows.values()] == [3] * 4 and found.rows.contains(digests(["b0"])).all()
@@ -553,7 +553,7 @@ def test_a_carried_text_that_is_not_utf_8_leaves_the_row_its_id(tmp_path):
         pa.string(), 1, [None, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xff")]
     )
     pq.write_table(pa.table({"id": ["x"], "prompt": ["p"], "note": bad}), tmp_path / "a.parquet")
-    [row] = requests_of(plan(tmp_path / "a.parquet"))
+    [row] = request_rows(plan(tmp_path / "a.parquet"))
     assert (row["request_id"], row["error_code"]) == ("x", "bad_encoding")
 
 
@@ -573,10 +573,10 @@ def test_a_null_of_a_struct_is_an_absent_key_at_every_depth(tmp_path):
     rows = [row("now", "tz"), row("rain", "city")]
     write_jsonl(tmp_path / "a.jsonl", rows)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
-    lines, structs = list(requests_of(plan(tmp_path / "a.jsonl"))), list(requests_of(plan(tmp_path / "b.parquet")))
+    lines, structs = list(request_rows(plan(tmp_path / "a.jsonl"))), list(request_rows(plan(tmp_path / "b.parquet")))
     for name in ("error_code", "messages", "tools", "json_schema"):
         assert [request[name] for request in structs] == [request[name] for request in lines]
     written = [{key: json.dumps(value) for key, value in rows[0].items()} | {"json_schema": '{"const": null}'}]
     pq.write_table(pa.Table.from_pylist(written), tmp_path / "c.parquet")
-    [request] = requests_of(plan(tmp_path / "c.parquet"))
+    [request] = request_rows(plan(tmp_path / "c.parquet"))
     assert request["json_schema"] == '{"const": null}', "a JSON text keeps its nulls"

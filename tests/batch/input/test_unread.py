@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import ROW_PARAMETERS, Door
@@ -84,7 +84,7 @@ def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
     rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))
     assert [field.name for field in the_plan.passthrough] == names
-    assert [row["error_code"] for row in requests_of(the_plan)] == [None, None]
+    assert [row["error_code"] for row in request_rows(the_plan)] == [None, None]
 
 
 def test_missing_values_of_pandas_and_keys_that_a_struct_fills_up_ask_for_nothing(tmp_path):
@@ -103,7 +103,7 @@ def test_a_parameter_can_be_carried_as_data(tmp_path, caplog, monkeypatch, on_un
     monkeypatch.setattr(logging.getLogger("eagle_ray"), "propagate", True)
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "top_a": 3}, {"prompt": "y", "top_a": 4}])
     the_plan = plan(path, f"input.on_unknown={on_unknown}")
-    assert [row["top_a"] for row in requests_of(the_plan)] == [3, 4]
+    assert [row["top_a"] for row in request_rows(the_plan)] == [3, 4]
     said = [record.getMessage() for record in caplog.records]
     expected = f"{path}, line 1: column 'top_a' (3) is a request parameter"
     assert len(said) == (on_unknown == "warn") and all(line.startswith(expected) for line in said)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.input.files import find_files
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.input.shards import rows_in, scan
 from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.batch.output.layout import CACHE, RUN
@@ -114,7 +114,7 @@ def test_the_same_input_makes_the_same_requests_from_a_bucket(bucket, tmp_path):
     made = []
     for root in (tmp_path / "in", bucket / "in"):
         plan = plan_input(load_config(None, env={}, sets=[f"input.path={root}", "output.path=out"]))
-        made.append([{**row, "source_file": row["source_file"].removeprefix(str(root))} for row in requests_of(plan)])
+        made.append([{**row, "source_file": row["source_file"].removeprefix(str(root))} for row in request_rows(plan)])
     assert made[0] == made[1] and len(made[1]) == 720 and made[1][1]["lang"] == "ü"
 
 
