@@ -44,14 +44,14 @@ def finished(request, tokenizer):
     sampling = {"sampling.logprobs": True, "sampling.top_logprobs": 2}
     config = load_config(None, env={}, overrides=settings | sampling)
     [row] = prompt_rows([{"id": "a", "seed": 1} | prompt])
-    [sequence] = sequences_of(row | {"request_id": "a"}, config, tokenizer)
+    [sequence] = sequences_of(row, config, tokenizer)
     ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
     sequence.output_ids, sequence.finish_reason = ids, "stop"
     sequence.output_logprobs = [-0.5 * i for i in range(len(ids))]
     sequence.output_tops = [[(token, -0.5 * i), (7, -float("inf"))] for i, token in enumerate(ids)]
     sequence.stats = AcceptanceStats.empty(0)
     sequence.arrived_at = sequence.admitted_at = sequence.first_token_at = sequence.finished_at = 1.0
-    return row | {"request_id": "a"}, config, sequence
+    return row, config, sequence
 
 
 def answers_of(finished, tokenizer):
