@@ -36,12 +36,9 @@ cli lm_eval
 """
 LEVEL = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}
 UPWARDS = {  # module: (why modules below its level import it today, those modules); this only shrinks
-    "batch.baseline": ("verification runs an engine", "batch.output.verification"),
-    "batch.cluster": ("verification runs an engine", "batch.output.verification"),
-    "batch.error_classifier": ("verification runs an engine", "batch.output.verification"),
     "batch.expected_rows": (
         "which rows are asked for belongs to the input",
-        "batch.input.plan batch.input.source_check batch.output.verification",
+        "batch.input.plan batch.input.source_check",
     ),
     "batch.fingerprints": (
         "a file's version belongs to the input",
@@ -51,16 +48,15 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "batch.id_digests": (
         "a noun of rows that stands too high",
         "batch.input.input_index batch.input.plan batch.input.row_scanner batch.input.source batch.input.source_check "
-        "batch.output.output_index batch.output.verification",
+        "batch.output.output_index",
     ),
     "batch.input.passthrough": ("the types of carried columns are needed by both", "batch.output.partitions"),
-    "batch.input.plan": ("verification reads the rows again", "batch.output.verification"),
     "batch.job_errors": (
         "errors that stand too high",
         "batch.input.files batch.input.parallel_scan batch.input.shards batch.input.source_check "
         "batch.output.fencing batch.output.layout batch.output.lock batch.output.manifest batch.output.output_index "
         "batch.output.parquet_file batch.output.partitions batch.output.recorded_inputs batch.output.sharding "
-        "batch.output.sink batch.output.verification",
+        "batch.output.sink",
     ),
     "batch.job_shard": (
         "a noun of the configuration that stands too high",
@@ -72,7 +68,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
         "batch.input.input_index batch.input.row_scanner batch.input.source_check batch.output.output_index",
     ),
     "batch.signals": ("the lease is given up at a signal", "batch.output.lock"),
-    "batch.start_cache": ("verification runs an engine", "batch.output.verification"),
     "kv.kv_cache": ("a decode batch names slots of the cache", "core.decode_batch"),
     "requests.sampling_limits": (
         "limits that stand too high",
