@@ -3,8 +3,7 @@
 Ray is imported only if rows are missing, and torch only in workers and model checks, so a finished job ends in a
 second.
 
-    >>> run_job(load_config("configs/demo.yaml"))
-    0
+    run_job(load_config("configs/demo.yaml"))      # 0
 """
 
 from __future__ import annotations
