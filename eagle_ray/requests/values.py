@@ -585,20 +585,24 @@ class Object(Kind):
         return {"$ref": f"#/components/schemas/{self.name}"}
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: Any, opened: Callable[[Any], Any] = lambda value: value) -> Any:
     """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
 
     What pandas has for a missing value, which compares with nothing, is None.
+
+    Args:
+        opened: returns the parts of other objects; it is called for every value before anything else.
     """
+    value = opened(value)
     if type(value).__name__ in PANDAS_NULLS:
         return None
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {_plain_key(key): plain_value(inner) for key, inner in value.items()}
+        return {_plain_key(key): plain_value(inner, opened) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         is_plain = set(map(type, value)) <= {int, float, str}
-        return list(value) if is_plain else [plain_value(inner) for inner in value]
+        return list(value) if is_plain else [plain_value(inner, opened) for inner in value]
     return value
 
 
