@@ -1,23 +1,11 @@
-"""Bounds of sampling parameters and of JSON schemas that the configuration, the HTTP endpoint and the engine share."""
+"""Bounds of bad words, grammars and JSON schemas, beyond which their preparation would take too long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-# A token is chosen by logit / temperature + Gumbel noise in fp32. Noise reaches 23, where fp32 has steps of 2e-6, so
-# that 100 keeps logits apart that differ by 2e-4. Far above it they round away and only noise is left.
-MAX_TEMPERATURE = 100.0
-
-MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, either sign; OpenAI's bound
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # a factor of logits; 1 is off
-MAX_LOGIT_BIAS = 100.0  # either sign; OpenAI's bound
-MAX_TOP_LOGPROBS = 20  # alternatives per token; OpenAI's bound
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
-MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at each end of a text
-
-# What an output must be: at most one of these keys is set.
-STRUCTURED_KEYS = ("json_schema", "json_object", "regex", "choice", "grammar", "response_format")
 
 # Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
 MAX_GRAMMAR_CHARS = {
