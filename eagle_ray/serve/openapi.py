@@ -19,7 +19,7 @@ from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.json_parts import json_bytes
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationBody, TokenizeRequest
 from eagle_ray.serve.responses_api import responses_request
 from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
@@ -203,7 +203,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
         ids["exclusiveMaximum"] = vocab_size
 
 
-def _no_op_schemas(asking: type[Request | TokenizeRequest]) -> Json:
+def _no_op_schemas(asking: type[GenerationBody | TokenizeRequest]) -> Json:
     """Return the JSON schemas of the parameters that a request does not have: the values that ask for nothing."""
     nulls = {"type": "object", "additionalProperties": {"type": "null"}}
     found: Json = {}

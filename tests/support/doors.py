@@ -259,8 +259,8 @@ def silent_log() -> Iterator[None]:
 
 
 def described(sequence: EngineSequence) -> dict[str, Any]:
-    """Return the sampling values of a sequence that are not at their defaults."""
-    return _fields(sequence.sampling)
+    """Return the sampling values of a sequence that are not at their defaults; the sequences are counted."""
+    return {name: value for name, value in _fields(sequence.sampling).items() if name != "n"}
 
 
 def _fields(value: Any) -> dict[str, Any]:
