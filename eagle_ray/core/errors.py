@@ -13,15 +13,17 @@ ENCODING_BYTES = 64  # of a file's start that tell its encoding
 class RequestError(Exception):
     """This request cannot be answered; every other one can.
 
-    code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's ``code``).
+    Attributes:
+        code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's ``code``).
+        param: the parameter at fault, if it is known.
     """
 
-    def __init__(self, code: str, message: str):
+    def __init__(self, code: str, message: str, param: str | None = None):
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
     def __reduce__(self):
-        return type(self), (self.code, str(self))
+        return type(self), (self.code, str(self), self.param)
 
 
 class EngineError(Exception):

@@ -20,17 +20,16 @@ Parquet has no lines.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from string import Formatter
 from typing import Any, NamedTuple
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import CHAT, ROW_PARAMETERS, SAMPLING
-from eagle_ray.text.strict_json import HalfSurrogate
+from eagle_ray.requests.parameters import CHAT_OPTIONS, ROW_PARAMETERS, SAMPLING
+from eagle_ray.requests.values import describe_value, json_text
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")  # columns with prompts that need no configuration
 TEMPLATE_KEY = "input.template"
@@ -232,7 +231,7 @@ class RequestColumns:
     def needed(self) -> list[str]:
         """Return the columns that requests are made of."""
         read = [name for path in (self.id, *self.prompt_paths) for name in path.names]
-        return [*read, *SAMPLING, *CHAT]
+        return [*read, *SAMPLING, *CHAT_OPTIONS]
 
     @property
     def fully_used(self) -> set[str]:
@@ -240,28 +239,3 @@ class RequestColumns:
         through. Columns of a template are passed through, too.
         """
         return {path.text for path in (self.id, *self.prompts.values())} | ROW_PARAMETERS
-
-
-def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
-    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
-
-    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
-    bytes that scalar_text cannot write.
-    """
-    try:
-        return json.dumps(value, ensure_ascii=False, default=scalar_text)
-    except TypeError:
-        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
-    except UnicodeDecodeError:
-        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
-
-
-def json_error(where: str, error: ValueError) -> RequestError:
-    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
-    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
-
-
-def describe_value(value: Any) -> str:
-    """Return a value and its type, short enough for a message."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

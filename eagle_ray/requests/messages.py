@@ -18,8 +18,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import describe_value, json_error, json_text
-from eagle_ray.requests.values import WrongValue
+from eagle_ray.requests.values import (
+    AnyObject,
+    CallArguments,
+    Either,
+    ListOf,
+    Object,
+    OneOf,
+    Text,
+    WrongValue,
+    describe_value,
+    json_error,
+    json_text,
+)
 from eagle_ray.text.chat_format import template_arguments, template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
@@ -36,7 +47,31 @@ MEDIA = {
     "file": "files",
     "input_file": "files",
 }
-TEXT_PART = '{"type": "text", "text": "..."}, the only kind of part that is read'
+_TEXT = Text(can_be_empty=True)
+TEXT_PART = Object("TextPart", {"type": OneOf(("text",)), "text": _TEXT}, required=("type", "text"))
+CALLED_FUNCTION = Object(
+    "CalledFunction",
+    {"name": _TEXT, "arguments": Either((CallArguments(), AnyObject()))},
+    required=("name",),
+    is_open=True,
+)
+CALLED_TOOL = Object(
+    "CalledTool",
+    {"id": _TEXT, "type": OneOf(("function",)), "function": CALLED_FUNCTION},
+    required=("function",),
+    defaults={"type": "function"},
+    is_open=True,
+    about="A tool call of an earlier answer.",
+)
+MESSAGE = Object(
+    "Message",
+    {"role": OneOf(ROLES), "content": Either((_TEXT, ListOf(TEXT_PART))), "tool_calls": ListOf(CALLED_TOOL)},
+    required=("role",),
+    is_open=True,
+    about="A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them.",
+)
+MESSAGES = ListOf(MESSAGE, min_items=1, form="a list of messages {role, content}")
+TEXT_PART_FORM = '{"type": "text", "text": "..."}, the only kind of part that is read'
 Steps = tuple[str | int, ...]
 _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
@@ -138,7 +173,7 @@ def _text_part(part: Any, at: Steps) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in MEDIA:
         told = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
-        raise WrongMessage("unsupported_parameter", TEXT_PART, part, at, told)
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, told)
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise WrongMessage("unsupported_parameter", TEXT_PART, part, at)
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at)
     return {key: value for key, value in part.items() if value is not None}

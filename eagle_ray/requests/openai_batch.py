@@ -14,46 +14,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import describe_value
-from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.parameters import CHAT_NAMES, SAMPLING, Door
 from eagle_ray.requests.refused import REFUSED, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
-from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS, STRUCTURED_KEYS
+from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.text.chat_options import CHAT_NAMES
+from eagle_ray.requests.values import describe_value
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
 URLS = (*PROMPT_FIELD_BY_URL, RESPONSES)
 LINE_KEYS = {"custom_id", "method", "url", "body"}
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    *STRUCTURED_KEYS,
-)
 OWN_KEYS = {"structured_outputs": "json_schema, json_object, regex, choice or grammar"} | {
     name: row.use for name, row in REFUSED.items() if row.use
 }
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-KNOWN = {"model", "logprobs", "top_logprobs", *SAMPLING, *LENGTH_FIELDS}
+KNOWN = {"model", *SAMPLING, *LENGTH_FIELDS}
 DOORS = {CHAT: Door.CHAT, COMPLETIONS: Door.COMPLETIONS}
 
 
@@ -139,7 +116,8 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
-    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    names = SAMPLING.keys() - {"logprobs", "top_logprobs"}
+    found = {name: body[name] for name in names if body.get(name) is not None}
     lengths = [body[name] for name in LENGTH_FIELDS if body.get(name) is not None]
     if len(lengths) == 2 and lengths[0] != lengths[1]:
         raise RequestError(

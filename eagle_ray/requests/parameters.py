@@ -27,19 +27,27 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.messages import MESSAGES
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
+    AnyObject,
     Boolean,
     Checked,
+    Either,
     FlagOrCount,
     Integer,
     JsonSchema,
     Kind,
+    ListOf,
     LogitBias,
+    Metadata,
+    No,
     Number,
+    Object,
     ResponseFormat,
     Text,
     Texts,
@@ -61,6 +69,9 @@ MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at
 MAX_STOPS, MAX_ITEMS = 64, 1024  # stop strings, and words, choices or token ids, of an HTTP request
 MAX_SAMPLES = 1024  # of a row
 MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
+LOGPROBS = "message.output_text.logprobs"  # what a response may include
+RESPONSE_TOOLS_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
+RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 
 
@@ -72,6 +83,8 @@ class Door(Enum):
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    BATCHES = "/v1/batches"
     PYTHON = "SamplingParams"
 
 
@@ -89,6 +102,7 @@ class Group(Enum):
     CONTROL = "adjustments of the logits by the tokens so far"
     TEXT = "how output ids become text"
     FORM = "what an output must be: at most one of them is set"
+    CHAT = "what a chat template and the parsers of its answers read"
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,8 @@ class Parameter:
         doors: where it may stand.
         kinds: the kinds of doors that take other values.
         is_null_a_value: whether Python's None differs from the default.
+        defaults: of the bodies of doors. Null, that of others, is the server's setting.
+        required: the doors whose bodies must have it.
     """
 
     name: str
@@ -113,6 +129,8 @@ class Parameter:
     doors: frozenset[Door] = EVERYWHERE
     kinds: Mapping[Door, Kind] = dataclasses.field(default_factory=dict)
     is_null_a_value: bool = False
+    defaults: Mapping[Door, Any] = dataclasses.field(default_factory=dict)
+    required: frozenset[Door] = frozenset()
 
     def kind_at(self, door: Door) -> Kind:
         return self.kinds.get(door, self.kind)
@@ -136,11 +154,16 @@ def parameter(
     python: Kind | None = None,
     doors: frozenset[Door] = EVERYWHERE,
     is_null_a_value: bool = False,
+    kinds: Mapping[Door, Kind] = MappingProxyType({}),
+    defaults: Mapping[Door, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return a field of SamplingParams that is a row of the table. http, python: their kinds, if they differ."""
-    kinds = {} if http is None else dict.fromkeys(HTTP, http)
-    kinds |= {} if python is None else {Door.PYTHON: python}
-    row = Parameter("", kind, default, about, group, doors, kinds, is_null_a_value)
+    """Return a field of SamplingParams that is a row of the table.
+
+    http, python, kinds: the kinds of all bodies, of Python and of doors, if they differ.
+    """
+    other = {} if http is None else dict.fromkeys(HTTP, http)
+    other |= {} if python is None else {Door.PYTHON: python}
+    row = Parameter("", kind, default, about, group, doors, {**other, **kinds}, is_null_a_value, defaults)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"row": row})
     return dataclasses.field(default=default, metadata={"row": row})
@@ -247,7 +270,9 @@ class SamplingParams:
         "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves.",
         Group.LENGTH,
         python=Integer(1, form="an integer, 1 or more, or None"),
+        doors=EVERYWHERE - {Door.RESPONSES},
         is_null_a_value=True,
+        kinds={Door.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo")},
     )
     stop: list[str] = parameter(
         [],
@@ -282,6 +307,8 @@ class SamplingParams:
         Group.RETURNED,
         python=_COUNTED,
         doors=EVERYWHERE - {Door.RESPONSES},
+        kinds={Door.COMPLETIONS: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}")},
+        defaults={Door.CHAT: False},
     )
     top_logprobs: int = parameter(
         0,
@@ -289,6 +316,12 @@ class SamplingParams:
         "With logprobs, also return this many of the likeliest tokens at each position.",
         Group.RETURNED,
         doors=EVERYWHERE - {Door.COMPLETIONS},
+        kinds={
+            Door.CHAT: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"),
+            Door.RESPONSES: Integer(
+                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
+            ),
+        },
     )
     prompt_logprobs: bool | int | None = parameter(
         False,
@@ -455,44 +488,6 @@ class SamplingParams:
 SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
 
 
-_CHAT_DOORS = frozenset({Door.JOB, Door.CHAT, Door.RESPONSES})
-_OBJECT: Mapping[str, Any] = {"type": "object"}
-# What a request with messages says to its chat template.
-CHAT: Mapping[str, Parameter] = {
-    row.name: row
-    for row in (
-        Parameter(
-            "tools",
-            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
-            [],
-            "Functions that the answer may call, as in OpenAI's API.",
-            doors=_CHAT_DOORS,
-        ),
-        Parameter(
-            "tool_choice",
-            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
-            "auto",
-            "None leaves the tools out of the prompt; required and a named tool force a call.",
-            doors=_CHAT_DOORS,
-        ),
-        Parameter(
-            "parallel_tool_calls",
-            Boolean(),
-            True,
-            "With false, only the first call of an answer is kept.",
-            doors=_CHAT_DOORS,
-        ),
-        Parameter(
-            "chat_template_kwargs",
-            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
-            {},
-            "Further values for the chat template. A row's or a request's names are added to the configuration's.",
-            doors=_CHAT_DOORS,
-        ),
-    )
-}
-
-
 def names_in(*groups: Group) -> tuple[str, ...]:
     """Return the names of the parameters of these groups, in the table's order."""
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
@@ -516,4 +511,181 @@ def second_form(values: Mapping[str, Any]) -> str | None:
     return next(iter([name for name in names_in(Group.FORM) if values.get(name)][1:]), None)
 
 
-ROW_PARAMETERS = frozenset({*SAMPLING, *CHAT})
+def body_parameter(
+    name: str, kind: Kind, about: str, doors: frozenset[Door], default: Any = None, **rest: Any
+) -> Parameter:
+    """Return a row of bodies alone."""
+    return Parameter(name, kind, default, about, doors=doors, defaults=dict.fromkeys(doors, default), **rest)
+
+
+_TEXT = Text(form="a text", can_be_empty=True)
+_LENGTH = Integer(1, form="an integer, 1 or more")
+_AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({door}) for door in (Door.CHAT, Door.COMPLETIONS, Door.RESPONSES))
+_AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Door.TOKENIZE}), frozenset({Door.DETOKENIZE})
+_CHAT_DOORS = CHATS | {Door.JOB, Door.PYTHON}
+_PROMPT = Either(
+    (
+        _TEXT,
+        ListOf(_TEXT, min_items=1),
+        TokenIds(min_items=1),
+        ListOf(TokenIds(min_items=1), min_items=1),
+    ),
+    form="a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
+)
+METADATA = Metadata(16, 64, 512, form="an object of at most 16 texts: keys of 64, values of 512 characters")
+STREAM_OPTIONS = Object(
+    "StreamOptions",
+    {
+        "include_usage": Boolean(form=""),
+        "include_steps": Boolean(
+            form="whether each choice of a chunk has `steps`, how its tokens came: a list of {step, num_draft_tokens, "
+            "num_accepted_draft_tokens, tokens: [{id, text, depth}]}. Step 0 is the prompt's pass; depth is an "
+            "accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
+            "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells"
+        ),
+        "continuous_usage_stats": No(),
+        "include_obfuscation": No(),
+    },
+    defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
+    about="include_steps is ours: see serve/stream.py.",
+    form="{include_usage: true or false, include_steps: true or false}, with stream",
+)
+
+CHAT_OPTIONS: Mapping[str, Parameter] = {
+    row.name: row
+    for row in (
+        Parameter(
+            "tools",
+            ListOf(AnyObject(), form=TOOLS_FORM),
+            about="Functions that an answer may call.",
+            group=Group.CHAT,
+            doors=_CHAT_DOORS,
+            kinds={
+                Door.RESPONSES: ListOf(AnyObject(), form=RESPONSE_TOOLS_FORM),
+                Door.JOB: Checked(TOOLS_FORM, check_tools),
+            },
+        ),
+        Parameter(
+            "tool_choice",
+            Either((_TEXT, AnyObject()), form=CHOICE_FORM),
+            about="Which of the tools an answer calls.",
+            group=Group.CHAT,
+            doors=_CHAT_DOORS,
+            kinds={
+                Door.RESPONSES: Either((_TEXT, AnyObject()), form=RESPONSE_CHOICE_FORM),
+                Door.JOB: Checked(CHOICE_FORM),  # checked with the tools in force
+            },
+        ),
+        Parameter(
+            "parallel_tool_calls",
+            Boolean(),
+            about="Whether an answer may have several calls.",
+            group=Group.CHAT,
+            doors=_CHAT_DOORS,
+        ),
+        Parameter(
+            "chat_template_kwargs",
+            AnyObject(form=KWARGS_FORM),
+            about="Further values for the chat template.",
+            group=Group.CHAT,
+            doors=_CHAT_DOORS,
+            kinds={Door.JOB: Checked(KWARGS_FORM, check_template_kwargs)},
+        ),
+    )
+}
+BODY: Mapping[str, Parameter] = {
+    row.name: row
+    for row in (
+        body_parameter(
+            "model",
+            Text(form="the name of a model as in /v1/models", can_be_empty=True),
+            "The model that is asked; there is one.",
+            HTTP | _AT_TOKENIZE | _AT_DETOKENIZE,
+        ),
+        body_parameter("stream", Boolean(), "Send the answer as events, as it grows.", HTTP, False),
+        body_parameter("stream_options", STREAM_OPTIONS, "What the events tell besides the text.", HTTP),
+        body_parameter(
+            "return_token_ids", Boolean(), "Return the ids of prompt and output.", HTTP - _AT_RESPONSES, False
+        ),
+        body_parameter("metadata", METADATA, "Labels of the request; a response repeats them.", HTTP),
+        body_parameter(
+            "messages",
+            MESSAGES.with_form(f"{MESSAGES.form}, with content a text or a list of text parts"),
+            "The conversation that is answered.",
+            _AT_CHAT | _AT_TOKENIZE,
+            required=_AT_CHAT,
+            kinds={Door.TOKENIZE: MESSAGES},
+        ),
+        body_parameter("max_completion_tokens", _LENGTH, "Another name of max_tokens.", _AT_CHAT),
+        body_parameter(
+            "prompt",
+            _PROMPT,
+            "The texts or token ids that are continued.",
+            _AT_TEXT | _AT_TOKENIZE,
+            required=_AT_TEXT,
+            kinds={Door.TOKENIZE: _TEXT},
+        ),
+        body_parameter("echo", Boolean(), "Return the prompt before the output.", _AT_TEXT, False),
+        body_parameter("best_of", Integer(None, form="n, or absent"), "n: every choice is returned.", _AT_TEXT),
+        body_parameter(
+            "input",
+            Either(
+                (_TEXT, ListOf(AnyObject())),
+                form="a text or a list of items: messages, function_call, function_call_output and reasoning",
+            ),
+            "The conversation that is answered.",
+            _AT_RESPONSES,
+            required=_AT_RESPONSES,
+        ),
+        body_parameter(
+            "instructions",
+            _TEXT.with_form("a text: the first message, of role system"),
+            "A system message before the input.",
+            _AT_RESPONSES,
+        ),
+        body_parameter("max_output_tokens", _LENGTH, "The response's name of max_tokens.", _AT_RESPONSES),
+        body_parameter(
+            "text",
+            AnyObject(form="{format: {type: text, json_object or json_schema}}"),
+            "The response's response_format.",
+            _AT_RESPONSES,
+        ),
+        body_parameter(
+            "include",
+            ListOf(Text(can_be_empty=True, known=LOGPROBS), form=f"[] or [{LOGPROBS!r}]"),
+            "Whether the output's log-probabilities are returned.",
+            _AT_RESPONSES,
+        ),
+        body_parameter("reasoning", AnyObject(form="{}", is_empty=True), "Nothing.", _AT_RESPONSES),
+        body_parameter("add_special_tokens", Boolean(), "Null: of a prompt, not of messages.", _AT_TOKENIZE),
+        body_parameter(
+            "add_generation_prompt", Boolean(), "End the messages with the beginning of an answer.", _AT_TOKENIZE, True
+        ),
+        body_parameter(
+            "continue_final_message",
+            Boolean(form="true or false, with messages"),
+            "Leave the last message open.",
+            _AT_TOKENIZE,
+            False,
+        ),
+        body_parameter("return_token_strs", Boolean(), "Return the tokens' texts, too.", _AT_TOKENIZE, False),
+        body_parameter(
+            "tokens",
+            TokenIds(form="a list of token ids"),
+            "The ids that are written as text.",
+            _AT_DETOKENIZE,
+            required=_AT_DETOKENIZE,
+        ),
+    )
+}
+CHAT_NAMES = tuple(CHAT_OPTIONS)
+
+
+@functools.cache
+def rows_at(door: Door) -> Mapping[str, Parameter]:
+    """Return the rows of a door by name."""
+    rows = {**SAMPLING, **CHAT_OPTIONS, **BODY}
+    return {name: row for name, row in rows.items() if door in row.doors}
+
+
+ROW_PARAMETERS = frozenset(rows_at(Door.JOB))

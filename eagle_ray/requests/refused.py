@@ -20,7 +20,9 @@ from eagle_ray.requests.parameters import CHATS, ROW_PARAMETERS, Door
 from eagle_ray.text.strict_json import parse_json
 
 ANYWHERE = frozenset(Door)
+RESPONSES = frozenset({Door.RESPONSES})
 BODIES = ANYWHERE - {Door.JOB, Door.PYTHON}  # in a data set such a name is likely to be plain data
+ONE_ANSWER = "a response has one answer; send several requests"
 STATELESS = "this server keeps no responses; send the whole conversation"
 TEMPLATE = "give chat_template_kwargs, which the target's template reads"
 
@@ -34,6 +36,7 @@ class Refused:
         no_op_of_chat: those of chats and responses, if they differ.
         use: the parameter of this system that does what it asks for.
         fix: what to do about it, where that is not one parameter.
+        fix_of_response: what to do about it in a response, if chats have it.
         asks_if_empty: an empty value asks for something, too.
         is_label: any value asks for nothing: it is a label, or a hint for a cache.
         doors: where its name is taken for the parameter.
@@ -44,9 +47,17 @@ class Refused:
     no_op_of_chat: tuple[Any, ...] | None = None
     use: str | None = None
     fix: str = "leave it out"
+    fix_of_response: str | None = None
     asks_if_empty: bool = False
     is_label: bool = False
     doors: frozenset[Door] = ANYWHERE
+
+    def has_fix_at(self, door: Door) -> bool:
+        """Return whether it is a parameter of chats that a response has in another form."""
+        return self.fix_of_response is not None and door is Door.RESPONSES
+
+    def asks_if_empty_at(self, door: Door) -> bool:
+        return self.asks_if_empty or self.has_fix_at(door)
 
     def no_op_at(self, door: Door) -> tuple[Any, ...]:
         return self.no_op_of_chat if self.no_op_of_chat is not None and door in CHATS else self.no_op
@@ -144,6 +155,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused("max_length"),
         Refused("max_new_tokens", use="max_tokens"),
         Refused("max_output_tokens", use="max_tokens"),
+        Refused(
+            "max_tokens",
+            fix_of_response="give max_output_tokens",
+            asks_if_empty=True,
+            doors=RESPONSES,
+        ),
         Refused("max_tokens_to_sample", use="max_tokens"),
         Refused("max_tool_calls", doors=BODIES),
         Refused("media_io_kwargs"),
@@ -159,6 +176,13 @@ REFUSED: Mapping[str, Refused] = {
         Refused("mm_processor_kwargs"),
         Refused("modalities", no_op=(["text"],), doors=BODIES),
         Refused("moderation", doors=BODIES),
+        Refused(
+            "n",
+            no_op=(1,),
+            fix_of_response="a response has one answer; send several requests",
+            asks_if_empty=True,
+            doors=RESPONSES,
+        ),
         Refused("n_keep", no_op=(0,)),
         Refused("n_predict", use="max_tokens"),
         Refused("n_probs", no_op=(0,)),
@@ -190,6 +214,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("repeat_penalty", no_op=(1,), use="repetition_penalty"),
         Refused("repetition_detection"),
         Refused("request_id", doors=BODIES),
+        Refused("response_format", fix_of_response="give text.format", doors=RESPONSES),
         Refused("return_cached_tokens_details", no_op=(False,)),
         Refused("return_full_text", no_op=(False,)),
         Refused("return_hidden_states", no_op=(False,)),
@@ -198,7 +223,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("return_prompt_text", no_op=(False,)),
         Refused("return_prompt_token_ids", no_op=(False,)),
         Refused("return_routed_experts", no_op=(False,)),
-        Refused("return_token_ids", no_op=(False,), doors=BODIES),
+        Refused("return_token_ids", no_op=(False,), fix_of_response="use /v1/chat/completions", doors=BODIES),
         Refused("return_token_offsets", no_op=(False,)),
         Refused("return_tokens_as_token_ids", no_op=(False,)),
         Refused("rid", doors=BODIES),
@@ -265,6 +290,12 @@ def fix_of(name: str) -> str:
     return row.fix if row.use is None else f"use {row.use}"
 
 
+def fix_of_response(name: str) -> str | None:
+    """Return what to do about a parameter of chats in a response; None for other parameters."""
+    row = _row_at(name, Door.RESPONSES)
+    return None if row is None else row.fix_of_response
+
+
 def match_unsupported(column: Any) -> str | None:
     """Return the parameter that a column of this name gives and that rows cannot set, or None.
 
@@ -295,7 +326,7 @@ def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
     if row.is_label:
         return True
     if value in EMPTY:
-        return not row.asks_if_empty
+        return not row.asks_if_empty_at(door)
     return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
 
 

@@ -14,20 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.refused import fix_of
+from eagle_ray.requests.parameters import LOGPROBS, RESPONSE_CHOICE_FORM, Door
+from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate
 
 Json = dict[str, Any]
-LOGPROBS = "message.output_text.logprobs"
-INSTEAD = {
-    "max_tokens": "give max_output_tokens",
-    "n": "a response has one answer; send several requests",
-    "response_format": "give text.format",
-    "return_token_ids": "use /v1/chat/completions",
-}  # parameters of the other endpoints
-DEFAULTS: Json = {"n": 1, "return_token_ids": False}  # the values of those that ask for nothing
-CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
 PART_KEYS = ("type", "text", "annotations", "logprobs")
@@ -178,8 +170,9 @@ def chat_body(body: Mapping[str, Any]) -> Json:
 
 def _check(given: Json) -> None:
     """Raise RequestError for parameters of other endpoints, and for values that no response has."""
-    for name, fix in INSTEAD.items():
-        if name in given and given[name] != DEFAULTS.get(name):
+    for name, value in given.items():
+        fix = fix_of_response(name)
+        if fix is not None and not is_no_op(name, value, Door.RESPONSES):
             raise unsupported(name, fix)
     items, instructions = given.get("input"), given.get("instructions")
     if not isinstance(items, str) and not (isinstance(items, list) and all(isinstance(item, dict) for item in items)):
@@ -212,7 +205,7 @@ def chat_choice(choice: str | Json | None) -> str | Json | None:
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise _wrong("tool_choice", f"must be {CHOICE_FORM}", choice)
+        raise _wrong("tool_choice", f"must be {RESPONSE_CHOICE_FORM}", choice)
     return {"type": "function", "function": {"name": choice["name"]}}
 
 

@@ -21,12 +21,9 @@ from eagle_ray.requests.columns import (
     ColumnPath,
     RequestColumns,
     RowLocation,
-    describe_value,
-    json_error,
-    json_text,
 )
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
+from eagle_ray.requests.parameters import CHAT_OPTIONS, SAMPLING, Door, second_form
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.values import (
     Boolean,
@@ -37,6 +34,9 @@ from eagle_ray.requests.values import (
     Texts,
     TokenIds,
     WrongValue,
+    describe_value,
+    json_error,
+    json_text,
 )
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
 
@@ -211,9 +211,12 @@ def _bad_sampling(name: str, form: str, value: Any, reason: str | None = None) -
 
 
 def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of CHAT that are set. Objects and lists may be JSON texts; a null key of a tool is absent."""
+    """Return the columns of CHAT_OPTIONS that are set.
+
+    Objects and lists may be JSON texts; a null key of a tool is absent.
+    """
     values: dict[str, Any] = {}
-    for name, parameter in CHAT.items():
+    for name, parameter in CHAT_OPTIONS.items():
         if row.get(name) is None or (value := _parse_if_json(row[name], name)) is None:
             continue
         if name == "tools" and isinstance(value, list):
@@ -221,7 +224,7 @@ def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "tool_choice":
             value = _without_null_keys(value)
         try:
-            value = parameter.kind.check(value)
+            value = parameter.kind_at(Door.JOB).check(value)
         except WrongValue as error:
             raise RequestError(
                 "bad_type", f"column {name!r} must be {error.form}, got {describe_value(value)}"

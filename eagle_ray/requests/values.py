@@ -8,7 +8,7 @@ WrongValue, with the place within the value, for a wrong one. Values are strict:
     >>> Texts(form="a list of texts, none of them empty").check(["a", ""])
     Traceback (most recent call last):
     ...
-    eagle_ray.requests.values.WrongValue: must be a list of texts, none of them empty, got ''
+    eagle_ray.requests.values.WrongValue: must be a list of texts, none of them empty, got ['a', '']
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
-from eagle_ray.text.strict_json import JsonError, is_utf8
+from eagle_ray.text.chat_format import template_arguments
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8
 
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1
@@ -75,6 +77,13 @@ class Kind(ABC):
         """Return the error of a value, or of the part of it at these steps; limit: the bound that it exceeds."""
         return WrongValue(self.form if limit is None else f"{self.form}, at most {limit}", value, steps)
 
+    def part(self, kind: Kind, value: Any, *steps: str | int) -> Any:
+        """Return the plain value of a part at these steps. An error of it is told in this kind's form."""
+        try:
+            return kind.check(value)
+        except WrongValue as error:
+            raise WrongValue(self.form, error.value, (*steps, *error.steps), error.reason) from None
+
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -107,9 +116,16 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """An integer from `low`. high: a bound that the form names. off: another value that is `low`."""
+    """An integer.
 
-    low: int
+    Attributes:
+        low: its least value; None for any integer.
+        high: a bound that the form names.
+        off: another value that is `low`.
+        max_integer: a bound that an error adds to the form.
+    """
+
+    low: int | None
     high: int | None = None
     form: str = ""
     off: int | None = None
@@ -117,15 +133,21 @@ class Integer(Kind):
     arrow = "int64"
 
     def check(self, value: Any) -> int:
-        if is_integer(value) and value == self.off:
+        if not is_integer(value):
+            raise self.wrong(value)
+        if self.low is None:
+            return int(value)
+        if value == self.off:
             return self.low
-        if not is_integer(value) or value < self.low or (self.high is not None and value > self.high):
+        if value < self.low or (self.high is not None and value > self.high):
             raise self.wrong(value)
         if value > self.max_integer:
             raise self.wrong(value, limit=self.max_integer)
         return int(value)
 
     def schema(self) -> Json:
+        if self.low is None:
+            return {"type": "integer"}
         lowest = self.low if self.off is None else min(self.low, self.off)
         if self.high is not None:
             return {"type": "integer", "minimum": lowest, "maximum": self.high}
@@ -166,25 +188,36 @@ class FlagOrCount(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A text that is not empty. max_chars: None for no limit."""
+    """A text that is not empty.
+
+    Attributes:
+        max_chars: None for no limit.
+        can_be_empty: an empty text is one, too.
+        known: the one text that has a meaning, in the schema.
+    """
 
     form: str = ""
     max_chars: int | None = None
+    can_be_empty: bool = False
+    known: str | None = None
 
     def check(self, value: Any) -> str:
         if not isinstance(value, str):
             error = self.wrong(value)
             error.needs_text = True
             raise error
-        if not value or not is_utf8(value):
+        if not (value or self.can_be_empty) or not is_utf8(value):
             raise self.wrong(value)
         if self.max_chars is not None and len(value) > self.max_chars:
             raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
+        if self.known is not None:
+            return {"const": self.known}
+        shortest: Json = {} if self.can_be_empty else {"minLength": 1}
         longest = {} if self.max_chars is None else {"maxLength": self.max_chars}
-        return {"type": "string", "minLength": 1} | longest
+        return {"type": "string"} | shortest | longest
 
 
 @dataclass(frozen=True)
@@ -205,19 +238,20 @@ class Texts(Kind):
     arrow = "list<string>"
 
     def check(self, value: Any) -> list[str]:
-        value = self._as_list(value)
-        if not isinstance(value, list) or len(value) < self.min_items:
-            raise self.wrong(value)
-        if self.max_items is not None and len(value) > self.max_items:
+        texts = self._as_list(value)
+        if not isinstance(texts, list) or len(texts) < self.min_items:
             raise self.wrong(value)
         item_kind = Text(self.form, self.max_chars)
-        for i, item in enumerate(value):
+        for i, item in enumerate(texts[: self.max_items]):
             try:
                 item_kind.check(item)
             except WrongValue as error:
-                error.steps = (i,)
-                raise
-        return value
+                told = self.wrong(value) if self.takes_one else self.wrong(item, i)  # it could have been one text
+                told.needs_text = error.needs_text
+                raise told from None
+        if self.max_items is not None and len(texts) > self.max_items:
+            raise self.wrong(value)
+        return texts
 
     def _as_list(self, value: Any) -> Any:
         if self.is_json:
@@ -245,13 +279,16 @@ class TokenIds(Kind):
     def check(self, value: Any) -> list[int]:
         if not isinstance(value, list) or len(value) < self.min_items:
             raise self.wrong(value)
-        if self.max_items is not None and len(value) > self.max_items:
-            raise self.wrong(value)
-        for i, token in enumerate(value):
+        is_right = (
+            set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_TOKEN_ID
+        )
+        for i, token in enumerate(() if is_right else value[: self.max_items]):
             if not is_integer(token) or token < 0:
                 raise self.wrong(token, i)
             if token > MAX_TOKEN_ID:
                 raise self.wrong(token, i, limit=MAX_TOKEN_ID)
+        if self.max_items is not None and len(value) > self.max_items:
+            raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
@@ -366,6 +403,180 @@ def _format_schema(format_type: str, **properties: Json) -> Json:
     return object_schema(type={"const": format_type}, **properties)
 
 
+@dataclass(frozen=True)
+class CallArguments(Kind):
+    """Arguments of a tool call as a text. Text that is not JSON of an object is left to the chat template."""
+
+    form: str = ""
+
+    def check(self, value: Any) -> str:
+        text: str = Text(self.form, can_be_empty=True).check(value)
+        try:
+            template_arguments(text)
+        except HalfSurrogate as error:
+            raise WrongValue(self.form, value, reason=str(error)) from None
+        return text
+
+    def schema(self) -> Json:
+        return {"type": "string"}
+
+
+@dataclass(frozen=True)
+class OneOf(Kind):
+    """One of these texts."""
+
+    values: tuple[str, ...]
+    form: str = ""
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> Json:
+        values = {"const": self.values[0]} if len(self.values) == 1 else {"enum": [*self.values]}
+        return values | {"type": "string"}
+
+
+@dataclass(frozen=True)
+class No(Kind):
+    """False: what a client may switch off and not on."""
+
+    form: str = ""
+
+    def check(self, value: Any) -> bool:
+        if value is not False:
+            raise self.wrong(value)
+        return False
+
+    def schema(self) -> Json:
+        return {"const": False, "type": "boolean"}
+
+
+@dataclass(frozen=True)
+class Metadata(Kind):
+    """A few texts by name."""
+
+    max_pairs: int
+    max_key_chars: int
+    max_value_chars: int
+    form: str = ""
+
+    def check(self, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict):
+            raise self.wrong(value)
+        for key, text in value.items():
+            if len(key) > self.max_key_chars:
+                raise self.wrong(key, key)
+            if not isinstance(text, str) or len(text) > self.max_value_chars:
+                raise self.wrong(text, key)
+        if len(value) > self.max_pairs:
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> Json:
+        return {
+            "type": "object",
+            "maxProperties": self.max_pairs,
+            "propertyNames": {"maxLength": self.max_key_chars},
+            "additionalProperties": {"type": "string", "maxLength": self.max_value_chars},
+        }
+
+
+@dataclass(frozen=True)
+class Either(Kind):
+    """A value of the first of these kinds that it fits. A value that fits none is told whole."""
+
+    kinds: tuple[Kind, ...]
+    form: str = ""
+
+    def check(self, value: Any) -> Any:
+        for kind in self.kinds:
+            try:
+                return kind.check(value)
+            except WrongValue as error:
+                if error.reason is not None:
+                    raise
+        raise self.wrong(value)
+
+    def schema(self) -> Json:
+        return {"anyOf": [kind.schema() for kind in self.kinds]}
+
+
+@dataclass(frozen=True)
+class ListOf(Kind):
+    """A list of values of a kind, whose errors are told in this kind's form."""
+
+    item: Kind
+    min_items: int = 0
+    form: str = ""
+
+    def check(self, value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) < self.min_items:
+            raise self.wrong(value)
+        return [self.part(self.item, item, i) for i, item in enumerate(value)]
+
+    def schema(self) -> Json:
+        shortest = {"minItems": self.min_items} if self.min_items else {}
+        return {"type": "array", "items": self.item.schema()} | shortest
+
+
+@dataclass(frozen=True)
+class AnyObject(Kind):
+    """An object of any keys. is_empty: none of its keys has a meaning."""
+
+    form: str = ""
+    is_empty: bool = False
+
+    def check(self, value: Any) -> Json:
+        if not isinstance(value, dict):
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> Json:
+        return {"type": "object", "additionalProperties": {"type": "null"} if self.is_empty else True}
+
+
+@dataclass(frozen=True)
+class Object(Kind):
+    """An object of these keys; a null is not given. Errors of its values are told in its own form.
+
+    Attributes:
+        name: of its schema.
+        keys: the kinds of its values.
+        required: keys that must be there.
+        defaults: of other keys, if not null.
+        is_open: whether other keys are kept as they are.
+        about: what it is.
+    """
+
+    name: str
+    keys: Mapping[str, Kind]
+    required: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    is_open: bool = False
+    about: str = ""
+    form: str = ""
+
+    def check(self, value: Any) -> Json:
+        if not isinstance(value, dict):
+            raise self.wrong(value)
+        given = {key: inner for key, inner in value.items() if inner is not None}
+        checked: Json = {}
+        for key, kind in self.keys.items():
+            if key in given:
+                checked[key] = self.part(kind, given.pop(key), key)
+            elif key in self.required:
+                raise self.wrong(value, key)
+        if given and not self.is_open:
+            key, inner = next(iter(given.items()))
+            raise self.wrong(inner, key)
+        return checked | given
+
+    def schema(self) -> Json:
+        return {"$ref": f"#/components/schemas/{self.name}"}
+
+
 def plain_value(value: Any) -> Any:
     """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
 
@@ -386,3 +597,28 @@ def plain_value(value: Any) -> Any:
 def _plain_key(key: Any) -> Any:
     """Return a key's plain value; a tuple or a set as it is, since a list is no key."""
     return key if isinstance(key, tuple | frozenset) else plain_value(key)
+
+
+def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
+    """Return the JSON text of a row's value. scalar_text: writes what JSON lacks, such as dates.
+
+    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of Python may have, and for
+    bytes that scalar_text cannot write.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, default=scalar_text)
+    except TypeError:
+        raise RequestError("bad_type", f"{where}: a key of an object is no text. Make its keys texts.") from None
+    except UnicodeDecodeError:
+        raise RequestError("bad_encoding", f"{where} holds bytes that are not UTF-8 text: cast it to a text") from None
+
+
+def json_error(where: str, error: ValueError) -> RequestError:
+    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
+    return RequestError("bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}")
+
+
+def describe_value(value: Any) -> str:
+    """Return a value and its type, short enough for a message."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

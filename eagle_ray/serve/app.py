@@ -26,6 +26,14 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.requests.openai_bodies import (
+    BodyClass,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from eagle_ray.serve.batches.batch_routes import BatchRoutes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.body_window import AcknowledgeBody
@@ -35,9 +43,7 @@ from eagle_ray.serve.keys import AllowedHosts
 from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.parse import ClientDisconnected, read_body
-from eagle_ray.serve.protocol import AnyRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from eagle_ray.serve.responses_api.response_events import response_events
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.service import Service, body_of
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
@@ -185,7 +191,7 @@ class Routes:
             "num_spec_tokens": service.num_spec_tokens,
         }
 
-    async def _body(self, request: Request, kind: type[AnyRequest], client: int) -> tuple[AnyRequest, int]:
+    async def _body(self, request: Request, kind: type[BodyClass], client: int) -> tuple[BodyClass, int]:
         """Return the parsed request and the bytes of its body."""
         body = await read_body(request, self._service.config.serving.max_body_bytes)
         return await _while_there(request.receive, self._service.parse(kind, body, client)), len(body)

@@ -18,7 +18,8 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.parameters import SamplingParams, merged_values
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.parameters import CHAT_NAMES, SamplingParams, merged_values
 from eagle_ray.requests.sampling_values import (
     CONTROL_NAMES,
     GRAMMAR_NAMES,
@@ -29,14 +30,13 @@ from eagle_ray.requests.sampling_values import (
 )
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.text.answer_parser import AnswerParser
-from eagle_ray.text.chat_options import CHAT_NAMES, NO_OPTIONS, ChatOptions, needs_grammar
+from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
-OWN_SAMPLING = ("temperature", "top_p", "min_p", "ignore_eos")
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
@@ -109,7 +109,7 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    stops = config.sampling.stop if request.stops is None else request.stops
+    stops = config.sampling.stop if request.stop is None else request.stop
     values = _other_values(request, config)
     shared = SamplingParams.of_checked(values)
     bad_word_ids, options = bad_word_ids_of(shared.bad_words, text), text_options(shared)
@@ -211,7 +211,7 @@ def _prompts(
     request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer, options: ChatOptions
 ) -> list[Prompt]:
     if isinstance(request, ChatRequest):
-        return [Prompt(text.encode_chat([message.plain() for message in request.messages], options), "")]
+        return [Prompt(text.encode_chat(request.conversation, options), "")]
     return [
         Prompt(text.encode(prompt), prompt)
         if isinstance(prompt, str)
@@ -240,7 +240,6 @@ def _sampling(
     has_echo = isinstance(request, CompletionRequest) and request.echo
     values = others | defaults.model_dump(include=set(OWN_SAMPLING)) | own
     values |= {
-        "top_k": defaults.top_k if request.top_k is None else max(0, request.top_k),
         "max_tokens": _max_tokens(request, config),
         "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
         "logprobs": request.tops is not None,

@@ -13,17 +13,26 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
+from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, TEXT_PART
+from eagle_ray.requests.openai_bodies import (
+    NO_TEXT,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    OpenBody,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from eagle_ray.requests.parameters import STREAM_OPTIONS
 from eagle_ray.requests.refused import EMPTY, is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
+from eagle_ray.requests.values import Kind, Object
 from eagle_ray.serve import response_models
-from eagle_ray.serve.batches.batch_body import BatchBody
+from eagle_ray.serve.batches.batch_body import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.json_parts import json_bytes
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationBody, TokenizeRequest
-from eagle_ray.serve.responses_api import responses_request
 from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
-from eagle_ray.serve.unsupported import NO_TEXT
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
@@ -48,6 +57,7 @@ STREAMS: dict[str, type] = {
     "/v1/completions": response_models.TextChunk,
     "/v1/responses": ResponseEvent,
 }
+OBJECTS = (MESSAGE, CALLED_TOOL, CALLED_FUNCTION, TEXT_PART, STREAM_OPTIONS, EXPIRES_AFTER)  # of bodies
 OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none
 REFUSALS = {
     "400": "the request is wrong, or larger than an empty server could hold: param names the parameter",
@@ -170,18 +180,49 @@ def _schemas() -> Json:
         response_models.Refusal,
     ]
     _, found = TypeAdapter.json_schemas(
-        [
-            (kind, "validation", TypeAdapter(kind))
-            for kind in [*(kind for kind, _ in POSTS.values()), BatchBody, *answers]
-        ],
-        ref_template=AT + "{model}",
+        [(kind, "serialization", TypeAdapter(kind)) for kind in answers], ref_template=AT + "{model}"
     )
-    return found["$defs"]
+    schemas: Json = found["$defs"]
+    for body in (*(body for body, _ in POSTS.values()), BatchBody):
+        schemas[body.__name__] = _body_schema(body)
+    return schemas | {one.name: _object_schema(one) for one in OBJECTS}
+
+
+def _body_schema(body: type[Body]) -> Json:
+    rows = body.rows().values()
+    properties = {
+        row.name: _property(row.name, row.kind_at(body.door), body.door in row.required, row.defaults.get(body.door))
+        for row in rows
+    }
+    required = [row.name for row in rows if body.door in row.required]
+    return _named(body.__name__, body.__doc__ or "", properties, required)
+
+
+def _object_schema(one: Object) -> Json:
+    properties = {
+        name: _property(name, kind, name in one.required, one.defaults.get(name)) for name, kind in one.keys.items()
+    }
+    return _named(one.name, one.about, properties, [*one.required]) | {"additionalProperties": one.is_open}
+
+
+def _named(title: str, about: str, properties: Json, required: list[str]) -> Json:
+    described = {"description": about} if about else {}
+    needed = {"required": required} if required else {}
+    return {"title": title, "type": "object", "properties": properties} | described | needed
+
+
+def _property(name: str, kind: Kind, is_required: bool, default: Any) -> Json:
+    schema = kind.schema()
+    if not is_required and default is None:
+        options = schema["anyOf"] if schema.keys() == {"anyOf"} else [schema]
+        schema = {"anyOf": [*options, {"type": "null"}]}
+    described = {"description": kind.form} if kind.form else {}
+    titled = {} if isinstance(kind, Object) else {"title": name.replace("_", " ").title()}
+    return schema | ({} if is_required else {"default": default}) | described | titled
 
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
     """Add what pydantic's schemas lack: null as absence, parameters refused by name, and this model's limits."""
-    _add_limits_of_responses(schemas["ResponsesRequest"])
     for asking in (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest):
         schemas[asking.__name__]["properties"] |= _no_op_schemas(asking)
     schemas["Message"]["anyOf"] = MESSAGE_FORMS
@@ -203,18 +244,21 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
         ids["exclusiveMaximum"] = vocab_size
 
 
-def _no_op_schemas(asking: type[GenerationBody | TokenizeRequest]) -> Json:
-    """Return the JSON schemas of the parameters that a request does not have: the values that ask for nothing."""
+def _no_op_schemas(body: type[OpenBody]) -> Json:
+    """Return the JSON schemas of the parameters that a body does not have: the values that ask for nothing."""
     nulls = {"type": "object", "additionalProperties": {"type": "null"}}
     found: Json = {}
-    for name, row in refused_at(asking.door).items():
-        values = [value for value in (*row.no_op_at(asking.door), *EMPTY) if is_no_op(name, value, asking.door)]
+    for name, row in refused_at(body.door).items():
+        values = [value for value in (*row.no_op_at(body.door), *EMPTY) if is_no_op(name, value, body.door)]
+        if row.has_fix_at(body.door):
+            found |= {name: {"const": values[0]}} if values else {}
+            continue
         found[name] = {"enum": [None, *values]}
         if {} in values:
             found[name] = {"anyOf": [{"enum": [None, *(value for value in values if value != {})]}, nulls]}
         if row.is_label:
             found[name] = {}
-    return {name: schema for name, schema in found.items() if name not in asking.model_fields}
+    return {name: schema for name, schema in found.items() if name not in body.rows()}
 
 
 def _structured_outputs(schema: Json) -> Json:
@@ -226,12 +270,6 @@ def _structured_outputs(schema: Json) -> Json:
         "properties": {name: {"anyOf": [key, nothing]} for name, key in keys.items()},
         "additionalProperties": nothing,
     }
-
-
-def _add_limits_of_responses(schema: Json) -> None:
-    for name in responses_request.INSTEAD:
-        schema["properties"].pop(name)
-    schema["properties"] |= {name: {"const": value} for name, value in responses_request.DEFAULTS.items()}
 
 
 def _token_ids(*schemas: Any) -> Iterator[Json]:

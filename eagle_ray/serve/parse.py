@@ -11,18 +11,16 @@ disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogate
 from __future__ import annotations
 
 import asyncio
-import json
 import reprlib
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
-from eagle_ray.config.job import allowed_text
-from eagle_ray.serve.http_errors import ApiError, unsupported
-from eagle_ray.serve.protocol import AnyRequest
-from eagle_ray.text.strict_json import HalfSurrogate, JsonError, parse_json
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_bodies import BodyClass
+from eagle_ray.serve.http_errors import ApiError, api_error
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 MAX_CONTAINERS = 1 << 17  # objects and lists of a body; a conversation of more fits no model
 
@@ -38,7 +36,7 @@ def check_containers(body: bytes) -> None:
         raise ApiError(400, message, code="too_many_values")
 
 
-def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+def parse(kind: type[BodyClass], body: bytes) -> BodyClass:
     """Return the request in a body. Raises ApiError naming the parameter."""
     try:
         data = parse_json(body.decode("utf-8"))
@@ -49,42 +47,15 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     if not isinstance(data, dict):
         raise ApiError(400, f"the body must be a JSON object, got {reprlib.repr(data)}", code="bad_json")
     try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        raise validation_error(kind, error) from None
-    request.check()
-    return request
+        return kind.read(data)
+    except RequestError as error:
+        raise api_error(error) from None
 
 
 def _text_error(error: HalfSurrogate) -> ApiError:
     """Return the error of a text with half a surrogate pair, by its parameter; a parameter's name has none."""
     param = next((step for step in error.place[:1] if isinstance(step, str)), None)
     return ApiError(400, str(error), param, "bad_value" if param else "bad_json")
-
-
-def validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
-    """Return the first validation error, by its parameter."""
-    detail = error.errors(include_url=False)[0]
-    name, *inner = detail["loc"]
-    if name not in kind.model_fields:
-        return unsupported(str(name), "leave it out")
-    allowed = allowed_text(kind.model_fields[name].description or "", [detail])
-    if detail["type"] == "missing" and not inner:
-        return ApiError(400, f"{name}: missing; it must be {allowed}", str(name), "missing")
-    param = "".join([name, *map(_place, inner)])
-    subject = "" if param == name else f"{name} "
-    got = reprlib.repr(detail["input"])
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, JsonError | json.JSONDecodeError):
-        return ApiError(400, f"{param}: {cause}", param, "bad_value")
-    return ApiError(400, f"{param}: {subject}must be {allowed}, got {got}", param, "bad_value")
-
-
-def _place(part: str | int) -> str:
-    """Return a step into a parameter as clients write it; pydantic's names of alternatives are skipped."""
-    if isinstance(part, int):
-        return f"[{part}]"
-    return f".{part}" if part.isidentifier() and part not in ("str", "int", "StreamOptions") else ""
 
 
 ARRIVES_WITHIN_S = 60.0

@@ -24,6 +24,14 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
+from eagle_ray.requests.openai_bodies import (
+    BodyClass,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
@@ -43,16 +51,8 @@ from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import body_too_large, check_containers, parse
-from eagle_ray.serve.protocol import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from eagle_ray.serve.responses import Json, answer_of, metrics_of
 from eagle_ray.serve.responses_api.response_events import response_body
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.text.null_tokenizer import NullTokenizer
@@ -141,7 +141,7 @@ class Service:
                 404, f"there is no model {name!r} here; there is {self.config.model_name!r}", "model", "model_not_found"
             )
 
-    async def parse(self, kind: type[AnyRequest], body: bytes, client: int = 0) -> AnyRequest:
+    async def parse(self, kind: type[BodyClass], body: bytes, client: int = 0) -> BodyClass:
         """Return the request in a body. client: the number of its API key. Raises ApiError."""
         if len(body) <= LONG:
             return parse(kind, body)
@@ -180,11 +180,11 @@ class Service:
 
     def _tokens_body(self, request: TokenizeRequest) -> bytes:
         prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
-        if request.messages is not None:
-            messages = [message.plain() for message in request.messages]
+        messages = request.conversation
+        if messages is not None:
             prompt = self.text.render_chat(messages, request.add_generation_prompt, request.continue_final_message)
         if add_special_tokens is None:  # a chat template writes its own
-            add_special_tokens = request.messages is None
+            add_special_tokens = messages is None
         ids = self.text.encode(prompt, add_special_tokens)
         names = self.text.token_strings(ids) if request.return_token_strs else None
         body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
@@ -376,7 +376,7 @@ class Service:
         self.meter.aborted(len(sequences) - len(finished))
 
 
-def _parse_long(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+def _parse_long(kind: type[BodyClass], body: bytes) -> BodyClass:
     check_containers(body)
     return parse(kind, body)
 

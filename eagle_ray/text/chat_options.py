@@ -40,7 +40,6 @@ from eagle_ray.text.chat_format import (
     ReasoningStart,
 )
 
-CHAT_NAMES = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 MODES = ("none", "auto", "required")
 MAX_TOOLS = 1024  # eight times OpenAI's bound
 TOOLS_FORM = 'a list of tools {"type": "function", "function": {"name", "description", "parameters", "strict"}}'
@@ -95,7 +94,7 @@ class ChatOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChatOptions:
-        """Return the options that the values of CHAT_NAMES make; absent and null ones are off.
+        """Return the options that the values of these names make; absent and null ones are off.
 
         Raises ValueError that begins with the name of the wrong value.
         """

@@ -11,13 +11,13 @@ from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
 from eagle_ray.config import ServeConfig
+from eagle_ray.requests.openai_bodies import CompletionRequest
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.serve import openapi
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.protocol import CompletionRequest
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job
@@ -183,7 +183,7 @@ def test_choices_of_a_prompt_share_its_log_probabilities(app, service):
     """The first choice computes them; an answer and a stream show them in each."""
     body = {"prompt": ["Once upon a time", "Hi there"], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 4}
     body |= {"temperature": 0.9, "seed": 1, "ignore_eos": True}
-    asked = prepare_generation(CompletionRequest.model_validate(body), service.config, service.text)
+    asked = prepare_generation(CompletionRequest.read(body), service.config, service.text)
     assert [c.sequence.sampling.prompt_logprobs for c in asked.choices] == [True, False, False] * 2
 
     whole = [choice["logprobs"]["token_logprobs"] for choice in ask(app, TEXT, body).json["choices"]]

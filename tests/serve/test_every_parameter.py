@@ -13,11 +13,11 @@ import pytest
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_batch import DOORS, parse_batch_line
+from eagle_ray.requests.openai_bodies import TokenizeRequest
 from eagle_ray.requests.refused import EMPTY, REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.parse import parse
-from eagle_ray.serve.protocol import TokenizeRequest
 from eagle_ray.serve.service import LINE_KINDS
 
 openai = pytest.importorskip("openai")
@@ -248,9 +248,9 @@ def own_values(path: str, name: str) -> tuple[Any, ...]:
     """The values of an unbuilt parameter that ask for nothing."""
     kind = LINE_KINDS[path]
     row = refused_at(kind.door).get(name)
-    if name in kind.model_fields or row is None:
+    if name in kind.rows() or row is None:
         return ()
-    return row.no_op_at(kind.door) + (() if row.asks_if_empty else EMPTY)
+    return row.no_op_at(kind.door) + (() if row.asks_if_empty_at(kind.door) else EMPTY)
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)
@@ -260,7 +260,7 @@ def test_a_parameter_is_obeyed_or_refused_or_asks_for_nothing(service, path, nam
     assert not isinstance(plain, str)
     assert name in base or outcome(service, path, base | {name: None}) == plain
     kind = LINE_KINDS[path]
-    if name in kind.model_fields or name == "structured_outputs":
+    if name in kind.rows() or name == "structured_outputs":
         found = outcome(service, path, base | {name: PROBES_BY_PATH[path][name]})
         assert (is_label(name) and path != RESPONSES) or found != plain
         assert not isinstance(found, str) or is_refused_by_name(found, name)
@@ -346,7 +346,7 @@ def test_a_key_of_a_message_is_for_the_template_or_refused(role, name):
     except ApiError as error:
         assert str(error.param).startswith(f"messages[0].{name}")
     else:
-        assert name in request.messages[0].plain()
+        assert name in request.conversation[0]
 
 
 PART = responses.ResponseInputTextParam.__annotations__

@@ -3,14 +3,19 @@
 import json
 
 import pytest
-from pydantic import ValidationError
 
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.openai_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from eagle_ray.requests.structured import MAX_TEXT_CHARS, schema_text
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.parse import parse
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.text.strict_json import JsonError
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -106,7 +111,7 @@ def test_what_is_not_built_is_refused_by_name_and_never_ignored(extra):
 )
 def test_vllms_spelling_of_structured_outputs_is_read(given, name, read):
     request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "structured_outputs": given}).encode())
-    assert getattr(request, name) == read and not request.model_extra
+    assert getattr(request, name) == read and not request.others
 
 
 def test_vllms_spelling_is_refused_with_our_keys():
@@ -141,7 +146,7 @@ def test_controls_are_read():
 def test_what_asks_for_nothing_is_taken():
     nothing = {"tools": None, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "best_of": 1, "stop": None}
     request = parse(CompletionRequest, json.dumps({"prompt": "Hi", "top_k": -1, "seed": 2**64 - 1} | nothing).encode())
-    assert request.stops is None and request.tops is None
+    assert request.stop is None and request.tops is None
 
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], 5, ["a", 5], [[1], "a"], [1, -2], {"a": 1}, "\ud800"])
@@ -176,8 +181,8 @@ def test_what_are_no_messages_is_refused(messages):
 def test_text_parts_are_one_text_and_other_keys_are_the_templates():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "user", "content": parts, "name": "me", "refusal": None}]}
-    [message] = parse(ChatRequest, json.dumps(body).encode()).messages
-    assert message.plain() == {"role": "user", "content": "ab", "name": "me"}
+    [message] = parse(ChatRequest, json.dumps(body).encode()).conversation
+    assert message == {"role": "user", "content": "ab", "name": "me"}
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"Hi"', b"\xff\xfe", b"[" * 100_000, b'{"a":' + b"9" * 9999])
@@ -217,11 +222,8 @@ NAMES = {f"x{i}": 1 for i in range(5000)}
         (DetokenizeRequest, {"tokens": [1], **NAMES}, "x0"),
     ],
 )
-def test_thousands_of_wrong_values_make_few_errors(kind, body, param):
-    """Each error costs memory and time, and only the first is told."""
-    with pytest.raises(ValidationError) as found:
-        kind.model_validate(body)
-    assert found.value.error_count() <= 1024
+def test_the_first_of_thousands_of_wrong_values_is_told(kind, body, param):
+    """Each error costs memory and time."""
     assert refused(kind, body).param == param
 
 
@@ -239,6 +241,6 @@ def test_a_schema_is_written_no_further_than_its_limit():
 def test_a_format_that_is_too_long_is_named_as_its_client_writes_it():
     form = {"type": "json_schema", "name": "a", "schema": {"description": "a" * MAX_TEXT_CHARS}}
     request = parse(ResponsesRequest, json.dumps({"input": "Hi", "text": {"format": form}}).encode())
-    with pytest.raises(ApiError, match="has more than") as found:
+    with pytest.raises(RequestError, match="has more than") as found:
         request.chat()
     assert found.value.param == "text.format"

@@ -7,9 +7,9 @@ import pytest
 
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.parse import parse
-from eagle_ray.serve.protocol import ChatRequest, CompletionRequest
 from eagle_ray.serve.stream import ChoiceChunks
 from tests.serve.client import post
 from tests.serve.test_app import CHAT, FRANCE, TEXT

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from eagle_ray import LLM
+from eagle_ray import LLM, SamplingParams
 from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import OUTCOMES
 from eagle_ray.batch.output.manifest import RunHandle
@@ -33,7 +33,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.requests.answers import line_of
-from eagle_ray.requests.parameters import SAMPLING
+from eagle_ray.requests.parameters import SAMPLING, Group
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
@@ -56,7 +56,9 @@ TEMPLATE = (
     "{{ message['content'] }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+OF_TEXT = ("n", "stop", "skip_special_tokens", "include_stop_str_in_output")  # not the engine's
 NO_PATHS = ["input.path=in.jsonl", "output.path=out"]
+ENGINE_NAMES = tuple(name for name, row in SAMPLING.items() if row.group is not Group.FORM and name not in OF_TEXT)
 AT_ONCE = 16  # requests
 MAX_SHOWN_CHARS = 160  # of one value of an accepted request
 ENGINE = {
@@ -245,7 +247,7 @@ class Doors:
 
     def _without_place(self, text: str) -> str:
         text = re.sub(rf"{re.escape(str(self._directory))}/in\d+\.jsonl, line \d+", "HERE", text)
-        return text.replace(f"{self._directory}/", "")
+        return re.sub(r"\bin\d+\.jsonl", "in.jsonl", text.replace(f"{self._directory}/", ""))
 
 
 @contextmanager
@@ -259,20 +261,26 @@ def silent_log() -> Iterator[None]:
 
 
 def described(sequence: EngineSequence) -> dict[str, Any]:
-    """Return the sampling values of a sequence that are not at their defaults; the sequences are counted."""
-    return {name: value for name, value in _fields(sequence.sampling).items() if name != "n"}
-
-
-def _fields(value: Any) -> dict[str, Any]:
+    """Return what the engine got that is not at its default: sampling values, ids of bad words, and the grammar."""
+    params, spec = sequence.sampling, sequence.grammar_spec
+    compiled = {
+        "logprobs": params.wants_logprobs,
+        "top_logprobs": params.num_top_logprobs,
+        "prompt_logprobs": params.wants_prompt_logprobs,
+        "logit_bias": sorted(params.logit_bias.items()),
+        "bad_words": sequence.bad_word_ids,
+    }
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner):
-            nested = _fields(inner)
-            found |= {field.name: nested} if field.name == "grammar" else nested
-        elif field.default is dataclasses.MISSING or inner != field.default:
-            found[field.name] = inner
-    return found
+    for name in ENGINE_NAMES:
+        value, default = compiled.get(name, getattr(params, name)), getattr(SamplingParams(), name)
+        if value != default and (value or default):
+            found[name] = value
+    return found | ({} if spec is None else {"grammar": _set_fields(spec)})
+
+
+def _set_fields(value: Any) -> dict[str, Any]:
+    fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
+    return {name: inner for name, (inner, default) in fields.items() if inner != default}
 
 
 def _record_sequences(patch: pytest.MonkeyPatch) -> None:

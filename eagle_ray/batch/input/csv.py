@@ -26,9 +26,10 @@ import pyarrow as pa
 from eagle_ray.batch.input.jsonl import CutLine, is_cut
 from eagle_ray.batch.input.passthrough import CSV_TEXT, type_of
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.columns import FIRST, RowPosition, json_error
+from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.requests.row_schema import ROW_FIELDS
 from eagle_ray.requests.rows import InputRow
+from eagle_ray.requests.values import json_error
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed

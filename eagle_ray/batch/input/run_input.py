@@ -22,9 +22,9 @@ from eagle_ray.batch.input.parquet import BATCH_ROWS, arrow_rows
 from eagle_ray.batch.input.run_files import RUN_PREFIX
 from eagle_ray.batch.output.partitions import partition_types, with_partition_columns
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.columns import json_error
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.requests.rows import InputRow
+from eagle_ray.requests.values import json_error
 from eagle_ray.text.strict_json import parse_json
 
 RUN_ID = "__id__"  # the column with the ids that are made here; not carried

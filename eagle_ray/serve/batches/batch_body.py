@@ -6,18 +6,21 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import Field
-
+from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_batch import URLS
+from eagle_ray.requests.openai_bodies import Body
+from eagle_ray.requests.parameters import METADATA, Door, Parameter
+from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
 from eagle_ray.serve.batches.batch_store import BatchRequest
 from eagle_ray.serve.batches.file_store import BATCH, FILE, is_id
 from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.protocol import METADATA_FORM, Body, Metadata, Text
 
 WINDOW = r"^[1-9][0-9]{0,6}[smhd]$"
 MAX_WINDOW_S = 30 * 86_400
@@ -26,29 +29,59 @@ LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the mo
 ORDERS = ("asc", "desc")
 
 
-class ExpiresAfter(Body):
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)]
+@dataclass(frozen=True)
+class Duration(Kind):
+    """A number and a unit."""
+
+    form: str = ""
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str) or not re.search(WINDOW, value):
+            raise self.wrong(value)
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": WINDOW}
+
+
+EXPIRES_AFTER = Object(
+    "ExpiresAfter",
+    {"anchor": OneOf(("created_at",)), "seconds": Integer(MIN_LIFE_S, MAX_LIFE_S)},
+    required=("anchor", "seconds"),
+    form=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}',
+)
+_AT_BATCHES = frozenset({Door.BATCHES})
+_ROWS = (
+    Parameter(
+        "input_file_id",
+        Text(form="the id of an uploaded file of purpose batch", can_be_empty=True),
+        required=_AT_BATCHES,
+    ),
+    Parameter("endpoint", OneOf(URLS, form=" or ".join(URLS)), required=_AT_BATCHES),
+    Parameter(
+        "completion_window",
+        Duration(form='"24h" or another duration of at most 30 days, as in "30m"'),
+        required=_AT_BATCHES,
+    ),
+    Parameter("metadata", METADATA),
+    Parameter("output_expires_after", EXPIRES_AFTER),
+)
 
 
 class BatchBody(Body):
     """POST /v1/batches: answer every line of an uploaded file"""
 
-    input_file_id: Text = Field(description="the id of an uploaded file of purpose batch")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"] = Field(description=" or ".join(URLS))
-    completion_window: Annotated[str, Field(pattern=WINDOW)] = Field(
-        description='"24h" or another duration of at most 30 days, as in "30m"'
-    )
-    metadata: Metadata | None = Field(default=None, description=METADATA_FORM)
-    output_expires_after: ExpiresAfter | None = Field(
-        default=None, description=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}'
-    )
+    door = Door.BATCHES
+
+    @classmethod
+    def rows(cls) -> Mapping[str, Parameter]:
+        return {row.name: row for row in _ROWS}
 
     def check(self) -> None:
-        """Check the duration. Raises ApiError."""
+        super().check()
         if seconds_of(self.completion_window) > MAX_WINDOW_S:
             message = f"completion_window: must be at most 30 days, got {self.completion_window!r}"
-            raise ApiError(400, message, "completion_window", "bad_value")
+            raise RequestError("bad_value", message, "completion_window")
 
     def request(self) -> BatchRequest:
         life = self.output_expires_after
@@ -58,7 +91,7 @@ class BatchBody(Body):
             completion_window=self.completion_window,
             window_s=seconds_of(self.completion_window),
             metadata=self.metadata,
-            output_expires_after_s=None if life is None else life.seconds,
+            output_expires_after_s=None if life is None else life["seconds"],
         )
 
 

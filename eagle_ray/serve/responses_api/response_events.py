@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
+from eagle_ray.requests.openai_bodies import ResponsesRequest
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.responses import Json, answer_of, num_reasoning_tokens
 from eagle_ray.serve.responses_api.response_object import ResponseObject
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 from eagle_ray.serve.sse import event
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer

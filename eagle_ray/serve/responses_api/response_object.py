@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from eagle_ray.requests.openai_bodies import ResponsesRequest
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.responses import Json, metrics_of, usage_of
-from eagle_ray.serve.responses_api.responses_request import ResponsesRequest
 
 _PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 _DELTAS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}

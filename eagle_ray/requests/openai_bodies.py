@@ -1,0 +1,336 @@
+"""Bodies of requests in OpenAI's protocol, read by the table of parameters.
+
+A body has the rows of its door (``parameters.py``). Every other parameter is refused by name unless its value asks for
+nothing; it is never ignored (``refused.py``). null always means absent.
+
+    >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
+    >>> body.prompts, body.echo, body.temperature
+    (['Hi'], True, None)
+
+A RequestError has the parameter at fault. Reading ends at the first wrong value: each error costs memory and time.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.parameters import LOGPROBS, Door, Group, Parameter, names_in, rows_at
+from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
+from eagle_ray.requests.response_items import chat_choice, chat_tool, messages_of, response_format_of
+from eagle_ray.requests.structured import response_format_text, with_own_keys
+from eagle_ray.requests.values import WrongValue
+from eagle_ray.text.chat_format import template_message
+from eagle_ray.text.strict_json import JsonError
+
+Json = dict[str, Any]
+MAX_SEQUENCES = 1024  # of a request
+BodyClass = TypeVar("BodyClass", bound="Body")
+NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    include_usage: bool
+    include_steps: bool
+
+
+class Body:
+    """The values of a body, each an attribute. One that is not given is its row's default at the door.
+
+    Attributes:
+        values: those that are given, in their plain form.
+        others: given parameters that the door does not have.
+    """
+
+    door: ClassVar[Door]
+
+    def __init__(self, values: Json, others: Json):
+        self.values, self.others = values, others
+
+    def __getattr__(self, name: str) -> Any:
+        row = None if name.startswith("_") else self.rows().get(name)
+        if row is None:
+            raise AttributeError(name)
+        return self.values.get(name, row.defaults.get(self.door))
+
+    @classmethod
+    def rows(cls) -> Mapping[str, Parameter]:
+        return rows_at(cls.door)
+
+    @classmethod
+    def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
+        """Return the body of a JSON object. Raises RequestError."""
+        given = {name: value for name, value in data.items() if value is not None}
+        values: Json = {}
+        for name, row in cls.rows().items():
+            kind = row.kind_at(cls.door)
+            if name in given:
+                try:
+                    values[name] = kind.check(given.pop(name))
+                except WrongValue as error:
+                    raise _wrong(name, error) from None
+            elif cls.door in row.required:
+                raise RequestError("missing", f"{name}: missing; it must be {kind.form}", name)
+        body = cls(values, given)
+        body.check()
+        return body
+
+    def check(self) -> None:
+        """Check rules of several parameters. Raises RequestError."""
+        for name in self.others:
+            raise unsupported(name, "leave it out")
+
+
+def _wrong(name: str, error: WrongValue) -> RequestError:
+    param = name + "".join(map(_step, error.steps))
+    if error.reason is not None:
+        return RequestError("bad_value", f"{param}: {error.reason}", param)
+    subject = "" if param == name else f"{name} "
+    return bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}")
+
+
+def _step(step: str | int) -> str:
+    """Return a step into a parameter as clients write it; one that is no name is left out."""
+    if isinstance(step, int):
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() else ""
+
+
+def bad_value(param: str, problem: str) -> RequestError:
+    return RequestError("bad_value", f"{param}: {problem}", param)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)
+
+
+class OpenBody(Body):
+    """A body that may have parameters of other systems, if they ask for nothing."""
+
+    def check(self) -> None:
+        for name, value in self.others.items():
+            if not is_no_op(name, value, self.door):
+                raise unsupported(name, self.refusal(name, value))
+
+    def refusal(self, name: str, value: Any) -> str:
+        """Return why the value of a parameter of other systems is refused."""
+        return f"{reprlib.repr(value)} asks for what this server does not do; {fix_of(name)}"
+
+
+class GenerationBody(OpenBody):
+    """A body that asks for text. A parameter that is null is the server's setting, or off.
+
+    vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and grammar.
+    """
+
+    PARAM_NAMES: ClassVar[Mapping[str, str]] = {}  # as the client writes them, if the request was made of another one
+
+    @classmethod
+    def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
+        return super().read(with_own_keys(data))  # type: ignore[misc]
+
+    @property
+    def stream_options(self) -> StreamOptions | None:
+        given = self.values.get("stream_options")
+        if given is None:
+            return None
+        return StreamOptions(given.get("include_usage", False), given.get("include_steps", False))
+
+    @property
+    def has_stream_options(self) -> bool:
+        options = self.stream_options
+        return options is not None and (options.include_usage or options.include_steps)
+
+    @property
+    def tops(self) -> int | None:
+        """Return how many alternatives are requested per token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.values.get("max_tokens")
+
+    def check(self) -> None:
+        if self.has_stream_options and not self.stream:
+            raise bad_value("stream_options", "only with stream: true")
+        min_tokens, wanted = self.min_tokens, self.wanted_tokens
+        if min_tokens and wanted is not None and min_tokens > wanted:
+            raise bad_value("min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}")
+        forms = [name for name in names_in(Group.FORM) if self.values.get(name)]
+        if len(forms) > 1:
+            both = f"{forms[0]} and {forms[1]} both say what the output must be: give one"
+            raise RequestError("bad_value", both, forms[1])
+        super().check()
+
+
+class ChatRequest(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    door = Door.CHAT
+
+    @property
+    def conversation(self) -> list[Json]:
+        """Return the messages as the chat template reads them."""
+        return list(map(_template_message, self.messages))
+
+    @property
+    def tops(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        own: int | None = self.max_completion_tokens
+        return super().wanted_tokens if own is None else own
+
+    def check(self) -> None:
+        super().check()
+        _check_conversation(self.messages)
+        if self.top_logprobs and not self.logprobs:
+            raise bad_value("top_logprobs", "only with logprobs: true")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            told = "max_tokens and max_completion_tokens differ: give one of them"
+            raise RequestError("bad_value", told, "max_completion_tokens")
+
+
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
+
+    door = Door.COMPLETIONS
+
+    @property
+    def tops(self) -> int | None:
+        return self.values.get("logprobs")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return the prompts of the request."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_value("max_tokens", "must be 1 or more, or 0 with echo: true")
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise unsupported("best_of", "every choice is returned; leave it out, or set it to n")
+        if len(self.prompts) * n > MAX_SEQUENCES:
+            told = f"{len(self.prompts)} prompts with n {n} make more than {MAX_SEQUENCES} choices"
+            raise RequestError("too_many_choices", f"prompt: {told}: send several requests", "prompt")
+
+
+class ResponseChat(ChatRequest):
+    """The chat request that answers a response."""
+
+    PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
+
+
+class ResponsesRequest(GenerationBody):
+    """POST /v1/responses"""
+
+    door = Door.RESPONSES
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.values.get("max_output_tokens")
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def refusal(self, name: str, value: Any) -> str:
+        return fix_of_response(name) or super().refusal(name, value)
+
+    def check(self) -> None:
+        super().check()
+        if self.has_stream_options:
+            raise unsupported("stream_options", "the last event has the usage; leave it out")
+        for name, value in (self.reasoning or {}).items():
+            if value is not None:
+                raise unsupported(f"reasoning.{name}", fix_of("reasoning"))
+        if other := [name for name in self.include or () if name != LOGPROBS]:
+            raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
+        if self.top_logprobs and not self.has_logprobs:
+            raise bad_value("top_logprobs", f"only with include: [{LOGPROBS!r}]")
+
+    def chat(self) -> ChatRequest:
+        """Return the chat request that answers this one. Raises RequestError."""
+        shared = rows_at(Door.CHAT).keys() - {"stream_options"}
+        values = {name: value for name, value in self.values.items() if name in shared} | {
+            "messages": messages_of(self.input, self.instructions),
+            "n": 1,
+            "max_tokens": self.max_output_tokens,
+            "tools": None if self.tools is None else [chat_tool(tool, i) for i, tool in enumerate(self.tools)],
+            "tool_choice": chat_choice(self.tool_choice),
+            "response_format": _response_format(self.text),
+            "logprobs": self.has_logprobs,
+        }
+        request = ResponseChat({name: value for name, value in values.items() if value is not None}, {})
+        request.check()
+        return request
+
+
+class TokenizeRequest(OpenBody):
+    """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
+
+    door = Door.TOKENIZE
+
+    @property
+    def conversation(self) -> list[Json] | None:
+        """Return the messages as the chat template reads them; None of a prompt."""
+        return None if self.messages is None else list(map(_template_message, self.messages))
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt_missing", "give exactly one of prompt and messages", "prompt")
+        if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
+            raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
+        super().check()
+        _check_conversation(self.messages or [])
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize"""
+
+    door = Door.DETOKENIZE
+
+
+def _check_conversation(messages: list[Json]) -> None:
+    """Raise RequestError for the first message that no chat template can read."""
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        for name, values in NO_TEXT.items():
+            if name in message and message[name] not in values:
+                raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")
+        if message.get("tool_calls") and message["role"] != "assistant":
+            raise bad_value(f"{where}.tool_calls", f"only of the assistant, not of role {message['role']}")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise bad_value(f"{where}.content", "must be a text, got null")
+
+
+def _template_message(message: Json) -> Json:
+    """Return a message as the chat template reads it: with a content, and with tool calls if there are some."""
+    calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+    others = {name: value for name, value in message.items() if name != "tool_calls"}
+    return template_message({"role": message["role"], "content": message.get("content")} | others | calls)
+
+
+def _response_format(text: Json | None) -> str | None:
+    """Return the response_format that text.format is, or None."""
+    form = response_format_of(text)
+    if form is None:
+        return None
+    try:
+        found: str = response_format_text(form)
+    except JsonError as error:
+        raise bad_value("text.format", str(error)) from None
+    except ValueError:
+        rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
+        raise bad_value("text.format", f"{rule}, got {reprlib.repr((text or {}).get('format'))}") from None
+    return found
