@@ -40,7 +40,10 @@ HEAVY = {
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
 NO_TORCH = ["config", "report", "storage", "batch/output/sink.py"]
-NO_TORCH += [f"requests/{name}.py" for name in ("answers", "parameters", "row_schema", "token_logprobs", "values")]
+NO_TORCH += [
+    f"requests/{name}.py"
+    for name in ("answers", "parameters", "response_answers", "row_schema", "token_logprobs", "values")
+]
 
 
 def package(path: Path) -> str:

@@ -28,7 +28,7 @@ from typing_extensions import Unpack
 
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
-from eagle_ray.api.request_output import RequestOutput, completion_of, speller
+from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import JobConfig
@@ -37,9 +37,8 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.requests.output_rows import answer_of
+from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import text_options
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.requests.token_logprobs import python_form, token_logprobs
 from eagle_ray.text.tokenizer import Tokenizer
@@ -210,7 +209,7 @@ class LLM:
         request = replace(
             request,
             id=str(number) if request.id is None else request.id,
-            sampling=({} if params.seed is None else {"seed": params.seed}) | request.sampling,
+            sampling=({} if params.seed is None else {"seed": params.seed}) | dict(request.sampling),
         )
         try:
             sequences = self._sequences(request, config)
@@ -233,28 +232,21 @@ class LLM:
     def _output(
         self, request: Request, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
     ) -> RequestOutput:
-        text, sampling = self._tokenizer, request.sampling_params(config)
-        stops, options = sampling.stop, text_options(sampling)
-        first = sequences[0]
+        text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
+        first, spell = sequences[0], None if text is None else reader.spell
         wants_logprobs = request.sampling.get("logprobs", params.wants_logprobs)
+        num_tops = params.num_top_logprobs if wants_logprobs else None
         prompt_logprobs = None
         if first.sampling.wants_prompt_logprobs:
             tokens = token_logprobs(first.prompt_ids, first.prompt_logprobs, first.prompt_tops)
-            prompt_logprobs = python_form(tokens, speller(text), params.num_top_prompt_logprobs)
+            prompt_logprobs = python_form(tokens, spell, params.num_top_prompt_logprobs)
         return RequestOutput(
             request_id=str(request.id),
             prompt=prompt_text_of(request, config, text),
             prompt_token_ids=first.prompt_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[
-                completion_of(
-                    i,
-                    sequence,
-                    "" if text is None else text.final_text(sequence.output_ids, stops, options),
-                    params.num_top_logprobs if wants_logprobs else None,
-                    text,
-                    answer_of(request, config, text, sequence, sampling),
-                )
+                completion_of(sequence, reader.finished(sequence, i, sequence.request_id), num_tops, spell)
                 for i, sequence in enumerate(sequences)
             ],
         )

@@ -15,9 +15,8 @@ from typing import Any
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answers import FinishedAnswer
 from eagle_ray.requests.token_logprobs import Logprobs, Spell, python_form, token_logprobs
-from eagle_ray.text.answer import Answer
-from eagle_ray.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,43 +96,30 @@ class RequestOutput:
 
 
 def completion_of(
-    index: int,
-    sequence: Sequence,
-    text: str,
-    num_tops: int | None,
-    tokenizer: Tokenizer | None,
-    answer: Answer | None = None,
+    sequence: Sequence, answer: FinishedAnswer, num_tops: int | None, spell: Spell | None
 ) -> CompletionOutput:
-    """Return a finished sequence as the sample of this index.
+    """Return a finished sequence and its answer as a sample.
 
-    answer: the parts of its text, if a parser read it.
     num_tops: likeliest tokens to report at each output token; None for no log-probabilities.
+    spell: None without a tokenizer.
     """
-    stats = sequence.stats or AcceptanceStats.empty(0)
-    parts = answer or Answer(text)
-    calls = tokenizer.chat_format.openai_calls(parts.calls, sequence.request_id) if tokenizer else []
     arrived = sequence.arrived_at or 0.0
-    values = None if num_tops is None else sequence.output_logprobs
-    logprobs = None
-    if num_tops is not None and values is not None:
-        tokens = token_logprobs(sequence.output_ids, values, sequence.output_tops)
-        logprobs = python_form(tokens, speller(tokenizer), num_tops)
+    logprobs = cumulative_logprob = None
+    if num_tops is not None:
+        tokens = token_logprobs(sequence.output_ids, sequence.output_logprobs, sequence.output_tops)
+        logprobs, cumulative_logprob = python_form(tokens, spell, num_tops), sum(sequence.output_logprobs)
     return CompletionOutput(
-        index=index,
-        text=text,
+        index=answer.index,
+        text=answer.text,
         token_ids=sequence.output_ids,
-        finish_reason=parts.finish_reason(sequence.finish_reason),
+        finish_reason=answer.finish_reason,
         seed=sequence.sampling.seed or 0,
-        stats=stats,
+        stats=sequence.stats or AcceptanceStats.empty(0),
         ttft_s=(sequence.first_token_at or arrived) - arrived,
         e2e_s=(sequence.finished_at or arrived) - arrived,
-        cumulative_logprob=None if values is None else sum(values),
+        cumulative_logprob=cumulative_logprob,
         logprobs=logprobs,
-        content=parts.content,
-        reasoning_content=parts.reasoning or None,
-        tool_calls=calls,
+        content=answer.text if answer.content is None else answer.content,
+        reasoning_content=answer.reasoning,
+        tool_calls=answer.tool_calls,
     )
-
-
-def speller(tokenizer: Tokenizer | None) -> Spell | None:
-    return None if tokenizer is None else lambda token: tokenizer.decode_with_special([token])

@@ -1,7 +1,9 @@
-"""Conversion of the output rows of a request to a line of OpenAI's batch output file.
+"""Answers in OpenAI's forms: choices, usage and metrics of a response's body, and lines of a batch's output file.
 
-A successful request has a response with status 200, an invalid request a response with status 400. A request that
-failed with a code of NOT_CARRIED_OUT has an error instead of a response.
+A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of a run; bodies are made from it alone.
+
+A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
+request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
     >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
     'Paris.'
@@ -11,9 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from eagle_ray.requests.token_logprobs import Spell, chat_form, completion_form, row_logprobs
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.requests.response_answers import Json, stored_response
+from eagle_ray.requests.token_logprobs import Spell, TokenLogprob, chat_form, completion_form, row_logprobs
 
 Row = dict[str, Any]
 
@@ -43,118 +48,195 @@ NOT_CARRIED_OUT = ("timeout", "internal_error", "worker_died")
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 
 
-def line_of(rows: list[Row], spell: Spell) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class FinishedAnswer:
+    """One finished sample of a request.
+
+    Attributes:
+        text: without end-of-sequence and stop string; after its prompt, if that is echoed.
+        content: None if no parser read the text: then all of it is content.
+        tool_calls: in OpenAI's form.
+        finish_reason: stop, length or tool_calls.
+        logprobs: None unless they are to be shown; has_tops: with the likeliest tokens.
+        shown_ids: token ids of prompt and output; None unless they are to be shown.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Json] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    has_tops: bool = False
+    shown_ids: tuple[list[int], list[int]] | None = None
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of prompts and outputs, and those of them that were cached, or reasoning."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+    @classmethod
+    def of_body(cls, body: Json) -> TokenUsage:
+        """Return the usage in a response's body, by the names of its endpoint."""
+        usage = body.get("usage") or {}
+        names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+        before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
+        prompt, output = (usage.get(f"{name}_tokens", 0) for name in names)
+        return cls(prompt, output, before.get("cached_tokens", 0), after.get("reasoning_tokens", 0))
+
+    def plus(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(*map(sum, zip(self, other, strict=True)))
+
+    def totals(self) -> Json:
+        total = self.prompt + self.output
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.output, "total_tokens": total}
+
+    def chat_form(self) -> Json:
+        return self.totals() | {
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+    def batch_form(self) -> Json:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": self.output,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.output,
+        }
+
+    def response_form(self) -> Json:
+        return self.batch_form() | {"input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0}}
+
+
+NO_TOKENS = TokenUsage()
+
+
+def chat_choice(answer: FinishedAnswer, spell: Spell) -> Json:
+    return {
+        "index": answer.index,
+        "message": chat_message(answer),
+        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs, spell),
+        "finish_reason": answer.finish_reason,
+    } | _token_ids(answer)
+
+
+def chat_message(answer: FinishedAnswer) -> Json:
+    """Return the assistant's message. Its content is null if it has tool calls alone."""
+    content = answer.text if answer.content is None else answer.content
+    message: Json = {"role": "assistant", "content": content, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message |= {"content": content or None, "tool_calls": answer.tool_calls}
+    return message
+
+
+def chat_logprobs(tokens: list[TokenLogprob], spell: Spell) -> Json:
+    return {"content": chat_form(tokens, spell), "refusal": None}
+
+
+def text_choice(answer: FinishedAnswer, spell: Spell) -> Json:
+    logprobs = None if answer.logprobs is None else completion_form(answer.logprobs, spell, answer.has_tops)
+    return {
+        "index": answer.index,
+        "text": answer.text,
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+    } | _token_ids(answer)
+
+
+def _token_ids(answer: FinishedAnswer) -> Json:
+    if answer.shown_ids is None:
+        return {}
+    prompt_ids, output_ids = answer.shown_ids
+    return {"prompt_token_ids": prompt_ids, "token_ids": output_ids}
+
+
+def metrics_of(stats: AcceptanceStats) -> Json:
+    """Return vLLM's speculation metrics; steps without drafts are not counted."""
+    num_steps = stats.num_steps - stats.num_plain_steps
+    histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps if num_steps else None,
+            "draft_acceptance_rate": stats.draft_acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": stats.num_spec_tokens,
+        }
+    }
+
+
+def line_of(rows: list[Row], spell: Spell) -> Json:
     """Return the line of one request.
 
     rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
     """
     first = rows[0]
-    key = hashlib.blake2b(f"{first['run_id']}\x1f{first['request_id']}".encode(), digest_size=12).hexdigest()
-    line = {"id": f"batch_req_{key}", "custom_id": first["request_id"], "response": None, "error": None}
+    key = line_key(first["run_id"], first["request_id"])
     if first["error_code"] in NOT_CARRIED_OUT:
-        return line | {"error": {"code": first["error_code"], "message": first["error_message"]}}
+        return error_line(key, first["request_id"], first["error_code"], first["error_message"])
     status, body = (200, _body(rows, key, spell)) if first["status"] == "ok" else (400, _refusal(first))
-    return line | {"response": {"status_code": status, "request_id": key, "body": body}}
+    response = {"status_code": status, "request_id": key, "body": body}
+    return line_head(key, first["request_id"]) | {"response": response, "error": None}
 
 
-def _refusal(row: Row) -> dict[str, Any]:
+def line_key(run_id: str, custom_id: str) -> str:
+    """Return what the ids of a line are made of. run_id: of the run, or of the endpoint's batch."""
+    return hashlib.blake2b(f"{run_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
+
+
+def line_head(key: str, custom_id: str) -> Json:
+    return {"id": f"batch_req_{key}", "custom_id": custom_id}
+
+
+def error_line(key: str, custom_id: str, code: str, message: str) -> Json:
+    """Return the line of a request that got no response."""
+    return line_head(key, custom_id) | {"response": None, "error": {"code": code, "message": message}}
+
+
+def _refusal(row: Row) -> Json:
     kind = {"message": row["error_message"], "type": "invalid_request_error", "param": None, "code": row["error_code"]}
     return {"error": kind}
 
 
-def _body(rows: list[Row], key: str, spell: Spell) -> dict[str, Any]:
-    if rows[0].get("url") == RESPONSES:
-        return _response(rows[0], key, spell)
-    first, is_text = rows[0], rows[0].get("url") == COMPLETIONS
-    prompt, completion = first["prompt_tokens"], sum(row["completion_tokens"] for row in rows)
-    choice = _text_choice if is_text else _chat_choice
+def row_answer(row: Row) -> FinishedAnswer:
+    """Return the answer that an output row holds. A run of an earlier version has no parts of the text."""
+    return FinishedAnswer(
+        index=row["sample_index"],
+        text=row["text"],
+        finish_reason=row["finish_reason"],
+        content=row.get("content"),
+        reasoning=row.get("reasoning_content"),
+        tool_calls=json.loads(row.get("tool_calls") or "[]"),
+        logprobs=row_logprobs(row),
+        has_tops=row.get("token_top_logprobs") is not None,
+    )
+
+
+def _body(rows: list[Row], key: str, spell: Spell) -> Json:
+    first, url = rows[0], rows[0].get("url")
+    model, created = first["target_model"], int(first["finished_at"].timestamp())
+    usage = TokenUsage(first["prompt_tokens"], sum(row["completion_tokens"] for row in rows))
+    choice_of = text_choice if url == COMPLETIONS else chat_choice
+    choices = [choice_of(row_answer(row), spell) for row in rows]
+    if url == RESPONSES:
+        return stored_response(key, model, created, choices[0], usage.response_form())
     return {
-        "id": f"{'cmpl' if is_text else 'chatcmpl'}-{key}",
-        "object": "text_completion" if is_text else "chat.completion",
-        "created": int(first["finished_at"].timestamp()),
-        "model": first["target_model"],
-        "choices": [choice(row, spell) for row in rows],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
+        "id": f"{'cmpl' if url == COMPLETIONS else 'chatcmpl'}-{key}",
+        "object": "text_completion" if url == COMPLETIONS else "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage.totals(),
         "system_fingerprint": first["config_hash"],
     }
-
-
-def _chat_choice(row: Row, spell: Spell) -> dict[str, Any]:
-    tokens = row_logprobs(row)
-    return {
-        "index": row["sample_index"],
-        "message": _message(row),
-        "logprobs": None if tokens is None else {"content": chat_form(tokens, spell), "refusal": None},
-        "finish_reason": row["finish_reason"],
-    }
-
-
-def _message(row: Row) -> dict[str, Any]:
-    """Return the assistant's message. A run of an earlier version, and text that no parser read, is all content."""
-    content, calls = row.get("content"), row.get("tool_calls")
-    message = {"role": "assistant", "content": row["text"] if content is None else content, "refusal": None}
-    if row.get("reasoning_content") is not None:
-        message["reasoning_content"] = row["reasoning_content"]
-    if calls is not None:
-        message |= {"content": content or None, "tool_calls": json.loads(calls)}
-    return message
-
-
-def _text_choice(row: Row, spell: Spell) -> dict[str, Any]:
-    tokens, has_tops = row_logprobs(row), row.get("token_top_logprobs") is not None
-    return {
-        "index": row["sample_index"],
-        "text": row["text"],
-        "logprobs": None if tokens is None else completion_form(tokens, spell, has_tops),
-        "finish_reason": row["finish_reason"],
-    }
-
-
-def _response(row: Row, key: str, spell: Spell) -> dict[str, Any]:
-    """Return the body of a response. What its request asked for and a run does not store is empty or null."""
-    is_cut, created = row["finish_reason"] == "length", int(row["finished_at"].timestamp())
-    prompt, completion = row["prompt_tokens"], row["completion_tokens"]
-    return {
-        "id": f"resp_{key}",
-        "object": "response",
-        "created_at": created,
-        "completed_at": None if is_cut else created,
-        "status": "incomplete" if is_cut else "completed",
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": None,
-        "metadata": {},
-        "model": row["target_model"],
-        "output": _output_items(row, key, spell),
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": None,
-        "usage": {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + completion,
-        },
-    }
-
-
-def _output_items(row: Row, key: str, spell: Spell) -> list[dict[str, Any]]:
-    """Return the items of a response: its reasoning, its message and its function calls, in this order."""
-    message, status = _message(row), "incomplete" if row["finish_reason"] == "length" else "completed"
-    items: list[dict[str, Any]] = []
-    if message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
-        items.append({"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": "completed"})
-    calls = message.get("tool_calls") or []
-    if message["content"] or not calls:
-        tokens = chat_form(row_logprobs(row) or [], spell)
-        logprobs = [token | {"bytes": token["bytes"] or []} for token in tokens]
-        part = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": logprobs}
-        items.append({"type": "message", "id": f"msg_{key}", "role": "assistant", "content": [part], "status": status})
-    for i, call in enumerate(calls):
-        names = {"call_id": call["id"], **call["function"]}
-        items.append({"type": "function_call", "id": f"fc_{key}_{i}", "status": status, **names})
-    return items

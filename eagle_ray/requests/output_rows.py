@@ -17,13 +17,14 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answers import FinishedAnswer
 from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sampling_values import text_options
+from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import prompt_text_of
 from eagle_ray.requests.token_logprobs import row_form
-from eagle_ray.text.answer import Answer
-from eagle_ray.text.answer_parser import AnswerParser, parse_answer
+from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 OutputRow = dict[str, Any]
@@ -52,12 +53,12 @@ class OutputRows:
         sampling = request.sampling_params(config)
         shared = self._shared(request) | {"status": "ok", "prompt": prompt, "stop": sampling.stop}
         shared["sampling_controls"] = controls_json(sampling)
+        reader = answer_reader(request, config, self.text)
         return [
             shared
-            | {"sample_index": j, "text": self._text(sequence, sampling)}
-            | self._structured(sequence, sampling)
+            | self._answer(reader.finished(sequence, j, f"{sequence.request_id}/{request.turn_index}"))
+            | _structured(sequence, reader)
             | self._tokens(sequence)
-            | self._answer(request, sequence, sampling)
             | _sampled(sequence)
             | _acceptance(sequence)
             | self._per_step(sequence)
@@ -88,39 +89,21 @@ class OutputRows:
             "messages": request.turn_messages if self.config.output.store_prompt else None,
         }
 
-    def _text(self, sequence: Sequence, sampling: SamplingParams) -> str | None:
-        if self.text is None:
-            return None
-        return self.text.final_text(sequence.output_ids, sampling.stop, text_options(sampling))
-
-    def _structured(self, sequence: Sequence, sampling: SamplingParams) -> OutputRow:
-        spec, state = sequence.grammar_spec, sequence.grammar
-        if spec is None or state is None:
-            return {}
-        is_cut = sequence.finish_reason == "stop" and not state.has_end and not sampling.include_stop_str_in_output
+    def _answer(self, answer: FinishedAnswer) -> OutputRow:
+        """Return the columns of an answer; those of its parts are null if no parser read its text."""
+        calls = answer.tool_calls
         return {
-            "structured": spec.kind,
-            "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
-        }
-
-    def _answer(self, request: Request, sequence: Sequence, sampling: SamplingParams) -> OutputRow:
-        """Return the parts of the text, and the finish reason tool_calls if it has such calls."""
-        answer = answer_of(request, self.config, self.text, sequence, sampling)
-        if answer is None or self.text is None:
-            return {}
-        key = f"{sequence.request_id}/{request.turn_index}"  # names the answer in its run
-        calls = self.text.chat_format.openai_calls(answer.calls, key)
-        return {
+            "sample_index": answer.index,
+            "text": None if self.text is None else answer.text,
             "content": answer.content,
-            "reasoning_content": answer.reasoning or None,
+            "reasoning_content": answer.reasoning,
             "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
-            "finish_reason": answer.finish_reason(sequence.finish_reason),
+            "finish_reason": answer.finish_reason,
         }
 
     def _tokens(self, sequence: Sequence) -> OutputRow:
         logprobs = sequence.output_logprobs if sequence.sampling.wants_logprobs else None
         return {
-            "finish_reason": sequence.finish_reason,
             "output_token_ids": sequence.output_ids if self.config.output.store_token_ids else None,
             "token_logprobs": logprobs,
             "cumulative_logprob": None if logprobs is None else sum(logprobs),
@@ -154,18 +137,22 @@ class OutputRows:
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def answer_of(
-    request: Request, config: JobConfig, tokenizer: Tokenizer | None, sequence: Sequence, sampling: SamplingParams
-) -> Answer | None:
-    """Return the parts of a finished sequence's text, or None if no parser reads it: then it is all content."""
-    if tokenizer is None or not request.is_chat:
-        return None
-    options = request.chat_options(config)
-    if tokenizer.chat_format.reasoning_parser is None and not options.has_tools:
-        return None
-    parser = AnswerParser.of(tokenizer.chat_format, options, tokenizer.prompt_end(sequence.prompt_ids))
-    text = tokenizer.with_markers().final_text(sequence.output_ids, sampling.stop, text_options(sampling))
-    return parse_answer(text, parser)
+def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> AnswerReader:
+    """Return what makes answers of the request's sequences."""
+    sampling = request.sampling_params(config)
+    options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
+    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, text_options(sampling), options)
+
+
+def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
+    spec, state = sequence.grammar_spec, sequence.grammar
+    if spec is None or state is None:
+        return {}
+    is_cut = sequence.finish_reason == "stop" and not state.has_end and not reader.text_options.include_stop
+    return {
+        "structured": spec.kind,
+        "structured_outcome": "complete" if state.is_complete and not is_cut else "truncated",
+    }
 
 
 def controls_json(sampling: SamplingParams) -> str | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.serve.generation_request import stats_of
+from eagle_ray.requests.sequence_answers import stats_of
 
 PREFIX = "eagle_ray_"
 GAUGES = {

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.config import ServeConfig
-from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
@@ -28,9 +27,9 @@ from eagle_ray.requests.sampling_values import (
     bad_word_ids_of,
     text_options,
 )
+from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.text.answer_parser import AnswerParser
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
@@ -38,30 +37,6 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt: ids as the model reads them, and the text that an echo shows."""
-
-    ids: list[int]
-    text: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """One answer of a request.
-
-    Attributes:
-        num_wanted: output ids that it is to show; None shows all.
-        first: the sequence of the prompt's first choice, which alone computes the prompt's log-probabilities.
-    """
-
-    index: int
-    prompt: Prompt
-    sequence: Sequence
-    num_wanted: int | None
-    first: Sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +70,23 @@ class GenerationRequest:
     @property
     def echo(self) -> bool:
         return isinstance(self.request, CompletionRequest) and self.request.echo
+
+    def answers(self, text: Tokenizer | NullTokenizer) -> RequestAnswers:
+        """Return its choices with what is to be shown of them."""
+        options = self.request.stream_options
+        return RequestAnswers(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            prompts=self.prompts,
+            choices=self.choices,
+            reader=AnswerReader(text, self.stops, self.text_options, self.chat_options if self.is_chat else None),
+            num_tops=self.request.tops,
+            has_echo=self.echo,
+            has_token_ids=bool(self.request.return_token_ids),
+            has_usage=options is not None and options.include_usage,
+            has_steps=options is not None and options.include_steps,
+        )
 
 
 def prepare_generation(
@@ -147,13 +139,6 @@ def prepare_generation(
     )
 
 
-def answer_parser(asked: GenerationRequest, choice: Choice, text: Tokenizer | NullTokenizer) -> AnswerParser | None:
-    """Return a new parser of a choice's text, or None if all of it is content."""
-    if not asked.is_chat or (text.chat_format.reasoning_parser is None and not asked.chat_options.has_tools):
-        return None
-    return AnswerParser.of(text.chat_format, asked.chat_options, text.prompt_end(choice.prompt.ids))
-
-
 def named_error(error: Exception, asked: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
@@ -165,12 +150,6 @@ def named_error(error: Exception, asked: GenerationRequest) -> Exception:
         return error
     name = asked.request.PARAM_NAMES.get(names[0], names[0])
     return RequestError(error.code, f"{name}: {str(error).partition(': ')[2]}")
-
-
-def stats_of(sequence: Sequence) -> AcceptanceStats:
-    """Return the acceptance statistics of a sequence that the engine has accepted."""
-    assert sequence.stats is not None, "the engine sets them when it accepts a sequence"
-    return sequence.stats
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:

@@ -24,6 +24,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
+from eagle_ray.requests.answers import Json
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
     ChatRequest,
@@ -32,12 +33,12 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
-    Choice,
     GenerationRequest,
     min_need,
     named_error,
@@ -51,10 +52,8 @@ from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import body_too_large, check_containers, parse
-from eagle_ray.serve.responses import Json, answer_of, metrics_of
 from eagle_ray.serve.responses_api.response_events import response_body
 from eagle_ray.serve.sse import DONE, error_event, event
-from eagle_ray.serve.stream import ChoiceChunks, last_chunk, num_logprobs, wants_usage
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -67,9 +66,14 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 }  # what a line of a batch may ask for
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
-Said = Json | Exception | None
+Queued = Json | Exception | None
 BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
 """Makes the body of a response from a request whose sequences are finished."""
+
+
+def chat_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+    """Return the body of a chat or of a text completion."""
+    return asked.answers(text).body()
 
 
 class Threads:
@@ -201,7 +205,7 @@ class Service:
 
         return await self._readers.run(num_bytes, client, make)
 
-    async def answer(self, asked: GenerationRequest, body_of: BodyOf = answer_of) -> bytes:
+    async def answer(self, asked: GenerationRequest, body_of: BodyOf = chat_body) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
 
         body_of: makes the body, once every sequence is finished. Raises ApiError, RequestError and EngineError.
@@ -258,7 +262,7 @@ class Service:
 
     async def events(self, asked: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
-        is_begun = False
+        is_begun, answers = False, asked.answers(self.text)
         async with aclosing(self.chunks(asked)) as chunks:
             try:
                 async for chunk in chunks:
@@ -269,46 +273,47 @@ class Service:
                     raise
                 yield error_event(api_error(error))
                 return
-        if wants_usage(asked):
-            yield event(await self._writers.run(_num_values(asked), asked.client, last_chunk, asked, self.text))
+        if answers.has_usage:
+            yield event(await self._writers.run(_num_values(asked), asked.client, answers.last_chunk))
         yield DONE
 
     async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(asked):
-            said: asyncio.Queue[Said] = asyncio.Queue()  # holds text only: a slow reader delays no other request
+            answers = asked.answers(self.text)
+            queue: asyncio.Queue[Queued] = asyncio.Queue()  # holds text only: a slow reader delays no other request
             echoes = {choice.first: asyncio.Event() for choice in asked.choices}
             if not asked.echo or asked.request.tops is None:  # there is nothing to wait for
                 for echo in echoes.values():
                     echo.set()
             tasks = [
-                asyncio.ensure_future(self._follow(asked, choice, said, echoes[choice.first]))
+                asyncio.ensure_future(self._follow(asked, ChoiceChunks(answers, choice), queue, echoes[choice.first]))
                 for choice in asked.choices
             ]
             num_left = len(tasks)
             try:
                 while num_left:
-                    item = await said.get()
+                    item = await queue.get()
                     num_left -= item is None
                     if isinstance(item, Exception):
                         raise item
                     if item is not None:
-                        is_told_later = num_left > 1 or wants_usage(asked)
-                        yield item if is_told_later else self._with_metrics(asked, item)
+                        is_before_last = num_left > 1 or answers.has_usage
+                        yield item if is_before_last else _with_metrics(answers, item)
             finally:
                 for task in tasks:
                     task.cancel()
 
     async def _follow(
-        self, asked: GenerationRequest, choice: Choice, said: asyncio.Queue[Said], echo: asyncio.Event
+        self, asked: GenerationRequest, chunks: ChoiceChunks, queue: asyncio.Queue[Queued], echo: asyncio.Event
     ) -> None:
         """Put one choice's chunks into the queue, followed by None or its error.
 
         echo: set once the prompt's first choice has a token, and so the prompt's log-probabilities. Other choices of
         the prompt put their chunks into the queue from then on, without holding up the engine until then.
         """
-        chunks = ChoiceChunks(asked, choice, self.text)
-        count = num_told = 0
+        choice = chunks.choice
+        count = num_sent = 0
         try:
             await self._compile(asked, choice.sequence)
             async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
@@ -316,24 +321,24 @@ class Service:
                     if choice.sequence is choice.first:
                         echo.set()
                     if echo.is_set():
-                        num_told = count
-                        await self._put_chunks(asked, chunks, count, said)
+                        num_sent = count
+                        await self._put_chunks(asked, chunks, count, queue)
             await echo.wait()
-            if num_told < count:
-                await self._put_chunks(asked, chunks, count, said)
-            said.put_nowait(None)
+            if num_sent < count:
+                await self._put_chunks(asked, chunks, count, queue)
+            queue.put_nowait(None)
         except Exception as error:  # the reader raises it, or tells the client
-            said.put_nowait(error)
+            queue.put_nowait(error)
 
     async def _put_chunks(
-        self, asked: GenerationRequest, chunks: ChoiceChunks, count: int, said: asyncio.Queue[Said]
+        self, asked: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
     ) -> None:
         for chunk in await self._chunks(asked, chunks, count):
-            said.put_nowait(chunk)
+            queue.put_nowait(chunk)
 
     async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
         """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
-        num_new = chunks.num_untold(count) * (1 + (asked.request.tops or 0))
+        num_new = chunks.num_unsent(count) * (1 + (asked.request.tops or 0))
         if asked.request.tops is None or num_new <= SHORT:
             return list(chunks.until(count))
         return await self._writers.run(num_new, asked.client, lambda: list(chunks.until(count)))
@@ -353,11 +358,6 @@ class Service:
                 yield
             finally:
                 turn.used = sequence.num_tokens
-
-    def _with_metrics(self, asked: GenerationRequest, chunk: Json) -> Json:
-        """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
-        is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in asked.choices)
-        return chunk | {"metrics": metrics_of(asked)} if is_last else chunk
 
     @contextmanager
     def _admitted(self, asked: GenerationRequest) -> Iterator[None]:
@@ -381,9 +381,15 @@ def _parse_long(kind: type[BodyClass], body: bytes) -> BodyClass:
     return parse(kind, body)
 
 
+def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
+    """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
+    is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in answers.choices)
+    return chunk | {"metrics": answers.metrics()} if is_last else chunk
+
+
 def body_of(request: ChatRequest | CompletionRequest | ResponsesRequest) -> BodyOf:
     """Return what makes the body of a request's response."""
-    return partial(response_body, body=request) if isinstance(request, ResponsesRequest) else answer_of
+    return partial(response_body, body=request) if isinstance(request, ResponsesRequest) else chat_body
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Need:

@@ -80,11 +80,10 @@ def test_a_row_overrides_the_jobs_controls(make_job):
     job = make_job(**{"sampling.presence_penalty": 1.0, "sampling.min_tokens": 2, "sampling.logit_bias": {"5": 1}})
     row = request(prompt_token_ids=[1], presence_penalty=0.0, logit_bias=[(9, -1.0)], stop_token_ids=[4])
     (sequence,) = sequences_of(row, job, None)
-    given = {"min_tokens": 2, "logit_bias": {9: -1.0}, "stop_token_ids": [4], "max_tokens": job.sampling.max_tokens}
-    assert sequence.sampling == SamplingParams(seed=sequence.sampling.seed, **given)
+    own = {"max_tokens": 12, "seed": sequence.sampling.seed}
+    assert sequence.sampling == SamplingParams(min_tokens=2, logit_bias={9: -1.0}, stop_token_ids=[4], **own)
     (free,) = sequences_of(request(prompt_token_ids=[1]), make_job(), None)
-    assert free.sampling == SamplingParams(max_tokens=job.sampling.max_tokens, seed=free.sampling.seed)
-    assert free.bad_word_ids == ()
+    assert free.sampling == SamplingParams(max_tokens=12, seed=free.sampling.seed) and free.bad_word_ids == ()
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_an_answer_to_a_response_is_a_response():
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     row = {
         "request_id": "a",
+        "sample_index": 0,
         "run_id": "r",
         "status": "ok",
         "error_code": None,

@@ -125,7 +125,7 @@ class Watched:
 
 
 SENDERS = (
-    "async_copy",
+    "core.async_copy",
     "attention.prefill_metadata",
     "drafters.eagle",
     "drafters.pair_drafter",

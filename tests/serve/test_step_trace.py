@@ -8,9 +8,9 @@ import pytest
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.parse import parse
-from eagle_ray.serve.stream import ChoiceChunks
 from tests.serve.client import post
 from tests.serve.test_app import CHAT, FRANCE, TEXT
 
@@ -77,7 +77,7 @@ def test_a_late_reader_reads_the_same_and_no_character_is_split(service, kind, p
         expected += [(step, depth) for depth in (*range(1, number + 1), 0)]
     assert len(output.encode()) > len(ids) > len(output) and len(ids) < len(expected)
 
-    chunks, events = ChoiceChunks(asked, choice, service.text), []
+    chunks, events = ChoiceChunks(asked.answers(service.text), choice), []
     for count in [*range(portion, len(ids), portion), len(ids)]:
         choice.sequence.finish_reason = "length" if count == len(ids) else None
         events += [{"choices": chunk["choices"]} for chunk in chunks.until(count)]

@@ -37,17 +37,17 @@ REQUESTS: dict[str, Json] = {
     "prompt logprobs": {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 1, "max_tokens": 2},
     "stop": {"stop": [" is"]},
     "stop kept": {"stop": [" is"], "include_stop_str_in_output": True},
-    "special tokens": {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 16},
-    "stop token": {"stop_token_ids": [4, 280], "min_tokens": 12, "max_tokens": 20, "ignore_eos": True},
+    "special tokens": {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 32},
+    "stop token": {"stop_token_ids": [281], "min_tokens": 12, "max_tokens": 20, "ignore_eos": True},
     "adjusted": {
         "temperature": 0.7,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.5,
         "repetition_penalty": 1.2,
         "bad_words": ["Paris"],
-        "logit_bias": {"280": -5},
+        "logit_bias": {"473": -5},
     },
-    "allowed": {"allowed_token_ids": [4, 280, 281, 282], "max_tokens": 4},
+    "allowed": {"allowed_token_ids": [45, 88, 281, 322], "max_tokens": 4},
     "schema": {"json_schema": SCHEMA},
     "object": {"json_object": True, "max_tokens": 8},
     "regex": {"regex": "[A-Z][a-z]{3,9}"},
@@ -59,8 +59,8 @@ REQUESTS: dict[str, Json] = {
     "conversation": {"messages": CONVERSATION},
     "refused": {"top_p": 5},
 }
+TURNS = {"messages": None, "turns": ["Hello!", QUESTION], "n": 2, "temperature": 0.5}
 ROWS: dict[str, Json] = REQUESTS | {
-    "turns": {"messages": None, "turns": ["Hello!", QUESTION], "n": 2, "temperature": 0.5},
     "prompt": {"messages": None, "prompt": TEXT},
     "token ids": {"messages": None, "prompt_token_ids": [5, 6, 7]},
 }
@@ -121,12 +121,18 @@ def answers_at(door: str, doors: Doors) -> Json:
 
 def _rows(doors: Doors) -> Json:
     lines = [_encoded({"id": name} | ASKED["row"] | PLAIN | changes) for name, changes in ROWS.items()]
+    turns = _encoded({"id": "turns"} | PLAIN | TURNS)
+    answers = [*doors.rows(lines), *doors.rows([turns], **{"input.columns.turns": "turns"})]
     names = [field.name for field in OUTPUT_FIELDS]
     shown = [name for name in names[: names.index("target_model")] if name not in OF_A_RUN]
     return {
-        name: [{column: row[column] for column in shown if row[column] is not None} for row in answered.body]
-        for name, answered in zip(ROWS, doors.rows(lines), strict=True)
+        name: [{column: _cell(row, column) for column in shown if row[column] is not None} for row in answered.body]
+        for name, answered in zip([*ROWS, "turns"], answers, strict=True)
     }
+
+
+def _cell(row: Json, column: str) -> Any:
+    return _settled(json.loads(row[column])) if column == "tool_calls" else row[column]
 
 
 def _batch_lines(doors: Doors) -> Json:

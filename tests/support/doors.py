@@ -17,7 +17,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from eagle_ray.batch.input.plan import plan_input, request_rows
 from eagle_ray.batch.job_errors import OUTCOMES
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
+from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config, load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
@@ -45,6 +46,7 @@ from tests.serve.client import request as http_request
 __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
 
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
+Json = dict[str, Any]
 PATHS = URLS | {"tokenize": "/tokenize"}
 SAMPLING_NAMES = frozenset(SAMPLING)
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # arguments of LLM.chat
@@ -110,16 +112,18 @@ class Doors:
             if started is not None:
                 started.close()
 
-    def rows(self, lines: Sequence[bytes], format_: str = "jsonl", each: bool = True) -> list[Answered]:
+    def rows(
+        self, lines: Sequence[bytes], format_: str = "jsonl", each: bool = True, **settings: Any
+    ) -> list[Answered]:
         """Give each line to a job as an input file of its own, or all of them as one file.
 
-        The answers of a line are its output rows.
+        The answers of a line are its output rows. settings: of the job that reads them.
         """
         files = [[line] for line in lines] if each else [list(lines)]
         answers: list[Answered] = []
-        requests: list[tuple[Answered, dict[str, Any]]] = []
+        requests: list[tuple[Answered, Json]] = []
         for file in files:
-            found, read = self._read_rows(file, format_)
+            found, read = self._read_rows(file, settings | {"input.format": format_})
             answers += found
             requests += zip(found, read, strict=True) if read else []
         self._answer_rows(requests)
@@ -173,6 +177,21 @@ class Doors:
     def default_job(self) -> JobConfig:
         return load_config(None, NO_PATHS, env={})
 
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Return the exit code of a command and the last line of what it says about it."""
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            try:
+                code = cli.main(list(arguments))
+            except SystemExit as exit_:
+                code = int(str(exit_.code))
+        lines = self._without_place(output.getvalue()).strip().splitlines()
+        return code, lines[-1] if lines else ""
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
     @property
     def service(self) -> Service:
         if self._service is None:
@@ -204,7 +223,7 @@ class Doors:
     def prompt_text(self, sequence: EngineSequence) -> str:
         return self.llm.tokenizer.decode_with_special(sequence.prompt_ids)
 
-    def exported(self, rows: list[dict[str, Any]], url: str | None) -> dict[str, Any]:
+    def exported(self, rows: list[Json], url: str | None) -> Json:
         """Return the line that `eagle-ray export` makes of one request's output rows."""
         return line_of([row | {"url": url} for row in rows], self.spell)
 
@@ -214,18 +233,18 @@ class Doors:
         own["execution.slots"] = AT_ONCE
         return load_config(None, env={}, overrides=ENGINE | paths | own | settings)
 
-    def _read_rows(self, lines: list[bytes], format_: str) -> tuple[list[Answered], list[dict[str, Any]]]:
+    def _read_rows(self, lines: list[bytes], settings: Json) -> tuple[list[Answered], list[Json]]:
         """Return an answer for each line, to be filled in, and the requests; or the refusal of the whole file."""
         self._num_files += 1
         name = f"in{self._num_files}.jsonl"
         (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
         try:
-            plan = plan_input(self._job(name, **{"input.format": format_}))
+            plan = plan_input(self._job(name, **settings))
             return [Answered() for _ in lines], list(request_rows(plan.without_passthrough))
         except ConfigError as error:
             return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
 
-    def _answer_rows(self, requests: list[tuple[Answered, dict[str, Any]]]) -> None:
+    def _answer_rows(self, requests: list[tuple[Answered, Json]]) -> None:
         """Answer all requests in the worker together, and give each its sequences and output rows."""
         numbered = [row | {"request_id": f"{i:06d}"} for i, (_, row) in enumerate(requests)]
         sequences: list[EngineSequence] = []

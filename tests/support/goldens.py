@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,10 +25,19 @@ import torch
 
 from tests.support.answers import DOORS, answers_at
 from tests.support.doors import OUTCOMES, Doors, openapi, silent_log
-from tests.support.request_corpus import CORPUS, line_outcomes, outcomes
+from tests.support.request_corpus import CORPUS, line_outcomes, outcomes, python_outcomes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 VOCAB_SIZE = 1536  # of embedded:tiny
+COMMANDS = (
+    "validate",
+    "validate -i {here}/rows.jsonl -o {here}/answers --set model.target=embedded:tiny",
+    "validate -i {here}/wrong.jsonl -o {here}/answers --set model.target=embedded:tiny",
+    "validate -i {here}/none.jsonl -o {here}/answers",
+    "run -i {here}/rows.jsonl -o {here}/answers --set sampling.top_p=5",
+    "run -i {here}/rows.jsonl -o {here}/answers --set sampling.typo=5",
+    "export {here}/none --to csv",
+)  # none of them starts Ray
 TOLERANCE = 0.002  # of a log-probability
 LINE_CHARS = 160  # of JSON
 HOW = "If the change is meant, run: python -m tests.support.goldens --write"
@@ -72,7 +82,8 @@ def _with_near_numbers_of(before: Any, now: Any) -> Any:
 
 
 def _table(doors: Doors, group: str) -> str:
-    found = line_outcomes(doors) if group == "lines" else outcomes(doors, CORPUS[group])
+    others = {"lines": line_outcomes, "python": python_outcomes}
+    found = others[group](doors) if group in others else outcomes(doors, CORPUS[group])
     blocks = ("\n    ".join([case, *map(": ".join, made.items())]) for case, made in found.items())
     return "\n".join(blocks) + "\n"
 
@@ -92,6 +103,8 @@ def _indented(value: Any, indent: str = "") -> str:
     line = json.dumps(value, sort_keys=True, ensure_ascii=False)
     if len(indent) + len(line) <= LINE_CHARS or not isinstance(value, dict | list) or not value:
         return line
+    if isinstance(value, list) and not any(isinstance(one, dict | list | str) for one in value):
+        return line  # numbers
     if isinstance(value, list):
         parts = [_indented(one, indent + " ") for one in value]
     else:
@@ -100,13 +113,22 @@ def _indented(value: Any, indent: str = "") -> str:
     return f"{opening}\n{indent} " + f",\n{indent} ".join(parts) + f"\n{indent}{closing}"
 
 
-def _exit_codes(_: Doors) -> str:
+def _exit_codes(doors: Doors) -> str:
+    """Return the table of exit codes, and a few commands with theirs."""
     lines = [f"{one.code:<4}{one.name:<18}{one.meaning}{' (transient)' * one.is_transient}" for one in OUTCOMES]
+    here = doors.directory / "commands"
+    here.mkdir()
+    (here / "rows.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": 5}\n')
+    (here / "wrong.jsonl").write_text('{"prompt": 5}\n')
+    for command in COMMANDS:
+        code, text = doors.command(*command.format(here=here).split())
+        text = re.sub(r"\b[0-9a-f]{16}\b", "HASH", text)
+        lines += ["", f"eagle-ray {command.format(here=here.name)}", f"{code}: {text}"]
     return "\n".join(lines) + "\n"
 
 
 FILES: dict[str, Callable[[Doors], str]] = {
-    **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines")},
+    **{f"requests/{group}.txt": partial(_table, group=group) for group in (*CORPUS, "lines", "python")},
     **{f"answers/{door}.json": partial(_answers, door=door) for door in DOORS},
     "openapi.json": _openapi,
     "exit_codes.txt": _exit_codes,

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_ray import SamplingParams
+import numpy as np
+import torch
+
+from eagle_ray import LLM, SamplingParams
 from tests.support.doors import CHAT_OPTIONS, URLS, Answered, Doors, described, shortened, shown
 
 Json = dict[str, Any]
@@ -125,7 +128,6 @@ FAULTS = tuple(
         '"user": ' + "[" * 250 + "]" * 250,
         '"user": "\t"',
         '"user": tru',
-        '"user": 1,',
         '"": 1',
     )
 )
@@ -162,6 +164,68 @@ LINES = (
 )
 
 
+def python_calls() -> dict[str, Any]:
+    """Return wrong calls of Python, and right ones with values of other libraries, by their text."""
+    calls = (
+        "SamplingParams('x')",
+        "SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), stop=(' cap',), stop_token_ids={5})",
+        "SamplingParams(max_tokens=torch.tensor(3), allowed_token_ids=np.array([5, 6]))",
+        "SamplingParams(temperature=-1, top_p=5, typo=1)",
+        "SamplingParams(logit_bias={5: 1, np.int64(6): 2})",
+        "llm.generate(5)",
+        "llm.generate(None)",
+        "llm.generate([])",
+        "llm.generate(b'Hi')",
+        "llm.generate([b'Hi'])",
+        "llm.generate(['Hi', 5])",
+        "llm.generate(['Hi', None])",
+        "llm.generate([[5, 6], 'Hi'])",
+        "llm.generate({'prompt': 'Hi', 'multi_modal_data': {'image': 1}})",
+        "llm.generate({'prompt': 'Hi', 'multi_modal_data': {}})",
+        "llm.generate({'text': 'Hi'})",
+        "llm.generate({5: 'Hi', 'prompt': 'Hi'})",
+        "llm.generate('Hi', 5)",
+        "llm.generate('Hi', {'max_tokens': 2})",
+        "llm.generate('Hi', [SamplingParams(), SamplingParams()])",
+        "llm.generate(['Hi', 'Ho'], [SamplingParams()])",
+        "llm.generate({'prompt': 'Hi', 'top_p': 5}, raise_errors=True)",
+        "llm.generate('Hi', typo=1)",
+        "llm.chat('Hi')",
+        "llm.chat(HI[0])",
+        "llm.chat([HI, 5])",
+        "llm.chat([HI, HI[0]])",
+        "llm.chat(5)",
+        "LLM('embedded:tiny', typo=1)",
+        "LLM('embedded:tiny', slot=1)",
+        "LLM('embedded:tiny', slots=0)",
+        "LLM('embedded:tiny', seed='x')",
+        "LLM('embedded:none')",
+    )
+    return {call: lambda llm, call=call: _evaluated(call, llm) for call in calls}
+
+
+def _evaluated(call: str, llm: Any) -> Any:
+    names = {"llm": llm, "LLM": LLM, "SamplingParams": SamplingParams, "HI": HI, "np": np, "torch": torch}
+    value = eval(call, names)
+    return llm.chat(HI, value) if isinstance(value, SamplingParams) else value
+
+
+def _line_name(line: bytes) -> str:
+    text = line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY")
+    return shortened(text.encode("ascii", "backslashreplace").decode(), MAX_OUTCOME_CHARS)
+
+
+def python_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
+    """Return what each of python_calls ends in."""
+    calls = python_calls()
+    answers = doors.python(list(calls.values()))
+    table: dict[str, dict[str, str]] = {}
+    for call, answered in zip(calls, answers, strict=True):
+        values = [described(sequence) | {"seed": None} for sequence in answered.sequences]  # a seed is of a prompt's id
+        table[call] = {"python": _one_line(answered.refusal or f"ok {shown(values)}")}
+    return table
+
+
 def outcomes(doors: Doors, group: Group) -> dict[str, dict[str, str]]:
     """Return for each case what each door made of it. Doors that made the same of it stand together."""
     found = {door: _outcomes_at(door, doors, group) for door in group.doors}
@@ -190,9 +254,7 @@ def line_outcomes(doors: Doors) -> dict[str, dict[str, str]]:
     """Return what a job and the endpoint make of each line of a batch file."""
     found = {"batch": doors.rows(LINES, "openai_batch"), "line": doors.batch_lines("chat", LINES)}
     return {
-        line.decode("utf-8", "backslashreplace").replace(json.dumps(BASES["chat"]), "BODY"): {
-            door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()
-        }
+        _line_name(line): {door: _one_line(answers[i].refusal or "ok") for door, answers in found.items()}
         for i, line in enumerate(LINES)
     }
 

@@ -12,28 +12,12 @@ believe that the batch is theirs: of two writers of one part, one succeeds, and 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
 from eagle_ray.storage.path import StoragePath
-
-
-class TokenUsage(NamedTuple):
-    """Tokens of lines: of their prompts and outputs, and those of them that were cached, or reasoning."""
-
-    prompt: int = 0
-    output: int = 0
-    cached: int = 0
-    reasoning: int = 0
-
-    def plus(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(*map(sum, zip(self, other, strict=True)))
-
-
-NO_TOKENS = TokenUsage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +32,24 @@ class LineAnswer:
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
     """Return the answer of a line that the endpoint responded to. body: the response's JSON."""
-    key = _key(batch_id, custom_id)
-    head = json.dumps({"id": f"batch_req_{key}", "custom_id": custom_id}, ensure_ascii=False)
+    key = line_key(batch_id, custom_id)
+    head = json.dumps(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
     line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    return LineAnswer(custom_id, line, status == 200, _tokens_of(json.loads(body)) if status == 200 else NO_TOKENS)
+    return LineAnswer(
+        custom_id, line, status == 200, TokenUsage.of_body(json.loads(body)) if status == 200 else NO_TOKENS
+    )
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
-    line: dict[str, Any] = {"id": f"batch_req_{_key(batch_id, custom_id)}", "custom_id": custom_id, "response": None}
-    line["error"] = {"code": code, "message": message}
+    line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
     return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
 
 
 def seed_of(batch_id: str, custom_id: str) -> int:
     """Return the seed of a line that has none: a line that is answered again gets the same answer."""
-    return int(_key(batch_id, custom_id)[:15], 16)
-
-
-def _key(batch_id: str, custom_id: str) -> str:
-    return hashlib.blake2b(f"{batch_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
+    return int(line_key(batch_id, custom_id)[:15], 16)
 
 
 class AnswerLog:
@@ -125,14 +106,5 @@ def _parse(line: bytes) -> LineAnswer:
     found = json.loads(line)
     response = found["response"] or {}
     is_completed = response.get("status_code") == 200
-    usage = _tokens_of(response["body"]) if is_completed else NO_TOKENS
+    usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
     return LineAnswer(found["custom_id"], line, is_completed, usage)
-
-
-def _tokens_of(body: dict[str, Any]) -> TokenUsage:
-    """Return the usage in a response's body, by the names of its endpoint."""
-    usage = body.get("usage") or {}
-    names = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
-    before, after = (usage.get(f"{name}_tokens_details") or {} for name in names)
-    prompt, output = (usage.get(f"{name}_tokens", 0) for name in names)
-    return TokenUsage(prompt, output, before.get("cached_tokens", 0), after.get("reasoning_tokens", 0))

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from eagle_ray.serve.batches.answer_log import NO_TOKENS, TokenUsage
+from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"]
 Ending = Literal["completed", "expired", "cancelled"]
@@ -79,7 +79,6 @@ class BatchRecord:
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
         """Return OpenAI's batch object. cancelling_at: when its client cancelled it."""
         is_cancelling = cancelling_at is not None and not self.is_over
-        usage = self.usage
         return {
             "id": self.id,
             "object": "batch",
@@ -96,12 +95,6 @@ class BatchRecord:
             **{f"{name}_at": self.times.get(name) for name in TIMES},
             "cancelling_at": cancelling_at,
             "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
-                "output_tokens": usage.output,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.output,
-            },
+            "usage": self.usage.batch_form(),
             "metadata": self.metadata,
         }

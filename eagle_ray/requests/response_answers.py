@@ -1,9 +1,9 @@
 """ResponseObject: OpenAI's response, built item by item from the parts of a chat answer.
 
-    response = ResponseObject(asked, body, num_reasoning_tokens)
-    for part in message_parts(choice):          # deltas of a chat message, one of content, reasoning or calls each
-        events += response.add(part)
-    events += response.finish("stop")
+    response = ResponseObject(key, fields)
+    for delta in deltas:                        # of a chat message: content, reasoning or calls each
+        events += response.add(delta)
+    events += response.finish("stop", usage, metrics)
     response.json["output"]                     # the items in the order in which they began
 
 A streamed response sends the events; one that is not streamed is the same object at its end.
@@ -12,14 +12,11 @@ A streamed response sends the events; one that is not streamed is the same objec
 from __future__ import annotations
 
 import json
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from eagle_ray.requests.openai_bodies import ResponsesRequest
-from eagle_ray.serve.generation_request import GenerationRequest
-from eagle_ray.serve.responses import Json, metrics_of, usage_of
+Json = dict[str, Any]
 
 _PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 _DELTAS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
@@ -29,38 +26,43 @@ _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class ResponseObject:
     """One response. Methods return the events that tell of a change, without their sequence numbers.
 
-    count_tokens: the number of tokens of a text, for usage.
+    Args:
+        key: what the ids of the response and of its items are made of.
+        fields: the response before it has items.
     """
 
-    def __init__(self, asked: GenerationRequest, body: ResponsesRequest, count_tokens: Callable[[str], int]):
-        self._asked, self._count_tokens = asked, count_tokens
-        self._key = secrets.token_hex(12)
+    def __init__(self, key: str, fields: Json):
+        self._key = key
         self._open: int | None = None  # index of the item that grows
         self._calls: dict[int, int] = {}  # items by the index of their call
-        self.json = _begun(asked, body, f"resp_{self._key}")
+        self.json: Json = {"id": f"resp_{key}"} | fields
+
+    @property
+    def reasonings(self) -> list[str]:
+        return [item["content"][0]["text"] for item in self.json["output"] if item["type"] == "reasoning"]
 
     def begin(self) -> list[Json]:
         return [{"type": f"response.{name}", "response": _copy(self.json)} for name in ("created", "in_progress")]
 
-    def add(self, delta: Json, logprobs: list[Json] | None = None) -> list[Json]:
-        """Add a delta of a chat message. logprobs: of content, as a chat has them."""
+    def add(self, delta: Json, logprobs: Json | None) -> list[Json]:
+        """Add a delta of a chat message, or a whole one. logprobs: as the chat's choice has them."""
         events: list[Json] = []
         if delta.get("reasoning_content"):
             events += self._grow("reasoning", delta["reasoning_content"], [])
         if delta.get("content"):
-            events += self._grow("message", delta["content"], [_logprob(one) for one in logprobs or ()])
+            events += self._grow("message", delta["content"], _logprobs(logprobs))
         for number, call in enumerate(delta.get("tool_calls") or ()):
             events += self._add_call(call.get("index", number), call)
         return events
 
-    def finish(self, reason: str | None) -> list[Json]:
-        """End the response. reason: the chat's finish_reason."""
+    def finish(self, reason: str | None, usage: Json, metrics: Json) -> list[Json]:
+        """End the response. reason: the chat's finish_reason. usage: as a response has it."""
         is_cut = reason == "length"
         events = self._close("incomplete" if is_cut else "completed")
         if not self.json["output"]:
             events += [*self._open_item("message", {"role": "assistant", "content": []}), *self._close("completed")]
         status = "incomplete" if is_cut else "completed"
-        self.json |= {"status": status, "usage": self._usage(), "metrics": metrics_of(self._asked)}
+        self.json |= {"status": status, "usage": usage, "metrics": metrics}
         if is_cut:
             self.json["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
@@ -74,12 +76,12 @@ class ResponseObject:
             values = {"call_id": call["id"], "name": function["name"], "arguments": ""}
             events += self._close() + self._open_item("function_call", values)
             self._calls[index] = len(self.json["output"]) - 1
-        place = self._calls[index]
+        output_index = self._calls[index]
         if function.get("arguments"):
-            item = self.json["output"][place]
+            item = self.json["output"][output_index]
             item["arguments"] += function["arguments"]
-            told = {"type": "response.function_call_arguments.delta", "delta": function["arguments"]}
-            events.append(told | {"item_id": item["id"], "output_index": place})
+            event = {"type": "response.function_call_arguments.delta", "delta": function["arguments"]}
+            events.append(event | {"item_id": item["id"], "output_index": output_index})
         return events
 
     def _grow(self, kind: str, text: str, logprobs: list[Json]) -> list[Json]:
@@ -92,11 +94,11 @@ class ResponseObject:
         assert self._open is not None
         part = self.json["output"][self._open]["content"][0]
         part["text"] += text
-        told: Json = {"type": f"{_DELTAS[kind]}.delta", "delta": text} | self._place()
+        event: Json = {"type": f"{_DELTAS[kind]}.delta", "delta": text} | self._position()
         if kind == "message":
             part["logprobs"] += logprobs
-            told["logprobs"] = logprobs
-        return [*events, told]
+            event["logprobs"] = logprobs
+        return [*events, event]
 
     def _open_item(self, kind: str, values: Json) -> list[Json]:
         self._open = len(self.json["output"])
@@ -108,7 +110,7 @@ class ResponseObject:
         part = _PART if kind == "message" else {"type": "reasoning_text", "text": ""}
         assert self._open is not None
         self.json["output"][self._open]["content"].append(_copy(part))
-        return [{"type": "response.content_part.added", "part": _copy(part)} | self._place()]
+        return [{"type": "response.content_part.added", "part": _copy(part)} | self._position()]
 
     def _close(self, status: str = "completed") -> list[Json]:
         """End the open item, if there is one."""
@@ -125,77 +127,75 @@ class ResponseObject:
     def _ends(self, item: Json) -> Iterator[Json]:
         """Yield the events that end the parts of the open item."""
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"], "item_id": item["id"]}
-            yield {"type": "response.function_call_arguments.done", "output_index": self._open} | told
+            call = {"name": item["name"], "arguments": item["arguments"], "item_id": item["id"]}
+            yield {"type": "response.function_call_arguments.done", "output_index": self._open} | call
         elif item["content"]:
             part = item["content"][0]
-            told = {"type": f"{_DELTAS[item['type']]}.done", "text": part["text"]}
-            yield told | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {}) | self._place()
-            yield {"type": "response.content_part.done", "part": _copy(part)} | self._place()
+            event = {"type": f"{_DELTAS[item['type']]}.done", "text": part["text"]}
+            yield event | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {}) | self._position()
+            yield {"type": "response.content_part.done", "part": _copy(part)} | self._position()
 
-    def _place(self) -> Json:
+    def _position(self) -> Json:
         assert self._open is not None
         item = self.json["output"][self._open]
         return {"item_id": item["id"], "output_index": self._open, "content_index": 0}
 
-    def _usage(self) -> Json:
-        thoughts = [item["content"][0]["text"] for item in self.json["output"] if item["type"] == "reasoning"]
-        usage = usage_of(self._asked, sum(map(self._count_tokens, thoughts)))
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
+
+def _logprobs(logprobs: Json | None) -> list[Json]:
+    """Return a chat choice's log-probabilities as a response has them: bytes is never null."""
+    return [
+        _with_bytes(token) | {"top_logprobs": [_with_bytes(top) for top in token["top_logprobs"]]}
+        for token in (logprobs or {}).get("content", ())
+    ]
 
 
-def _begun(asked: GenerationRequest, body: ResponsesRequest, id: str) -> Json:
-    """Return the object of a response that has begun: what was requested, with the values in force."""
-    sampling = asked.choices[0].sequence.sampling
-    options = asked.chat_options
-    choice: Any = options.tool_choice
-    if options.named is not None:
-        choice = {"type": "function", "name": options.named}
+def _with_bytes(token: Json) -> Json:
+    return token | {"bytes": token["bytes"] or []}
+
+
+def stored_response(key: str, model: str, created: int, choice: Json, usage: Json) -> Json:
+    """Return the response of a batch's line, made of a chat's choice.
+
+    What the request asked for and a run does not store is empty or null.
+    """
+    is_cut = choice["finish_reason"] == "length"
     return {
-        "id": id,
+        "id": f"resp_{key}",
         "object": "response",
-        "created_at": asked.created,
-        "completed_at": None,
-        "status": "in_progress",
-        "background": False,
+        "created_at": created,
+        "completed_at": None if is_cut else created,
+        "status": "incomplete" if is_cut else "completed",
         "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "model": asked.model,
-        "output": [],
-        "parallel_tool_calls": options.parallel_tool_calls,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "store": False,
-        "temperature": sampling.temperature,
-        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-        "tool_choice": choice,
-        "tools": [_tool(tool) for tool in options.tools],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": sampling.top_p,
-        "truncation": "disabled",
-        "usage": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": None,
+        "metadata": {},
+        "model": model,
+        "output": _stored_items(choice, key),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": usage,
     }
 
 
-def _tool(tool: Json) -> Json:
-    usual = {"description": None, "parameters": None, "strict": False}
-    return {"type": "function"} | usual | tool["function"]
-
-
-def _logprob(place: Json) -> Json:
-    return place | {
-        "bytes": place["bytes"] or [],
-        "top_logprobs": [one | {"bytes": one["bytes"] or []} for one in place["top_logprobs"]],
-    }
+def _stored_items(choice: Json, key: str) -> list[Json]:
+    """Return the items of a stored response: its reasoning, its message and its function calls, in this order."""
+    message, status = choice["message"], "incomplete" if choice["finish_reason"] == "length" else "completed"
+    items: list[Json] = []
+    if message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        items.append({"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": "completed"})
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        logprobs = [_with_bytes(token) for token in (choice["logprobs"] or {}).get("content", ())]
+        part = _PART | {"text": message["content"] or "", "logprobs": logprobs}
+        items.append({"type": "message", "id": f"msg_{key}", "role": "assistant", "content": [part], "status": status})
+    for i, call in enumerate(calls):
+        names = {"call_id": call["id"], **call["function"]}
+        items.append({"type": "function_call", "id": f"fc_{key}_{i}", "status": status, **names})
+    return items
 
 
 def _is_object(text: str) -> bool:

@@ -1,0 +1,421 @@
+"""The answers of a request, made from its sequences: as a whole body once they are finished, or as chunks as they grow.
+
+    answers.body()["choices"][0]["message"]["content"]
+    chunks = ChoiceChunks(answers, choice)
+    for count in counts:                        # numbers of output ids, as the engine reports them
+        yield from chunks.until(count)
+
+A chunk has complete characters only and never a part of a stop string. One engine step gives at most one chunk, or one
+for each part of a chat message that it adds to: content, reasoning_content, or a tool call's name or arguments.
+
+With stream_options.include_steps a chunk also says how each token was made: by which decode step, and at which depth of
+its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the target's own token at depth 0.
+Step 0 is the prompt's pass, which gives one token of the target.
+
+    >>> Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids
+    [{'step': 0, 'num_draft_tokens': 0, 'num_accepted_draft_tokens': 0, 'tokens': [
+         {'id': 95, 'text': 'The', 'depth': 0}]},
+     {'step': 1, 'num_draft_tokens': 12, 'num_accepted_draft_tokens': 1, 'tokens': [
+         {'id': 17, 'text': ' capital', 'depth': 1}, {'id': 9, 'text': ' is', 'depth': 0}]}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import count, groupby
+from typing import Any
+
+from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answers import (
+    FinishedAnswer,
+    Json,
+    TokenUsage,
+    chat_choice,
+    chat_logprobs,
+    metrics_of,
+    text_choice,
+)
+from eagle_ray.requests.token_logprobs import TokenLogprob, completion_form, token_logprobs
+from eagle_ray.text.answer import ChatEvent
+from eagle_ray.text.answer_parser import AnswerParser, parse_answer
+from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.null_tokenizer import NullTokenizer
+from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """How output ids become text, and the text an answer.
+
+    Attributes:
+        stops: strings that end an answer.
+        chat_options: None if all of a text is content, as that of a text completion.
+    """
+
+    tokenizer: Tokenizer | NullTokenizer
+    stops: list[str]
+    text_options: TextOptions
+    chat_options: ChatOptions | None
+
+    @property
+    def has_parts(self) -> bool:
+        """Return whether an answer may have parts other than content."""
+        if self.chat_options is None:
+            return False
+        return self.tokenizer.chat_format.reasoning_parser is not None or self.chat_options.has_tools
+
+    def spell(self, token: int) -> str:
+        return self.tokenizer.decode_with_special([token])
+
+    def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
+        """Return a new parser of an answer's text, or None if all of it is content."""
+        if self.chat_options is None or not self.has_parts:
+            return None
+        end = self.tokenizer.prompt_end(prompt_ids)
+        return AnswerParser.of(self.tokenizer.chat_format, self.chat_options, end)
+
+    def finished(self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None) -> FinishedAnswer:
+        """Return the answer that a finished sequence is.
+
+        Args:
+            call_key: what the ids of its tool calls are made of.
+            num_wanted: output ids that it is to show; None shows all. With none it ended by length.
+        """
+        output_ids = sequence.output_ids[:num_wanted]
+        text = self.tokenizer.final_text(output_ids, self.stops, self.text_options)
+        reason = "length" if num_wanted == 0 else sequence.finish_reason
+        parser = self.parser(sequence.prompt_ids)
+        if parser is None:
+            return FinishedAnswer(index, text, reason)
+        marked_text = self.tokenizer.with_markers().final_text(output_ids, self.stops, self.text_options)
+        parts = parse_answer(marked_text, parser)
+        calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
+        return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
+
+    def stream(self) -> DecodeStream | NullTokenizer:
+        """Return what makes text of growing output ids, with the markers that a parser needs."""
+        tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
+        return tokenizer.decode_stream(self.stops, self.text_options)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt: ids as the model reads them, and the text that an echo shows."""
+
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One answer of a request.
+
+    Attributes:
+        num_wanted: output ids that it is to show; None shows all.
+        first: the sequence of the prompt's first choice, which alone computes the prompt's log-probabilities.
+    """
+
+    index: int
+    prompt: Prompt
+    sequence: Sequence
+    num_wanted: int | None
+    first: Sequence
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Return the output ids whose text is shown."""
+        return self.sequence.output_ids[: self.num_wanted]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Return the finish reason; a choice that was cut to no tokens ended by length."""
+        return "length" if self.num_wanted == 0 else self.sequence.finish_reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestAnswers:
+    """The choices of a request, and what is to be shown of them.
+
+    Attributes:
+        choices: those of the first prompt, then those of the next, as many of each.
+        num_tops: likeliest tokens at each token; None shows no log-probabilities.
+        has_echo: a text completion begins with its prompt.
+        has_token_ids: with the ids of prompt and output.
+        has_usage: a stream's last chunk has the usage.
+        has_steps: the chunks say how each token was made.
+    """
+
+    id: str
+    created: int
+    model: str
+    prompts: list[Prompt]
+    choices: list[Choice]
+    reader: AnswerReader
+    num_tops: int | None
+    has_echo: bool
+    has_token_ids: bool
+    has_usage: bool
+    has_steps: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.reader.chat_options is not None
+
+    def head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def body(self) -> Json:
+        """Return the body of a response that is not streamed; every sequence is finished."""
+        kind, choice_of = ("chat.completion", chat_choice) if self.is_chat else ("text_completion", text_choice)
+        answers = [self._finished(choice) for choice in self.choices]
+        return self.head(kind) | {
+            "choices": [choice_of(answer, self.reader.spell) for answer in answers],
+            "usage": self.usage(answer.reasoning for answer in answers).chat_form(),
+            "metrics": self.metrics(),
+        }
+
+    def chunk_head(self) -> Json:
+        return self.head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def last_chunk(self) -> Json:
+        """Return the chunk after all choices, with usage and speculation metrics."""
+        reasonings = (self._read(choice).reasoning for choice in self.choices if self.reader.has_parts)
+        usage = self.usage(reasonings).chat_form()
+        return self.chunk_head() | {"choices": [], "usage": usage, "metrics": self.metrics()}
+
+    def usage(self, reasonings: Iterable[str | None]) -> TokenUsage:
+        """Return the token usage. A prompt counts once, however many choices it has.
+
+        reasonings: the texts of the choices' reasoning, without their markers.
+        """
+        encode = self.reader.tokenizer.encode
+        return TokenUsage(
+            prompt=sum(len(prompt.ids) for prompt in self.prompts),
+            output=sum(len(choice.output_ids) for choice in self.choices),
+            cached=self._num_cached(),
+            reasoning=sum(len(encode(text, add_special_tokens=False)) for text in reasonings if text),
+        )
+
+    def _num_cached(self) -> int:
+        """Return how many prompt tokens were in the cache for all choices of their prompt."""
+        n = len(self.choices) // len(self.prompts)
+        reused = [choice.sequence.num_reused for choice in self.choices]
+        return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
+
+    def metrics(self) -> Json:
+        """Return the speculation metrics over all choices."""
+        return metrics_of(reduce(AcceptanceStats.merge, (stats_of(choice.sequence) for choice in self.choices)))
+
+    def call_key(self, choice: Choice) -> str:
+        """Return what the ids of a choice's tool calls are made of."""
+        return f"{self.id}/{choice.index}"
+
+    def prompt_logprobs(self, choice: Choice) -> list[TokenLogprob]:
+        """Return the log-probabilities of the prompt; none unless they are to be shown."""
+        sequence = choice.first
+        if self.num_tops is None:
+            return []
+        return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, sequence.prompt_tops)
+
+    def output_logprobs(self, choice: Choice, start: int, end: int) -> list[TokenLogprob]:
+        """Return the log-probabilities of the output ids [start, end); none unless they are to be shown."""
+        sequence = choice.sequence
+        if self.num_tops is None:
+            return []
+        logprobs, tops = sequence.output_logprobs[start:end], sequence.output_tops[start:end]
+        return token_logprobs(sequence.output_ids[start:end], logprobs, tops)
+
+    def _read(self, choice: Choice) -> FinishedAnswer:
+        return self.reader.finished(choice.sequence, choice.index, self.call_key(choice), choice.num_wanted)
+
+    def _finished(self, choice: Choice) -> FinishedAnswer:
+        """Return a choice's answer with all that is to be shown of it."""
+        answer, output_ids = self._read(choice), choice.output_ids
+        text, logprobs = answer.text, self.output_logprobs(choice, 0, len(output_ids))
+        if self.has_echo:
+            text = choice.prompt.text + text
+            logprobs = self.prompt_logprobs(choice) + logprobs
+        return replace(
+            answer,
+            text=text,
+            logprobs=None if self.num_tops is None else logprobs,
+            has_tops=bool(self.num_tops),
+            shown_ids=(choice.sequence.prompt_ids, output_ids) if self.has_token_ids else None,
+        )
+
+
+def stats_of(sequence: Sequence) -> AcceptanceStats:
+    """Return the acceptance statistics of a sequence that the engine has accepted."""
+    assert sequence.stats is not None, "the engine sets them when it accepts a sequence"
+    return sequence.stats
+
+
+def num_logprobs(chunk: Json) -> int:
+    """Return how many log-probabilities a chunk holds, without alternatives."""
+    shown = [choice.get("logprobs") for choice in chunk["choices"]]
+    return sum(len(logprobs.get("tokens") or logprobs.get("content") or ()) for logprobs in shown if logprobs)
+
+
+class ChoiceChunks:
+    """The chunks of one choice. Their texts concatenated are the text without streaming."""
+
+    def __init__(self, answers: RequestAnswers, choice: Choice):
+        self._answers, self.choice = answers, choice
+        self._deltas = MessageDeltas(answers, choice)
+        self._growing = answers.reader.stream()
+        self._steps = Steps(choice.sequence) if answers.has_steps else None
+        choice.sequence.has_live_stats = answers.has_steps
+        self._num_sent = 0
+        self._is_begun = False
+        self._offset = 0  # characters of the tokens whose log-probabilities were sent
+
+    def num_unsent(self, count: int) -> int:
+        """Return how many tokens the chunks up to `count` output ids show, an echo included."""
+        echoed = len(self.choice.sequence.prompt_ids) if self._answers.has_echo and not self._is_begun else 0
+        return echoed + count - self._num_sent
+
+    def until(self, count: int) -> Iterator[Json]:
+        """Yield the chunks up to `count` output ids; the last ones once the sequence is finished."""
+        sequence = self.choice.sequence
+        if not self._is_begun:
+            self._is_begun = True
+            yield from self._beginning()
+        is_end = sequence.finish_reason is not None and count == len(sequence.output_ids)
+        if self.choice.num_wanted is not None:
+            count = min(count, self.choice.num_wanted)
+        start, self._num_sent = self._num_sent, count
+        yield from self._chunks(self._texts(start, count, is_end), start, count, is_end)
+
+    def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
+        """Return what the output ids [start, end) add to the text: by id if steps are requested, else in one piece."""
+        ids = self.choice.sequence.output_ids[start:end]
+        groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
+        texts = [self._growing.grow(group) for group in groups[:-1]]  # no stop string ends before the last id
+        last = self._growing.end(self.choice.output_ids) if is_end else self._growing.grow(groups[-1])
+        return [*texts, last]
+
+    def _beginning(self) -> Iterator[Json]:
+        """Yield the first chunk: the role of a chat message, or an echoed prompt.
+
+        With tools the content is null until there is some: clients that add up the deltas of a call alone get null,
+        which is its content in a response that is not streamed.
+        """
+        if (options := self._answers.reader.chat_options) is not None:
+            delta = {"role": "assistant", "content": None if options.has_tools else ""}
+            yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
+        elif self._answers.has_echo:
+            logprobs = self._text_logprobs(self._answers.prompt_logprobs(self.choice))
+            yield self._chunk({"text": self.choice.prompt.text, "logprobs": logprobs, "finish_reason": None})
+
+    def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
+        """Yield the chunks of the output ids [start, end), whose texts these are; none if there is nothing to show."""
+        piece, has_ids = "".join(texts), self._answers.has_token_ids
+        reason = self.choice.finish_reason if is_end else None
+        tokens = self._answers.output_logprobs(self.choice, start, end)
+        shown: Json = {"text": piece}
+        has_text = bool(piece)
+        if self._answers.is_chat:
+            deltas = self._deltas.of(piece, is_end)
+            for delta in deltas[:-1]:
+                yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
+            shown = {"delta": deltas[-1] if deltas else {}}
+            has_text, reason = bool(deltas), self._deltas.finish_reason(reason)
+        if not (has_text or is_end or tokens or (end > start and (has_ids or self._steps is not None))):
+            return
+        if has_ids:
+            shown["token_ids"] = self.choice.sequence.output_ids[start:end]
+        if self._steps is not None:
+            shown["steps"] = self._steps.next(texts[: end - start])
+        yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+        if not tokens or not self._answers.is_chat:
+            return self._text_logprobs(tokens)
+        return chat_logprobs(tokens, self._answers.reader.spell)
+
+    def _text_logprobs(self, tokens: list[TokenLogprob]) -> Json | None:
+        if not tokens:
+            return None
+        logprobs = completion_form(tokens, self._answers.reader.spell, bool(self._answers.num_tops), self._offset)
+        self._offset += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}
+        return chunk | {"usage": None} if self._answers.has_usage else chunk
+
+
+class MessageDeltas:
+    """The deltas of a chat message, made of its text piece by piece."""
+
+    def __init__(self, answers: RequestAnswers, choice: Choice):
+        self._parser = answers.reader.parser(choice.sequence.prompt_ids)
+        self._chat_format, self._key = answers.reader.tokenizer.chat_format, answers.call_key(choice)
+        self._calls: set[int] = set()
+
+    def of(self, piece: str, is_end: bool) -> list[Json]:
+        """Return the deltas that a piece of the text adds, the last piece if is_end."""
+        if self._parser is None:
+            return [{"content": piece}] if piece else []
+        events = self._parser.feed(piece) + (self._parser.end() if is_end else [])
+        return [delta for event in events if (delta := self._delta(event))]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _delta(self, event: ChatEvent) -> Json:
+        """Return the delta of an event. A call that is broken was sent already; its text follows as content."""
+        if event.kind == "content":
+            return {"content": event.text}
+        if event.kind == "reasoning":
+            return {"reasoning_content": event.text}
+        if event.kind == "arguments":
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        if event.kind == "broken":
+            self._calls.discard(event.index)
+            return {}
+        self._calls.add(event.index)
+        call_id = self._chat_format.call_id(self._key, event.index)
+        function = {"name": event.text, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
+
+
+class Steps:
+    """The decode steps of one sequence, read in portions of any size."""
+
+    def __init__(self, sequence: Sequence):
+        self._sequence = sequence
+        self._origins = _origins(sequence)
+        self._num_read = 0
+
+    def next(self, texts: list[str]) -> list[dict[str, Any]]:
+        """Return the next output ids, one per text, grouped by step. The engine must have produced them."""
+        start, self._num_read = self._num_read, self._num_read + len(texts)
+        ids = self._sequence.output_ids[start : self._num_read]
+        tokens = list(zip(ids, texts, self._origins, strict=False))
+        return [
+            self._counts(step)
+            | {"tokens": [{"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group]}
+            for step, group in groupby(tokens, key=lambda item: item[2][0])
+        ]
+
+    def _counts(self, step: int) -> dict[str, int]:
+        """Return the candidates that the step verified and accepted, before any cut at the output's end."""
+        stats = stats_of(self._sequence)
+        return {
+            "step": step,
+            "num_draft_tokens": stats.per_step_budget[step - 1] - 1 if step else 0,
+            "num_accepted_draft_tokens": stats.per_step_accepted[step - 1] if step else 0,
+        }
+
+
+def _origins(sequence: Sequence) -> Iterator[tuple[int, int]]:
+    """Yield each token's step and its depth in that step's draft, each to be requested once its token is there."""
+    yield 0, 0
+    for step in count(1):
+        for depth in range(1, stats_of(sequence).per_step_accepted[step - 1] + 1):
+            yield step, depth
+        yield step, 0
