@@ -28,7 +28,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import CHAT_OPTIONS, ROW_PARAMETERS, SAMPLING
+from eagle_ray.requests.parameters import CHAT, ROW_PARAMETERS, SAMPLING
 from eagle_ray.requests.values import describe_value, json_text
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")  # columns with prompts that need no configuration
@@ -231,7 +231,7 @@ class RequestColumns:
     def needed(self) -> list[str]:
         """Return the columns that requests are made of."""
         read = [name for path in (self.id, *self.prompt_paths) for name in path.names]
-        return [*read, *SAMPLING, *CHAT_OPTIONS]
+        return [*read, *SAMPLING, *CHAT]
 
     @property
     def fully_used(self) -> set[str]:

@@ -131,7 +131,7 @@ class GenerationBody(OpenBody):
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
-        return super().read(with_own_keys(data))  # type: ignore[misc]
+        return super().read(with_own_keys(data))
 
     @property
     def stream_options(self) -> StreamOptions | None:
@@ -155,6 +155,7 @@ class GenerationBody(OpenBody):
         return self.values.get("max_tokens")
 
     def check(self) -> None:
+        super().check()
         if self.has_stream_options and not self.stream:
             raise bad_value("stream_options", "only with stream: true")
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
@@ -164,7 +165,6 @@ class GenerationBody(OpenBody):
         if len(forms) > 1:
             both = f"{forms[0]} and {forms[1]} both say what the output must be: give one"
             raise RequestError("bad_value", both, forms[1])
-        super().check()
 
 
 class ChatRequest(GenerationBody):

@@ -488,6 +488,58 @@ class SamplingParams:
 SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
 
 
+_CHAT_DOORS = frozenset({Door.JOB}) | CHATS
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+_TEXT = Text(form="a text", can_be_empty=True)
+# What a request with messages says to its chat template.
+CHAT: Mapping[str, Parameter] = {
+    row.name: row
+    for row in (
+        Parameter(
+            "tools",
+            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
+            [],
+            "Functions that the answer may call, as in OpenAI's API.",
+            Group.CHAT,
+            _CHAT_DOORS,
+            {
+                Door.CHAT: ListOf(AnyObject(), form=TOOLS_FORM),
+                Door.RESPONSES: ListOf(AnyObject(), form=RESPONSE_TOOLS_FORM),
+            },
+        ),
+        Parameter(
+            "tool_choice",
+            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
+            "auto",
+            "None leaves the tools out of the prompt; required and a named tool force a call.",
+            Group.CHAT,
+            _CHAT_DOORS,
+            {
+                Door.CHAT: Either((_TEXT, AnyObject()), form=CHOICE_FORM),
+                Door.RESPONSES: Either((_TEXT, AnyObject()), form=RESPONSE_CHOICE_FORM),
+            },
+        ),
+        Parameter(
+            "parallel_tool_calls",
+            Boolean(),
+            True,
+            "With false, only the first call of an answer is kept.",
+            Group.CHAT,
+            _CHAT_DOORS,
+        ),
+        Parameter(
+            "chat_template_kwargs",
+            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
+            {},
+            "Further values for the chat template. A row's or a request's names are added to the configuration's.",
+            Group.CHAT,
+            _CHAT_DOORS,
+            dict.fromkeys(CHATS, AnyObject(form=KWARGS_FORM)),
+        ),
+    )
+}
+
+
 def names_in(*groups: Group) -> tuple[str, ...]:
     """Return the names of the parameters of these groups, in the table's order."""
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
@@ -518,11 +570,9 @@ def body_parameter(
     return Parameter(name, kind, default, about, doors=doors, defaults=dict.fromkeys(doors, default), **rest)
 
 
-_TEXT = Text(form="a text", can_be_empty=True)
 _LENGTH = Integer(1, form="an integer, 1 or more")
 _AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({door}) for door in (Door.CHAT, Door.COMPLETIONS, Door.RESPONSES))
 _AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Door.TOKENIZE}), frozenset({Door.DETOKENIZE})
-_CHAT_DOORS = CHATS | {Door.JOB, Door.PYTHON}
 _PROMPT = Either(
     (
         _TEXT,
@@ -551,48 +601,6 @@ STREAM_OPTIONS = Object(
     form="{include_usage: true or false, include_steps: true or false}, with stream",
 )
 
-CHAT_OPTIONS: Mapping[str, Parameter] = {
-    row.name: row
-    for row in (
-        Parameter(
-            "tools",
-            ListOf(AnyObject(), form=TOOLS_FORM),
-            about="Functions that an answer may call.",
-            group=Group.CHAT,
-            doors=_CHAT_DOORS,
-            kinds={
-                Door.RESPONSES: ListOf(AnyObject(), form=RESPONSE_TOOLS_FORM),
-                Door.JOB: Checked(TOOLS_FORM, check_tools),
-            },
-        ),
-        Parameter(
-            "tool_choice",
-            Either((_TEXT, AnyObject()), form=CHOICE_FORM),
-            about="Which of the tools an answer calls.",
-            group=Group.CHAT,
-            doors=_CHAT_DOORS,
-            kinds={
-                Door.RESPONSES: Either((_TEXT, AnyObject()), form=RESPONSE_CHOICE_FORM),
-                Door.JOB: Checked(CHOICE_FORM),  # checked with the tools in force
-            },
-        ),
-        Parameter(
-            "parallel_tool_calls",
-            Boolean(),
-            about="Whether an answer may have several calls.",
-            group=Group.CHAT,
-            doors=_CHAT_DOORS,
-        ),
-        Parameter(
-            "chat_template_kwargs",
-            AnyObject(form=KWARGS_FORM),
-            about="Further values for the chat template.",
-            group=Group.CHAT,
-            doors=_CHAT_DOORS,
-            kinds={Door.JOB: Checked(KWARGS_FORM, check_template_kwargs)},
-        ),
-    )
-}
 BODY: Mapping[str, Parameter] = {
     row.name: row
     for row in (
@@ -678,13 +686,13 @@ BODY: Mapping[str, Parameter] = {
         ),
     )
 }
-CHAT_NAMES = tuple(CHAT_OPTIONS)
+CHAT_NAMES = tuple(CHAT)
 
 
 @functools.cache
 def rows_at(door: Door) -> Mapping[str, Parameter]:
     """Return the rows of a door by name."""
-    rows = {**SAMPLING, **CHAT_OPTIONS, **BODY}
+    rows = {**SAMPLING, **CHAT, **BODY}
     return {name: row for name, row in rows.items() if door in row.doors}
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import location_of
-from eagle_ray.requests.parameters import CHAT_OPTIONS, SAMPLING, SamplingParams, merged_values
+from eagle_ray.requests.parameters import CHAT, SAMPLING, SamplingParams, merged_values
 from eagle_ray.requests.row_schema import REQUEST, table_of
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
 
@@ -34,7 +34,7 @@ class Request:
         messages: JSON of a list of messages.
         user_turns: the user's messages of a conversation whose other messages are the answers.
         sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of Arrow's int64.
-        chat: its own values of the parameters CHAT_OPTIONS, by name; lists, objects and texts as JSON.
+        chat: its own values of the parameters CHAT, by name; lists, objects and texts as JSON.
         error: why it cannot be answered. Its message begins with the place.
         answers: of the earlier turns of a conversation, None for one that failed.
         carried: columns of the input that its output rows have, too.
@@ -71,7 +71,7 @@ class Request:
             prompt_token_ids=row["prompt_token_ids"],
             user_turns=row["user_turns"],
             sampling=sampling,
-            chat={name: row[name] for name in CHAT_OPTIONS if row[name] is not None},
+            chat={name: row[name] for name in CHAT if row[name] is not None},
             error=None if code is None else RequestError(code, row["error_message"]),
             carried={name: value for name, value in row.items() if name not in _OWN_COLUMNS},
         )

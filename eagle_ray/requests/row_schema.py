@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 
-from eagle_ray.requests.parameters import CHAT_OPTIONS, SAMPLING, Door, Parameter
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Parameter
 
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
@@ -47,7 +47,7 @@ def _fields_of(parameters: Mapping[str, Parameter]) -> tuple[pa.Field, ...]:
 SAMPLING_FIELDS = _fields_of(
     SAMPLING
 )  # optional columns of the input that override `sampling` and `seed` for their row
-CHAT_FIELDS = _fields_of(CHAT_OPTIONS)  # optional columns of the input that override `chat` for their row
+CHAT_FIELDS = _fields_of(CHAT)  # optional columns of the input that override `chat` for their row
 ROW_FIELDS = (*SAMPLING_FIELDS, *CHAT_FIELDS)
 
 # Exactly one of prompt, messages (JSON), prompt_token_ids and user_turns is set, or error_code and error_message are.

@@ -16,14 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import (
-    TEMPLATE_KEY,
-    ColumnPath,
-    RequestColumns,
-    RowLocation,
-)
+from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT_OPTIONS, SAMPLING, Door, second_form
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.values import (
     Boolean,
@@ -211,12 +206,12 @@ def _bad_sampling(name: str, form: str, value: Any, reason: str | None = None) -
 
 
 def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of CHAT_OPTIONS that are set.
+    """Return the columns of CHAT that are set.
 
     Objects and lists may be JSON texts; a null key of a tool is absent.
     """
     values: dict[str, Any] = {}
-    for name, parameter in CHAT_OPTIONS.items():
+    for name, parameter in CHAT.items():
         if row.get(name) is None or (value := _parse_if_json(row[name], name)) is None:
             continue
         if name == "tools" and isinstance(value, list):

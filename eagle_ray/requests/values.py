@@ -565,13 +565,14 @@ class Object(Kind):
         checked: Json = {}
         for key, kind in self.keys.items():
             if key in given:
-                checked[key] = self.part(kind, given.pop(key), key)
+                checked[key] = self.part(kind, given[key], key)
             elif key in self.required:
-                raise self.wrong(value, key)
-        if given and not self.is_open:
-            key, inner = next(iter(given.items()))
+                raise self.wrong(given, key)
+        others = {key: inner for key, inner in given.items() if key not in self.keys}
+        if others and not self.is_open:
+            key, inner = next(iter(others.items()))
             raise self.wrong(inner, key)
-        return checked | given
+        return checked | others
 
     def schema(self) -> Json:
         return {"$ref": f"#/components/schemas/{self.name}"}
