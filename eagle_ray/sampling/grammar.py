@@ -24,7 +24,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
+from eagle_ray.requests.structured import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")

@@ -18,25 +18,15 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES, SamplingParams, merged_values
-from eagle_ray.requests.sampling_values import (
-    CONTROL_NAMES,
-    GRAMMAR_NAMES,
-    TEXT_NAMES,
-    answer_grammar,
-    bad_word_ids_of,
-    text_options,
-)
+from eagle_ray.requests.parameters import CHAT_NAMES, FORMS, SAMPLING, SamplingParams, merged_values
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
+from eagle_ray.requests.sequences import answer_grammar, bad_word_ids_of, text_options
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
-
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,10 +91,10 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    stops = config.sampling.stop if request.stop is None else request.stop
-    values = _other_values(request, config)
+    values = _sampling_values(request, config)
     shared = SamplingParams.of_checked(values)
-    bad_word_ids, options = bad_word_ids_of(shared.bad_words, text), text_options(shared)
+    stops, options = shared.stop, text_options(shared)
+    bad_word_ids = bad_word_ids_of(shared.bad_words, text)
     grammar = answer_grammar(shared, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     num_wanted = 0 if request.wanted_tokens == 0 else None
@@ -114,7 +104,7 @@ def prepare_generation(
             Sequence(
                 f"{id}/{len(choices) + j}",
                 prompt.ids,
-                _sampling(request, config, values, j),
+                _sampling(request, values, j),
                 text.stop_check(stops, options),
                 bad_word_ids=bad_word_ids,
                 grammar_spec=grammar,
@@ -143,7 +133,7 @@ def named_error(error: Exception, asked: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
-    names = [name for name in GRAMMAR_NAMES if getattr(asked.request, name)]
+    names = [name for name in FORMS if getattr(asked.request, name)]
     if needs_grammar(asked.chat_options):
         names = ["tools"]
     if not names:  # the server's own
@@ -199,30 +189,21 @@ def _prompts(
     ]
 
 
-def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
-    """Return the server's controls and text settings overridden by the request's."""
-    own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
-    return merged_values(config.sampling.model_dump(include=set(OTHER_NAMES)), own)
-
-
-def _sampling(
-    request: ChatRequest | CompletionRequest, config: ServeConfig, others: dict[str, Any], index: int
-) -> SamplingParams:
-    """Return the server's settings overridden by the request's, with a random seed if it has none.
-
-    Args:
-        others: the values of OTHER_NAMES.
-        index: of the choice of its prompt.
-    """
-    defaults = config.sampling
-    own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
-    has_echo = isinstance(request, CompletionRequest) and request.echo
-    values = others | defaults.model_dump(include=set(OWN_SAMPLING)) | own
-    values |= {
+def _sampling_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
+    """Return the values of SAMPLING that all choices have: the request's own, then the server's."""
+    own = {name: value for name, value in request.values.items() if name in SAMPLING}
+    return merged_values(dict(config.sampling), own) | {
         "max_tokens": _max_tokens(request, config),
-        "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
         "logprobs": request.tops is not None,
         "top_logprobs": request.tops or 0,
+    }
+
+
+def _sampling(request: ChatRequest | CompletionRequest, values: dict[str, Any], index: int) -> SamplingParams:
+    """Return the parameters of the choice with this index of its prompt, with a random seed if the request has none."""
+    has_echo = isinstance(request, CompletionRequest) and request.echo
+    own = {
+        "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
         "prompt_logprobs": index == 0 and request.tops is not None and has_echo,
     }
-    return SamplingParams.of_checked(values)
+    return SamplingParams.of_checked(values | own)
