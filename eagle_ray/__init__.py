@@ -15,7 +15,7 @@ _MODULES = {  # the public names, by module; __init__.pyi has them for type chec
     "eagle_ray.api.llm": ("LLM",),
     "eagle_ray.api.ray_data": ("generate", "run_job"),
     "eagle_ray.api.request_output": ("CompletionOutput", "RequestOutput"),
-    "eagle_ray.api.request_sampling": ("SamplingParams",),
+    "eagle_ray.requests.parameters": ("SamplingParams",),
     "eagle_ray.batch.job_errors": ("JobError",),
     "eagle_ray.config": ("JobConfig", "load_config"),
     "eagle_ray.core.errors": ("ConfigError", "EngineError", "RequestError"),

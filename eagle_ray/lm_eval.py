@@ -26,8 +26,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from eagle_ray.api.llm import LLM
 from eagle_ray.api.request_output import RequestOutput
-from eagle_ray.api.request_sampling import RequestSampling
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 256  # of an answer, where a task names no number
@@ -118,7 +118,7 @@ class EagleRayLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return each answer up to the first of its stop strings."""
         prompts: list[list[int]] = []
-        params: list[RequestSampling] = []
+        params: list[SamplingParams] = []
         for request in requests:
             context, kwargs = request.args
             sampling = self._sampling(dict(kwargs))
@@ -137,7 +137,7 @@ class EagleRayLM(TemplateLM):
         """Return the log-probability of each continuation, and whether every token of it is the likeliest one."""
         texts = [[*context, *continuation] for _, context, continuation in requests]
         prompts: list[Sequence[int]] = [ids[-self.max_length :] for ids in texts]
-        params = RequestSampling(max_tokens=1, prompt_logprobs=1)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
         outputs = self._llm.generate(prompts, params, raise_errors=True, use_tqdm=not disable_tqdm)
         scores = [
             _score(output, len(continuation)) for output, (_, _, continuation) in zip(outputs, requests, strict=True)
@@ -156,12 +156,12 @@ class EagleRayLM(TemplateLM):
         )
         return [(None, *make_disjoint_window(window)) for window in windows]
 
-    def _sampling(self, kwargs: dict[str, Any]) -> RequestSampling:
+    def _sampling(self, kwargs: dict[str, Any]) -> SamplingParams:
         """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
         found: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
         max_tokens, stop = found.pop("max_gen_toks"), [text for text in found.pop("until") if text]
         rest = {name: value for name, value in found.items() if name not in NO_EFFECT}
-        return RequestSampling(max_tokens=max_tokens, stop=stop, **rest)
+        return SamplingParams(max_tokens=max_tokens, stop=stop, **rest)
 
 
 def _score(output: RequestOutput, num_scored: int) -> tuple[float, bool]:

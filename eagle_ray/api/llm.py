@@ -27,9 +27,8 @@ from tqdm import tqdm
 from typing_extensions import Unpack
 
 from eagle_ray.api.prompt_rows import Prompts, prompt_rows
-from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config
+from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config, sampling_config
 from eagle_ray.api.request_output import RequestOutput, completion_of
-from eagle_ray.api.request_sampling import RequestSampling, plain_value
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
@@ -38,13 +37,15 @@ from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.output_rows import answer_reader
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.requests.token_logprobs import python_form, token_logprobs
+from eagle_ray.requests.values import plain_value
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
-SamplingFor = RequestSampling | Sequence[RequestSampling] | None
+SamplingFor = SamplingParams | Sequence[SamplingParams] | None
 """Sampling parameters of all prompts of a call, of each of them, or None for the defaults: greedy, 256 tokens."""
 
 
@@ -189,12 +190,12 @@ class LLM:
         self.close()
 
     async def _answer_all(
-        self, requests: list[Request], params: list[RequestSampling], raise_errors: bool, use_tqdm: bool
+        self, requests: list[Request], params: list[SamplingParams], raise_errors: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
-        configs = {id(one): self._config_with(one) for one in params}
+        configs = {id(one): self._config.model_copy(update={"sampling": sampling_config(one)}) for one in params}
         with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
 
-            async def answer(request: Request, one: RequestSampling) -> RequestOutput:
+            async def answer(request: Request, one: SamplingParams) -> RequestOutput:
                 output = await self._answer(request, one, configs[id(one)])
                 if raise_errors and output.error is not None:
                     raise output.error
@@ -204,7 +205,7 @@ class LLM:
             tasks = [asyncio.ensure_future(answer(request, one)) for request, one in zip(requests, params, strict=True)]
             return await _all_or_cancel(tasks)
 
-    async def _answer(self, request: Request, params: RequestSampling, config: JobConfig) -> RequestOutput:
+    async def _answer(self, request: Request, params: SamplingParams, config: JobConfig) -> RequestOutput:
         number = next(self._numbers)
         request = replace(
             request,
@@ -230,7 +231,7 @@ class LLM:
             raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
     def _output(
-        self, request: Request, params: RequestSampling, config: JobConfig, sequences: list[engine_sequence.Sequence]
+        self, request: Request, params: SamplingParams, config: JobConfig, sequences: list[engine_sequence.Sequence]
     ) -> RequestOutput:
         text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
         first, spell = sequences[0], None if text is None else reader.spell
@@ -251,9 +252,6 @@ class LLM:
             ],
         )
 
-    def _config_with(self, params: RequestSampling) -> JobConfig:
-        return self._config.model_copy(update={"sampling": params.as_config()})
-
 
 def _conversations(messages: Any) -> list[list[Any]]:
     """Return the conversations of a call. Raises ConfigError for what is neither one nor a list of them."""
@@ -273,13 +271,13 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
-def _one_each(params: SamplingFor, num_prompts: int) -> list[RequestSampling]:
+def _one_each(params: SamplingFor, num_prompts: int) -> list[SamplingParams]:
     if params is None:
-        return [RequestSampling()] * num_prompts
-    if isinstance(params, RequestSampling):
+        return [SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
         return [params] * num_prompts
     each = list(params) if isinstance(params, Iterable) else [params]
-    if not all(isinstance(one, RequestSampling) for one in each):
+    if not all(isinstance(one, SamplingParams) for one in each):
         raise ConfigError("sampling_params: must be a SamplingParams, or a list of one per prompt")
     if len(each) != num_prompts:
         raise ConfigError(f"sampling_params: {len(each)} for {num_prompts} prompts. Give one for all, or one each.")

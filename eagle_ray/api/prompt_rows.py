@@ -14,7 +14,6 @@ from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
-from eagle_ray.api.request_sampling import plain_value
 from eagle_ray.batch.input.parquet import arrow_rows
 from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
@@ -23,6 +22,7 @@ from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.refused import has_effect, match_unsupported
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.rows import parse_row, with_checked_texts
+from eagle_ray.requests.values import plain_value
 
 
 class ArrowTable(Protocol):

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from eagle_ray.api.request_sampling import plain_value
-from eagle_ray.config import ExecutionConfig, JobConfig, ModelConfig, SpeculativeConfig, load_config
+from eagle_ray.config import ExecutionConfig, JobConfig, ModelConfig, SamplingConfig, SpeculativeConfig, load_config
 from eagle_ray.config.job import EMBEDDED_PAIRS
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.requests.values import plain_value
 
 ORIGIN = "Python"
 UNUSED_PATHS = {"input.path": "prompts", "output.path": "outputs"}  # required keys that a call in this process ignores
@@ -82,6 +83,18 @@ def engine_config(
     elif target not in EMBEDDED_PAIRS:
         overrides.setdefault("speculative.method", "none")
     return load_config(None, env={}, overrides=UNUSED_PATHS | overrides, origin=ORIGIN)
+
+
+def sampling_config(params: SamplingParams) -> SamplingConfig:
+    """Return the key `sampling` of a job with these parameters, but for their seed."""
+    values = {name: getattr(params, name) for name in SamplingConfig.model_fields}
+    values |= {
+        "max_tokens": params.token_limit,
+        "logprobs": params.wants_logprobs or params.wants_prompt_logprobs,  # a job has both or none
+        "top_logprobs": max(params.num_top_logprobs, params.num_top_prompt_logprobs),
+        "prompt_logprobs": params.wants_prompt_logprobs,
+    }
+    return SamplingConfig.model_construct(**values)
 
 
 def _name_of(model: Any) -> Any:

@@ -40,11 +40,12 @@ from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.refused import has_effect, match_unsupported
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.requests.rows import parse_row, with_checked_texts
-from eagle_ray.requests.values import describe_value
+from eagle_ray.requests.values import describe_value, plain_value
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -198,7 +199,7 @@ def _text(value: Any) -> str:
 
 def value_json(value: Any) -> str:
     """Return the JSON text of any value, which arrow_rows reads."""
-    return json.dumps(plain_value(value), default=_json_form)
+    return json.dumps(plain_value(value, _opened), default=_json_form)
 
 
 def _json_form(value: Any) -> Any:
@@ -207,17 +208,15 @@ def _json_form(value: Any) -> Any:
     return list(value) if isinstance(value, bytes) else str(value)
 
 
-def plain_value(value: Any) -> Any:
-    """Return a value that a user's function made as values of JSON have it: arrays as lists, models as dictionaries."""
+def _opened(value: Any) -> Any:
+    """Return what an object of a user's function says: its values, or a model's schema. Keys are texts, as in JSON."""
+    if isinstance(value, SamplingParams):
+        return value.given()
     if isinstance(value, type) and hasattr(value, "model_json_schema"):
         return value.model_json_schema()
-    if hasattr(value, "model_dump"):  # SamplingParams, and other pydantic values
-        return plain_value(value.model_dump(exclude_unset=True))
-    if hasattr(value, "tolist"):  # NumPy's and torch's
-        return plain_value(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(name): plain_value(item) for name, item in value.items()}
-    return [plain_value(item) for item in value] if isinstance(value, list | tuple) else value
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(exclude_unset=True)
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +238,7 @@ class RequestMaker:
             name_settings(tuple(inputs.column_names))
         table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
         for i, row in enumerate(arrow_rows(inputs)):
-            row = {name: plain_value(value) for name, value in (row | added[i]).items()}
+            row = {name: plain_value(value, _opened) for name, value in (row | added[i]).items()}
             request = self._request(with_checked_texts(row))
             carried = stream_bytes(table.slice(i, 1))
             if self.columns.id.column_in(row) is None or request.id == LOCATION.id:
@@ -265,7 +264,7 @@ class RequestMaker:
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with the entries of its sampling_params as values."""
-    params = plain_value(row.get(SAMPLING_PARAMS))
+    params = plain_value(row.get(SAMPLING_PARAMS), _opened)
     rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
     if params is None or isinstance(params, RequestError):
         return rest if params is None else rest | {ERROR_COLUMN: params}

@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -245,16 +245,13 @@ class SamplingConfig(_SamplingKeys):
     The keys, their values and what they do stand in the table of parameters (``requests/parameters.py``).
     """
 
-    own_nulls: ClassVar[frozenset[str]] = frozenset()
-
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """Leave out what is null: it is not given, but for the keys whose null is a value of its own."""
+        """Leave out what is null: it is not given."""
         if not isinstance(data, dict):
             return data
-        names = cls.model_fields.keys() - cls.own_nulls
-        return {name: value for name, value in data.items() if value is not None or name not in names}
+        return {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
 
     @field_validator(*names_in(Group.FORM), check_fields=False)
     @classmethod
@@ -262,12 +259,6 @@ class SamplingConfig(_SamplingKeys):
         if second_form({**info.data, info.field_name or "": value}) == info.field_name:
             raise ValueError("another key says what outputs must be")
         return value
-
-
-class RowSampling(SamplingConfig):
-    """Sampling parameters of one row, from the input columns that override `sampling` and `seed`."""
-
-    seed: Seed | None = Field(default=None, description="a 64-bit integer")
 
 
 class ChatConfig(StrictModel):

@@ -182,8 +182,12 @@ def _checked(cls: Class) -> Class:
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for name, row in rows.items():
+            value = plain_value(given.get(name))
             try:
-                values |= {name: _python_value(row, plain_value(given[name]))} if name in given else {}
+                if value is not None:
+                    values[name] = row.kind_at(Door.PYTHON).check(value)
+                elif name in given and row.is_null_a_value:
+                    values[name] = None
             except WrongValue as error:
                 wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}")
         if (second := second_form(values)) is not None:
@@ -195,16 +199,10 @@ def _checked(cls: Class) -> Class:
         if wrong:
             raise ConfigError("\n".join(wrong))
         make(self, **values)
+        self.__dict__["names_given"] = tuple(values)
 
     cls.__init__ = init  # type: ignore[misc]
     return cls
-
-
-def _python_value(row: Parameter, value: Any) -> Any:
-    """Return the plain value of a keyword; None is the default, unless it is a value of its own."""
-    if value is None:
-        return None if row.is_null_a_value else copy.copy(row.default)
-    return row.kind_at(Door.PYTHON).check(value)
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
@@ -456,6 +454,10 @@ class SamplingParams:
         changed = copy.copy(self)
         object.__setattr__(changed, "seed", seed)
         return changed
+
+    def given(self) -> dict[str, Any]:
+        """Return the values that Python's caller gave, defaults included; those of a reader are not known."""
+        return {name: getattr(self, name) for name in self.__dict__.get("names_given", ())}
 
     @property
     def is_greedy(self) -> bool:

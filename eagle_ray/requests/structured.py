@@ -19,7 +19,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from eagle_ray.text.strict_json import JsonError, parse_json
+from eagle_ray.text.strict_json import JsonError, check_texts, parse_json
 
 MAX_TEXT_CHARS = 1 << 20  # of a JSON text; what can be compiled has less, white space aside (MAX_GRAMMAR_CHARS)
 KEY_BY_VLLM_NAME = {
@@ -153,10 +153,13 @@ def _too_long() -> JsonError:
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a JSON text holds; any other value unchanged. Raises ValueError for a text that is not JSON."""
-    if isinstance(value, str) and len(value) > MAX_TEXT_CHARS:
+    """Return what a JSON text holds; any other value unchanged. Raises ValueError for what JSON text cannot be."""
+    if not isinstance(value, str):
+        check_texts(value)
+        return value
+    if len(value) > MAX_TEXT_CHARS:
         raise _too_long()
-    return parse_json(value) if isinstance(value, str) else value
+    return parse_json(value)
 
 
 def check_schema(schema: Any) -> None:

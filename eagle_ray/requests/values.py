@@ -514,7 +514,14 @@ class ListOf(Kind):
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < self.min_items:
             raise self.wrong(value)
-        return [self.part(self.item, item, i) for i, item in enumerate(value)]
+        checked: list[Any] = []
+        try:
+            for item in value:
+                checked.append(self.item.check(item))
+        except WrongValue as error:
+            steps = (len(checked), *error.steps)
+            raise WrongValue(self.form, error.value, steps, error.reason) from None
+        return checked
 
     def schema(self) -> Json:
         shortest = {"minItems": self.min_items} if self.min_items else {}
@@ -578,20 +585,24 @@ class Object(Kind):
         return {"$ref": f"#/components/schemas/{self.name}"}
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: Any, opened: Callable[[Any], Any] = lambda value: value) -> Any:
     """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
 
     What pandas has for a missing value, which compares with nothing, is None.
+
+    Args:
+        opened: returns the parts of other objects; it is called for every value before anything else.
     """
+    value = opened(value)
     if type(value).__name__ in PANDAS_NULLS:
         return None
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {_plain_key(key): plain_value(inner) for key, inner in value.items()}
+        return {_plain_key(key): plain_value(inner, opened) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         is_plain = set(map(type, value)) <= {int, float, str}
-        return list(value) if is_plain else [plain_value(inner) for inner in value]
+        return list(value) if is_plain else [plain_value(inner, opened) for inner in value]
     return value
 
 

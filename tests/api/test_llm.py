@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.python_config import _KEYS, EngineSettings, engine_config
+from eagle_ray.api.python_config import _KEYS, EngineSettings, engine_config, sampling_config
 from eagle_ray.config import JobConfig, SamplingConfig
+from eagle_ray.requests.parameters import SAMPLING
 from tests.conftest import PAIR, token_rows
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -262,7 +263,7 @@ def test_values_of_numpy_and_torch_are_plain_numbers(llm):
 
 def test_none_is_a_parameter_that_is_not_given():
     defaults = SamplingParams()
-    for name in set(SamplingParams.model_fields) - {"max_tokens"}:
+    for name in SAMPLING.keys() - {"max_tokens"}:
         assert SamplingParams(**{name: None}) == defaults, name
     assert SamplingParams(max_tokens=None).max_tokens is None
     with pytest.raises(ConfigError, match="unknown parameter"):
@@ -376,10 +377,15 @@ def test_the_parameters_are_the_keys_of_a_jobs_sampling():
     values = {"temperature": 0.5, "top_k": -1, "stop": "end", "logprobs": 0, "max_tokens": None, "seed": 3}
     params = SamplingParams(**values)
     assert repr(params).startswith("SamplingParams(")
-    assert set(SamplingConfig.model_fields) <= set(SamplingParams.model_fields)
-    config = params.as_config()
+    assert set(SamplingConfig.model_fields) == SAMPLING.keys() - {"seed"}
+    config = sampling_config(params)
     assert (config.top_k, config.stop, config.logprobs, config.max_tokens) == (0, ["end"], True, 2**31 - 1)
-    assert SamplingParams().as_config() == SamplingConfig()
+    assert sampling_config(SamplingParams()) == SamplingConfig()
+
+
+def test_what_was_given_is_known_though_it_is_the_default():
+    """A data set's row that says 0 overrides the job's temperature."""
+    assert SamplingParams(temperature=0.0, top_k=None, min_p=pd.NA).given() == {"temperature": 0.0}
 
 
 def test_controls_reach_the_engine(llm):

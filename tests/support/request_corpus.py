@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from eagle_ray import LLM, SamplingParams
+from eagle_ray.requests.parameters import SAMPLING
 from tests.support.doors import CHAT_OPTIONS, URLS, Answered, Doors, described, shortened, shown
 
 Json = dict[str, Any]
@@ -352,7 +353,7 @@ def _outcome(answered: Answered, plain: Answered, case: Case, doors: Doors) -> s
 
 
 def _one_line(text: str) -> str:
-    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SamplingParams.model_fields)}", "Parameters: ...")
+    text = text.replace("\n", " | ").replace(f"Parameters: {', '.join(SAMPLING)}", "Parameters: ...")
     return shortened(text, MAX_OUTCOME_CHARS)
 
 
