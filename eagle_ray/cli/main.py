@@ -38,7 +38,7 @@ from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory
 from eagle_ray.config import JobConfig, load_config, load_serve_config, load_train_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
-from eagle_ray.requests.sampling_limits import MAX_TEMPERATURE
+from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
 COMMANDS = (
     "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "

@@ -31,8 +31,7 @@ from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
-from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
+from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import SamplingBatch, sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_plan import DraftPlan

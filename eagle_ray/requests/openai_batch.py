@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import CHAT_NAMES, SAMPLING, Door
+from eagle_ray.requests.parameters import CHAT_NAMES, MAX_TOP_LOGPROBS, SAMPLING, Door
 from eagle_ray.requests.refused import REFUSED, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
-from eagle_ray.requests.sampling_limits import MAX_TOP_LOGPROBS
 from eagle_ray.requests.structured import with_own_keys
 from eagle_ray.requests.values import describe_value
 

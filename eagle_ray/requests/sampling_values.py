@@ -14,7 +14,6 @@ from typing import Protocol
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import Group, SamplingParams, names_in
-from eagle_ray.requests.sampling_limits import MAX_BAD_WORDS_CHARS, STRUCTURED_KEYS
 from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.text.chat_format import ChatFormat, reasoning_at
@@ -22,7 +21,8 @@ from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
 
 CONTROL_NAMES = names_in(Group.CONTROL)
-GRAMMAR_NAMES = STRUCTURED_KEYS
+GRAMMAR_NAMES = names_in(Group.FORM)
+MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 TEXT_NAMES = ("stop_token_ids", "min_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
 
