@@ -12,6 +12,7 @@ A RequestError has the parameter at fault. Reading ends at the first wrong value
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from eagle_ray.requests.parameters import LOGPROBS, Door, Group, Parameter, name
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
 from eagle_ray.requests.response_items import chat_choice, chat_tool, messages_of, response_format_of
 from eagle_ray.requests.structured import response_format_text, with_own_keys
-from eagle_ray.requests.values import WrongValue
+from eagle_ray.requests.values import Kind, WrongValue
 from eagle_ray.text.chat_format import template_message
 from eagle_ray.text.strict_json import JsonError
 
@@ -52,10 +53,10 @@ class Body:
         self.values, self.others = values, others
 
     def __getattr__(self, name: str) -> Any:
-        row = None if name.startswith("_") else self.rows().get(name)
-        if row is None:
+        defaults = _defaults_of(type(self))
+        if name not in defaults:
             raise AttributeError(name)
-        return self.values.get(name, row.defaults.get(self.door))
+        return self.values.get(name, defaults[name])
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
@@ -66,14 +67,13 @@ class Body:
         """Return the body of a JSON object. Raises RequestError."""
         given = {name: value for name, value in data.items() if value is not None}
         values: Json = {}
-        for name, row in cls.rows().items():
-            kind = row.kind_at(cls.door)
+        for name, kind, is_required in _kinds_of(cls):
             if name in given:
                 try:
                     values[name] = kind.check(given.pop(name))
                 except WrongValue as error:
                     raise _wrong(name, error) from None
-            elif cls.door in row.required:
+            elif is_required:
                 raise RequestError("missing", f"{name}: missing; it must be {kind.form}", name)
         body = cls(values, given)
         body.check()
@@ -83,6 +83,18 @@ class Body:
         """Check rules of several parameters. Raises RequestError."""
         for name in self.others:
             raise unsupported(name, "leave it out")
+
+
+@functools.cache
+def _kinds_of(body: type[Body]) -> tuple[tuple[str, Kind, bool], ...]:
+    """Return name and kind of each parameter, and whether it must be given."""
+    rows = body.rows().values()
+    return tuple((row.name, row.kind_at(body.door), body.door in row.required) for row in rows)
+
+
+@functools.cache
+def _defaults_of(body: type[Body]) -> Mapping[str, Any]:
+    return {name: row.defaults.get(body.door) for name, row in body.rows().items()}
 
 
 def _wrong(name: str, error: WrongValue) -> RequestError:

@@ -42,7 +42,6 @@ from eagle_ray.requests.token_logprobs import TokenLogprob, completion_form, tok
 from eagle_ray.text.answer import ChatEvent
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer
 
 
@@ -55,7 +54,7 @@ class AnswerReader:
         chat_options: None if all of a text is content, as that of a text completion.
     """
 
-    tokenizer: Tokenizer | NullTokenizer
+    tokenizer: Tokenizer
     stops: list[str]
     text_options: TextOptions
     chat_options: ChatOptions | None
@@ -95,7 +94,7 @@ class AnswerReader:
         calls = self.tokenizer.chat_format.openai_calls(parts.calls, call_key)
         return FinishedAnswer(index, text, parts.finish_reason(reason), parts.content, parts.reasoning or None, calls)
 
-    def stream(self) -> DecodeStream | NullTokenizer:
+    def stream(self) -> DecodeStream:
         """Return what makes text of growing output ids, with the markers that a parser needs."""
         tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
         return tokenizer.decode_stream(self.stops, self.text_options)

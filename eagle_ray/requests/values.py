@@ -514,7 +514,14 @@ class ListOf(Kind):
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < self.min_items:
             raise self.wrong(value)
-        return [self.part(self.item, item, i) for i, item in enumerate(value)]
+        checked: list[Any] = []
+        try:
+            for item in value:
+                checked.append(self.item.check(item))
+        except WrongValue as error:
+            steps = (len(checked), *error.steps)
+            raise WrongValue(self.form, error.value, steps, error.reason) from None
+        return checked
 
     def schema(self) -> Json:
         shortest = {"minItems": self.min_items} if self.min_items else {}

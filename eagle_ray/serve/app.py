@@ -104,18 +104,18 @@ class Routes:
         client = self._client(request)
         parsed, size = await self._body(request, kind, client)
         read = self._service.read(parsed, size, is_typed(request.headers), client)
-        asked = await _while_there(request.receive, read)
-        if not asked.request.stream:
-            return _json(await _while_there(request.receive, self._service.answer(asked)))
-        return await _event_stream(request, self._service.events(asked))
+        generation = await _while_there(request.receive, read)
+        if not generation.request.stream:
+            return _json(await _while_there(request.receive, self._service.answer(generation)))
+        return await _event_stream(request, self._service.events(generation))
 
     async def responses(self, request: Request) -> Response:
         client = self._client(request)
         body, size = await self._body(request, ResponsesRequest, client)
-        asked = await _while_there(request.receive, self._service.read(body, size, client=client))
+        generation = await _while_there(request.receive, self._service.read(body, size, client=client))
         if not body.stream:
-            return _json(await _while_there(request.receive, self._service.answer(asked, body_of(body))))
-        events = response_events(self._service.chunks(asked), asked, body, self._service.text)
+            return _json(await _while_there(request.receive, self._service.answer(generation, body_of(body))))
+        events = response_events(self._service.chunks(generation), generation, body, self._service.text)
         return await _event_stream(request, events)
 
     async def no_response(self, request: Request) -> Response:
@@ -168,9 +168,9 @@ class Routes:
             error = ApiError(
                 error.status_code, f"{request.method} {request.scope['path']}: {error.detail}", code="no_route"
             )
-        said = api_error(error)
-        self._service.meter.refused(said.code)
-        return JSONResponse(said.body(), said.status, {**said.headers, **headers})
+        refusal = api_error(error)
+        self._service.meter.refused(refusal.code)
+        return JSONResponse(refusal.body(), refusal.status, {**refusal.headers, **headers})
 
     async def part(self, request: Request, _: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)

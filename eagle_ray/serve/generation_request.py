@@ -31,7 +31,6 @@ from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, Re
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
-from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -71,7 +70,7 @@ class GenerationRequest:
     def echo(self) -> bool:
         return isinstance(self.request, CompletionRequest) and self.request.echo
 
-    def answers(self, text: Tokenizer | NullTokenizer) -> RequestAnswers:
+    def answers(self, text: Tokenizer) -> RequestAnswers:
         """Return its choices with what is to be shown of them."""
         options = self.request.stream_options
         return RequestAnswers(
@@ -92,7 +91,7 @@ class GenerationRequest:
 def prepare_generation(
     request: ChatRequest | CompletionRequest,
     config: ServeConfig,
-    text: Tokenizer | NullTokenizer,
+    text: Tokenizer,
     is_typed: bool = False,
     client: int = 0,
 ) -> GenerationRequest:
@@ -186,9 +185,7 @@ def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig)
         raise RequestError("invalid_chat", str(error)) from None
 
 
-def _prompts(
-    request: ChatRequest | CompletionRequest, text: Tokenizer | NullTokenizer, options: ChatOptions
-) -> list[Prompt]:
+def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options: ChatOptions) -> list[Prompt]:
     if isinstance(request, ChatRequest):
         return [Prompt(text.encode_chat(request.conversation, options), "")]
     return [

@@ -32,14 +32,13 @@ from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_body import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
 from eagle_ray.serve.json_parts import json_bytes
-from eagle_ray.serve.responses_api.response_schema import ResponseBody, ResponseEvent
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
     "/v1/completions": (CompletionRequest, response_models.Completion),
-    "/v1/responses": (ResponsesRequest, ResponseBody),
+    "/v1/responses": (ResponsesRequest, response_models.ResponseBody),
     "/tokenize": (TokenizeRequest, response_models.Tokens),
     "/detokenize": (DetokenizeRequest, response_models.Detokenized),
 }
@@ -55,7 +54,7 @@ GETS = {
 STREAMS: dict[str, type] = {
     "/v1/chat/completions": response_models.ChatChunk,
     "/v1/completions": response_models.TextChunk,
-    "/v1/responses": ResponseEvent,
+    "/v1/responses": response_models.ResponseEvent,
 }
 OBJECTS = (MESSAGE, CALLED_TOOL, CALLED_FUNCTION, TEXT_PART, STREAM_OPTIONS, EXPIRES_AFTER)  # of bodies
 OPEN = ("/health", "/metrics", "/version", "/openapi.json")  # without a key: probes and scrapers have none

@@ -67,13 +67,13 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Queued = Json | Exception | None
-BodyOf = Callable[[GenerationRequest, "Tokenizer | NullTokenizer"], Json]
+BodyOf = Callable[[GenerationRequest, "Tokenizer"], Json]
 """Makes the body of a response from a request whose sequences are finished."""
 
 
-def chat_body(asked: GenerationRequest, text: Tokenizer | NullTokenizer) -> Json:
+def chat_body(generation: GenerationRequest, text: Tokenizer) -> Json:
     """Return the body of a chat or of a text completion."""
-    return asked.answers(text).body()
+    return generation.answers(text).body()
 
 
 class Threads:
@@ -205,39 +205,43 @@ class Service:
 
         return await self._readers.run(num_bytes, client, make)
 
-    async def answer(self, asked: GenerationRequest, body_of: BodyOf = chat_body) -> bytes:
+    async def answer(self, generation: GenerationRequest, body_of: BodyOf = chat_body) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
 
         body_of: makes the body, once every sequence is finished. Raises ApiError, RequestError and EngineError.
         """
-        with self._admitted(asked):
-            tasks = [asyncio.ensure_future(self._generate(asked, choice.sequence)) for choice in asked.choices]
+        with self._admitted(generation):
+            tasks = [
+                asyncio.ensure_future(self._generate(generation, choice.sequence)) for choice in generation.choices
+            ]
             try:
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
-            return await self._writers.run(_num_values(asked), asked.client, self._written, asked, body_of)
+            return await self._writers.run(
+                _num_values(generation), generation.client, self._written, generation, body_of
+            )
 
-    def _written(self, asked: GenerationRequest, body_of: BodyOf) -> bytes:
-        body = body_of(asked, self.text)
-        return json_bytes(without_nulls(body) if asked.is_typed else body)
+    def _written(self, generation: GenerationRequest, body_of: BodyOf) -> bytes:
+        body = body_of(generation, self.text)
+        return json_bytes(without_nulls(body) if generation.is_typed else body)
 
-    async def _compile(self, asked: GenerationRequest, sequence: Sequence) -> None:
+    async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
         """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
 
         Raises RequestError and EngineError.
         """
         if sequence.grammar_spec is not None:
-            async with self._compilations[asked.client].turn(client=0, tokens=1):
+            async with self._compilations[generation.client].turn(client=0, tokens=1):
                 try:
                     await self._engine.compile_grammar(sequence)
                 except RequestError as error:
-                    raise named_error(error, asked) from None
+                    raise named_error(error, generation) from None
 
-    async def _generate(self, asked: GenerationRequest, sequence: Sequence) -> None:
-        await self._compile(asked, sequence)
-        async with self._turn(asked, sequence):
+    async def _generate(self, generation: GenerationRequest, sequence: Sequence) -> None:
+        await self._compile(generation, sequence)
+        async with self._turn(generation, sequence):
             await self._engine.generate(sequence)
 
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
@@ -253,42 +257,44 @@ class Service:
             request = await self.parse(LINE_KINDS[endpoint], body, client)
             if request.stream:
                 raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
-            asked = await self.read(request, len(body), client=client)
-            await self._idle_slots.wait(need_of(asked, self.max_model_len))
-            return 200, await self.answer(asked, body_of(request))
+            generation = await self.read(request, len(body), client=client)
+            await self._idle_slots.wait(need_of(generation, self.max_model_len))
+            return 200, await self.answer(generation, body_of(request))
         except Exception as error:
             refusal = api_error(error)
             return refusal.status, json_bytes(refusal.body())
 
-    async def events(self, asked: GenerationRequest) -> AsyncGenerator[str, None]:
+    async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
-        is_begun, answers = False, asked.answers(self.text)
-        async with aclosing(self.chunks(asked)) as chunks:
+        is_begun, answers = False, generation.answers(self.text)
+        async with aclosing(self.chunks(generation)) as chunks:
             try:
                 async for chunk in chunks:
                     is_begun = True
-                    yield await self._event(without_nulls(chunk) if asked.is_typed else chunk, asked.client)
+                    yield await self._event(without_nulls(chunk) if generation.is_typed else chunk, generation.client)
             except Exception as error:
                 if not is_begun:
                     raise
                 yield error_event(api_error(error))
                 return
         if answers.has_usage:
-            yield event(await self._writers.run(_num_values(asked), asked.client, answers.last_chunk))
+            yield event(await self._writers.run(_num_values(generation), generation.client, answers.last_chunk))
         yield DONE
 
-    async def chunks(self, asked: GenerationRequest) -> AsyncGenerator[Json, None]:
+    async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Json, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
-        with self._admitted(asked):
-            answers = asked.answers(self.text)
+        with self._admitted(generation):
+            answers = generation.answers(self.text)
             queue: asyncio.Queue[Queued] = asyncio.Queue()  # holds text only: a slow reader delays no other request
-            echoes = {choice.first: asyncio.Event() for choice in asked.choices}
-            if not asked.echo or asked.request.tops is None:  # there is nothing to wait for
+            echoes = {choice.first: asyncio.Event() for choice in generation.choices}
+            if not generation.echo or generation.request.tops is None:  # there is nothing to wait for
                 for echo in echoes.values():
                     echo.set()
             tasks = [
-                asyncio.ensure_future(self._follow(asked, ChoiceChunks(answers, choice), queue, echoes[choice.first]))
-                for choice in asked.choices
+                asyncio.ensure_future(
+                    self._follow(generation, ChoiceChunks(answers, choice), queue, echoes[choice.first])
+                )
+                for choice in generation.choices
             ]
             num_left = len(tasks)
             try:
@@ -305,7 +311,7 @@ class Service:
                     task.cancel()
 
     async def _follow(
-        self, asked: GenerationRequest, chunks: ChoiceChunks, queue: asyncio.Queue[Queued], echo: asyncio.Event
+        self, generation: GenerationRequest, chunks: ChoiceChunks, queue: asyncio.Queue[Queued], echo: asyncio.Event
     ) -> None:
         """Put one choice's chunks into the queue, followed by None or its error.
 
@@ -315,59 +321,62 @@ class Service:
         choice = chunks.choice
         count = num_sent = 0
         try:
-            await self._compile(asked, choice.sequence)
-            async with self._turn(asked, choice.sequence), aclosing(self._engine.stream(choice.sequence)) as counts:
+            await self._compile(generation, choice.sequence)
+            async with (
+                self._turn(generation, choice.sequence),
+                aclosing(self._engine.stream(choice.sequence)) as counts,
+            ):
                 async for count in counts:
                     if choice.sequence is choice.first:
                         echo.set()
                     if echo.is_set():
                         num_sent = count
-                        await self._put_chunks(asked, chunks, count, queue)
+                        await self._put_chunks(generation, chunks, count, queue)
             await echo.wait()
             if num_sent < count:
-                await self._put_chunks(asked, chunks, count, queue)
+                await self._put_chunks(generation, chunks, count, queue)
             queue.put_nowait(None)
         except Exception as error:  # the reader raises it, or tells the client
             queue.put_nowait(error)
 
     async def _put_chunks(
-        self, asked: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
+        self, generation: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
     ) -> None:
-        for chunk in await self._chunks(asked, chunks, count):
+        for chunk in await self._chunks(generation, chunks, count):
             queue.put_nowait(chunk)
 
-    async def _chunks(self, asked: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
+    async def _chunks(self, generation: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
         """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
-        num_new = chunks.num_unsent(count) * (1 + (asked.request.tops or 0))
-        if asked.request.tops is None or num_new <= SHORT:
+        num_new = chunks.num_unsent(count) * (1 + (generation.request.tops or 0))
+        if generation.request.tops is None or num_new <= SHORT:
             return list(chunks.until(count))
-        return await self._writers.run(num_new, asked.client, lambda: list(chunks.until(count)))
+        return await self._writers.run(num_new, generation.client, lambda: list(chunks.until(count)))
 
     async def _event(self, chunk: Json, client: int) -> str:
         size = num_logprobs(chunk)
         return event(chunk) if size <= SHORT else await self._writers.run(size, client, event, chunk)
 
     @asynccontextmanager
-    async def _turn(self, asked: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
+    async def _turn(self, generation: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
         """Wait for the sequence's turn at the engine: at once, unless clients with several keys share it."""
         if self._fair_queue is None:
             yield
             return
-        async with self._fair_queue.turn(asked.client, num_tokens(sequence, self.max_model_len)) as turn:
+        async with self._fair_queue.turn(generation.client, num_tokens(sequence, self.max_model_len)) as turn:
             try:
                 yield
             finally:
                 turn.used = sequence.num_tokens
 
     @contextmanager
-    def _admitted(self, asked: GenerationRequest) -> Iterator[None]:
+    def _admitted(self, generation: GenerationRequest) -> Iterator[None]:
         """Hold what a request needs while it is in flight, and count its outcome. Raises as Admission.check does."""
         arrived_at = time.monotonic()
-        with self.admission.admit(need_of(asked, self.max_model_len), asked.client, len(asked.prompts)):
+        with self.admission.admit(need_of(generation, self.max_model_len), generation.client, len(generation.prompts)):
             try:
                 yield
             finally:
-                self._count([choice.sequence for choice in asked.choices], arrived_at)
+                self._count([choice.sequence for choice in generation.choices], arrived_at)
 
     def _count(self, sequences: list[Sequence], arrived_at: float) -> None:
         finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
@@ -411,9 +420,10 @@ def _num_compilations(num_clients: int) -> int:
     return MAX_COMPILING if num_clients == 1 else MAX_COMPILING // 2
 
 
-def _num_values(asked: GenerationRequest) -> int:
+def _num_values(generation: GenerationRequest) -> int:
     """Return about how many tokens, alternatives included, a response shows."""
     shown = sum(
-        choice.sequence.num_tokens if asked.echo else len(choice.sequence.output_ids) for choice in asked.choices
+        choice.sequence.num_tokens if generation.echo else len(choice.sequence.output_ids)
+        for choice in generation.choices
     )
-    return shown * (1 + (asked.request.tops or 0))
+    return shown * (1 + (generation.request.tops or 0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ from eagle_ray.text.chat_format import (
     unread_arguments,
 )
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
-from eagle_ray.text.output_text import DEFAULT_TEXT, DecodeStream, StopCheck, StopPlace, StopSearch, TextOptions
+from eagle_ray.text.output_text import (
+    DEFAULT_TEXT,
+    REPLACEMENT_CHAR,
+    DecodeStream,
+    StopCheck,
+    StopPlace,
+    StopSearch,
+    TextOptions,
+)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 BYTE_ORDER_MARK = "\ufeff"  # that some editors write at the beginning of a file
@@ -62,6 +71,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._eos_ids = eos_ids
         self._max_model_len = max_model_len
+        self._byte_ids = _byte_ids(tokenizer)
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
     @classmethod
@@ -252,11 +262,33 @@ class Tokenizer:
         if skip_special_tokens and self._hidden_ids is not None:
             ids = [token for token in ids if token not in self._hidden_ids]
             skip_special_tokens = False
+        text = self._own_text(ids, skip_special_tokens)
+        if REPLACEMENT_CHAR in text and self._byte_ids:
+            shown = [token for token in ids if not (skip_special_tokens and token in self._special_tokens)]
+            text = self._own_text(self._with_whole_characters(shown), skip_special_tokens)
+        return text
+
+    def _own_text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
             self._tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def _with_whole_characters(self, ids: Sequence[int]) -> list[int]:
+        """Return ids in which bytes that are no character stand as those of the replacement character.
+
+        If one byte of a run of byte tokens is no character, the tokenizers library shows none of the run's characters.
+        """
+        values = {id_: byte for byte, id_ in enumerate(self._byte_ids)}
+        written: list[int] = []
+        for is_bytes, run in groupby(ids, values.__contains__):
+            if is_bytes:
+                characters = bytes(values[token] for token in run).decode(errors="replace")
+                written += [self._byte_ids[byte] for byte in characters.encode()]
+            else:
+                written += run
+        return written
 
     def stop_check(self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> StopCheck | None:
         """Return a new check for one output, or None if there are no stop strings."""
@@ -306,6 +338,15 @@ def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"the tokenizer in {directory} cannot be read from {' and '.join(names)}: {one_line(error)}. Download it "
             "again if it is damaged, or install the versions of transformers and tokenizers that it needs"
         ) from error
+
+
+def _byte_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that stand for one byte each, such as <0xE6>, by their bytes; none if there are not all."""
+    vocabulary = tokenizer.get_vocab()
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = [vocabulary[name] for name in names if name in vocabulary]
+    are_bytes = len(ids) == len(names) and tokenizer.decode(ids[-1:]) == REPLACEMENT_CHAR
+    return ids if are_bytes else []
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) -> str | None:

@@ -254,3 +254,35 @@ def test_special_tokens_can_stay_in_the_text(text):
     assert stream.grow([USER]) + stream.grow(ids[:-1]) + stream.end([USER, *ids]) == text.decode_with_special(
         [USER, *ids[:-1]]
     )
+
+
+@pytest.fixture(scope="module")
+def byte_tokens() -> Tokenizer:
+    """A tokenizer of 256 bytes, 2 to 257, and of a word, 1, as sentencepiece's with byte_fallback."""
+    vocab = {"<unk>": 0, "\u2581hat": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    tokenizer = FastTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()],
+    )
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), None, frozenset())
+
+
+def test_a_text_that_ends_within_a_character_keeps_those_before_it(byte_tokens):
+    ids = [2 + byte for byte in "日é😀".encode()]
+    assert byte_tokens.decode(ids) == "日é😀"
+    assert byte_tokens.decode(ids[:-1]) == "日é" + REPLACEMENT_CHAR
+    assert byte_tokens.decode([*ids[:-1], 1]) == f"日é{REPLACEMENT_CHAR} hat"
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_bytes_that_are_no_character_do_not_take_a_text_back(byte_tokens, data):
+    spelled = [2 + byte for byte in "日é😀".encode()]
+    ids = data.draw(st.lists(st.sampled_from([1, 2 + 0xFF, *spelled]), min_size=1, max_size=20))
+    ids = data.draw(st.sampled_from([ids, spelled[: len(ids)], [*spelled, *ids]]))
+    growing, whole = byte_tokens.decode_stream([]), byte_tokens.final_text(ids, [])
+    told = ""
+    for token in ids:
+        told += growing.grow([token])
+        assert whole.startswith(told)
+    assert told + growing.end(ids) == whole

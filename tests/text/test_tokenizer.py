@@ -8,6 +8,7 @@ import pytest
 
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.text.chat_format import TEMPLATE_NAMES, template_message
+from eagle_ray.text.output_text import REPLACEMENT_CHAR
 from eagle_ray.text.tokenizer import MAX_CHARS_PER_TOKEN, ChatTemplateError, Tokenizer
 from tests.helpers.tokenizers import LFS_POINTER, ids_of, write_tokenizer
 
@@ -164,6 +165,9 @@ def test_vicunas_tokenizer_is_a_sentencepiece_model_alone(tmp_path):
     for words in ("the cat sat on the mat", "How are  you? naïve"):
         assert text.encode(words) == [own.bos_id(), *own.encode(words)]
         assert text.decode(text.encode(words)) == words
+    ids = text.encode("日é😀")
+    for end in range(len(ids)):  # the marks of a character that is cut off differ
+        assert text.decode(ids[:end]).rstrip(REPLACEMENT_CHAR) == own.decode(ids[:end]).rstrip(REPLACEMENT_CHAR)
     ids = text.encode_chat(HI)
     assert ids[0] == own.bos_id() and own.bos_id() not in ids[1:]
     assert text.decode(ids) == f"{VICUNAS_SYSTEM} USER: Hi ASSISTANT:"

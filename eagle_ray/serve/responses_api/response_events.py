@@ -18,11 +18,10 @@ from eagle_ray.requests.response_answers import ResponseObject
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.sse import event
-from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
 
-def response_body(request: GenerationRequest, text: Tokenizer | NullTokenizer, body: ResponsesRequest) -> Json:
+def response_body(request: GenerationRequest, text: Tokenizer, body: ResponsesRequest) -> Json:
     """Return the body of a response that is not streamed."""
     chat = request.answers(text).body()
     response = _response(request, body)
@@ -37,7 +36,7 @@ async def response_events(
     chunks: AsyncGenerator[Json, None],
     request: GenerationRequest,
     body: ResponsesRequest,
-    text: Tokenizer | NullTokenizer,
+    text: Tokenizer,
 ) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed response. An error before the first chunk is raised; a later one is an event."""
     events = ResponseEvents(request, body, text)
@@ -56,7 +55,7 @@ async def response_events(
 class ResponseEvents:
     """The events of a streamed response, made of the chunks of a chat."""
 
-    def __init__(self, request: GenerationRequest, body: ResponsesRequest, text: Tokenizer | NullTokenizer):
+    def __init__(self, request: GenerationRequest, body: ResponsesRequest, text: Tokenizer):
         self._answers = request.answers(text)
         self._response = _response(request, body)
         self._num_sent = 0
