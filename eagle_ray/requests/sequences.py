@@ -24,11 +24,9 @@ from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.text.chat_format import reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
-from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
-AnyTokenizer = Tokenizer | NullTokenizer
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 
@@ -74,7 +72,7 @@ def _sequences(
     ]
 
 
-def bad_word_ids_of(words: list[str], tokenizer: AnyTokenizer | None) -> WordIds:
+def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
     """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
     if not words:
         return ()
@@ -89,7 +87,7 @@ def bad_word_ids_of(words: list[str], tokenizer: AnyTokenizer | None) -> WordIds
 
 
 def answer_grammar(
-    sampling: SamplingParams, options: ChatOptions | None, tokenizer: AnyTokenizer | None, prompt_ids: list[int]
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
 ) -> GrammarSpec | None:
     """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
 
