@@ -17,8 +17,9 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 ORDER = """
 core
 gguf kernels report storage
-text
+text.strict_json
 requests.structured
+text
 requests.values
 requests.messages
 requests.parameters
@@ -77,7 +78,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "batch.signals": ("the lease is given up at a signal", "batch.output.lock"),
     "kv.kv_cache": ("a decode batch names slots of the cache", "core.decode_batch"),
     "requests.parameters": ("a sequence has the one class of sampling parameters", "core.sequence"),
-    "requests.sampling_limits": ("limits that stand too high", "sampling.grammar text.chat_options"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
     "sampling.control_state": ("a sequence holds the state of its controls", "core.sequence"),
     "sampling.grammar_state": ("a sequence holds the state of its grammar", "core.sequence"),
