@@ -24,7 +24,7 @@ LEVELS = [
     {"attention", "core.decode_batch", "requests.request_columns", "text.null_tokenizer"}
     | {"text.answer_parser", "text.tool_grammar"},
     {"models", "requests.chat_rows", "requests.rows", "requests.sampling_values", "requests.sequence_answers"},
-    {"drafters", "requests.openai_batch", "requests.sequences", "smollm2"},
+    {"drafters", "requests.answer_chunks", "requests.openai_batch", "requests.sequences", "smollm2"},
     {"planner", "requests.output_rows"},
     {"engine", "registry"},
     {"build"},
