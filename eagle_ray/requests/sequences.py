@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
@@ -29,6 +29,48 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMaker:
+    """Makes the sequences of one request from what they share. tokenizer: the target's, if it has one."""
+
+    tokenizer: Tokenizer | None
+    text_options: TextOptions
+    bad_word_ids: WordIds
+    grammar: GrammarSpec | None
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingParams,
+        chat_options: ChatOptions | None,
+        tokenizer: Tokenizer | None,
+        prompt_ids: list[int],
+    ) -> SequenceMaker:
+        """Raises RequestError if the request cannot be answered.
+
+        Args:
+            chat_options: of an answer to messages; None for other prompts.
+            prompt_ids: of the request's first prompt.
+        """
+        bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
+        grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
+        return cls(tokenizer, text_options(sampling), bad_word_ids, grammar)
+
+    def sequence(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, category: str = ""
+    ) -> Sequence:
+        stops = sampling.stop
+        return Sequence(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            category=category,
+            stop_check=_require(self.tokenizer, "stop").stop_check(stops, self.text_options) if stops else None,
+            bad_word_ids=self.bad_word_ids,
+            grammar_spec=self.grammar,
+        )
 
 
 def sequences_of(
@@ -54,20 +96,11 @@ def _sequences(
     chat_options = request.chat_options(config)
     prompt_ids = prompt_ids_of(request, tokenizer, chat_options)
     sampling = request.sampling_params(config)
-    bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
-    grammar = answer_grammar(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
+    maker = SequenceMaker.of(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
     _check_logprobs(sampling)
-    stops, options = sampling.stop, text_options(sampling)
+    category = str(request.carried.get(CATEGORY))
     return [
-        Sequence(
-            request_id=f"{request.id}/{j}",
-            prompt_ids=prompt_ids,
-            sampling=sampling.with_seed(seed_of(request, config.seed, j)),
-            category=str(request.carried.get(CATEGORY)),
-            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
-            bad_word_ids=bad_word_ids,
-            grammar_spec=grammar,
-        )
+        maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed_of(request, config.seed, j)), category)
         for j in samples
     ]
 
@@ -127,9 +160,9 @@ def prompt_ids_of(request: Request, tokenizer: Tokenizer | None, options: ChatOp
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if (messages := request.turn_messages) is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages), options)
+        return _require(tokenizer, "messages").encode_chat(template_messages(messages), options)
     assert request.prompt is not None, "a request without an error has a prompt"
-    return _require_tokenizer(tokenizer, "prompt").encode(request.prompt)
+    return _require(tokenizer, "prompt").encode(request.prompt)
 
 
 def prompt_text_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
@@ -157,7 +190,7 @@ def _check_logprobs(sampling: SamplingParams) -> None:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
 
 
-def _require_tokenizer(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
+def _require(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
     if tokenizer is None:
         raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
     return tokenizer

@@ -12,15 +12,14 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES, FORMS, SAMPLING, SamplingParams, merged_values
+from eagle_ray.requests.parameters import CHAT_NAMES, FORMS, SamplingParams
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
-from eagle_ray.requests.sequences import answer_grammar, bad_word_ids_of, text_options
+from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
@@ -90,25 +89,14 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    values = _sampling_values(request, config)
-    shared = SamplingParams.of_checked(values)
-    stops, options = shared.stop, text_options(shared)
-    bad_word_ids = bad_word_ids_of(shared.bad_words, text)
-    grammar = answer_grammar(shared, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
-    n = request.n or config.sampling.n
+    sampling = request.sampling_params(dict(config.sampling))
+    maker = SequenceMaker.of(sampling, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []
     for prompt in prompts:
         sequences = [
-            Sequence(
-                f"{id}/{len(choices) + j}",
-                prompt.ids,
-                _sampling(request, values, j),
-                text.stop_check(stops, options),
-                bad_word_ids=bad_word_ids,
-                grammar_spec=grammar,
-            )
-            for j in range(n)
+            maker.sequence(f"{id}/{len(choices) + j}", prompt.ids, _sampling_of(request, sampling, j))
+            for j in range(sampling.n)
         ]
         choices += [
             Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
@@ -120,8 +108,8 @@ def prepare_generation(
         request,
         prompts,
         choices,
-        stops,
-        options,
+        sampling.stop,
+        maker.text_options,
         is_typed=is_typed and kind == "cmpl",
         client=client,
         chat_options=chat_options,
@@ -186,21 +174,10 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options:
     ]
 
 
-def _sampling_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
-    """Return the values of SAMPLING that all choices have: the request's own, then the server's."""
-    own = {name: value for name, value in request.values.items() if name in SAMPLING}
-    return merged_values(dict(config.sampling), own) | {
-        "max_tokens": _max_tokens(request, config),
-        "logprobs": request.tops is not None,
-        "top_logprobs": request.tops or 0,
-    }
-
-
-def _sampling(request: ChatRequest | CompletionRequest, values: dict[str, Any], index: int) -> SamplingParams:
-    """Return the parameters of the choice with this index of its prompt, with a random seed if the request has none."""
-    has_echo = isinstance(request, CompletionRequest) and request.echo
-    own = {
-        "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
-        "prompt_logprobs": index == 0 and request.tops is not None and has_echo,
-    }
-    return SamplingParams.of_checked(values | own)
+def _sampling_of(request: ChatRequest | CompletionRequest, sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of a choice of a prompt, with a random seed if the request has none."""
+    seed = secrets.randbits(63) if sampling.seed is None else sample_seed(sampling.seed, index)
+    has_prompt_logprobs = index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
+    if has_prompt_logprobs:
+        sampling = SamplingParams.of_checked(vars(sampling) | {"prompt_logprobs": True})
+    return sampling.with_seed(seed)

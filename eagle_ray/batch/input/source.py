@@ -3,8 +3,7 @@
 Each read task parses shards with the parser that validate uses, and skips rows that are done or that are in another
 shard of the job. Blocks are small, so that every actor has work.
 
-    >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
-    ['request_id', 'row_index']
+    read_requests(plan_input(config)).schema().names[:2]      # ['request_id', 'row_index']
 """
 
 from __future__ import annotations
