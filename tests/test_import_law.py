@@ -1,6 +1,7 @@
 """The import rule: packages import downwards only, and heavy libraries stay where they belong."""
 
 import ast
+import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -206,6 +207,13 @@ def test_the_engine_runs_without_ray_and_pydantic():
 def test_no_torch_where_only_tables_and_settings_live(place):
     files = [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py")
     assert not [p for p in files if any(name.split(".")[0] in ("torch", "transformers") for name in imports(p))]
+
+
+def test_a_process_that_reads_rows_does_not_load_torch():
+    program = (
+        "import sys, eagle_ray.batch.input.source, eagle_ray.serve.batches.batch_input; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_no_type_checking_imports():
