@@ -1,7 +1,6 @@
 """Response bodies: choices, usage and speculation metrics.
 
->>> answer_of(request, tokenizer)["choices"][0]["message"]["content"]
-'Paris.'
+answer_of(request, tokenizer)["choices"][0]["message"]["content"]      # 'Paris.'
 """
 
 from __future__ import annotations

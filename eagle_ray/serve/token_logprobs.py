@@ -1,7 +1,6 @@
 """Log-probabilities in the two forms that OpenAI's protocol has for them.
 
->>> chat_logprobs([Place(17, -0.1, [(17, -0.1)])], text)[0]["token"]
-'Paris'
+chat_logprobs([TokenLogprob(17, -0.1, [(17, -0.1)])], tokenizer)[0]["token"]      # 'Paris'
 """
 
 from __future__ import annotations

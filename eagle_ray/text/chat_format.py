@@ -1,7 +1,7 @@
 """ChatFormat: how the answers of a target hold reasoning and tool calls. Chosen by its chat template's own markers.
 
     >>> ChatFormat.of("...<tool_call>...<think>...", "auto", "auto")
-    ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False)
+    ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False, has_thinking_switch=False)
 
 The names are vLLM's.
 """

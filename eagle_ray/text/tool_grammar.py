@@ -3,11 +3,11 @@
 It is in llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and what it allows is
 what the parser of the form reads:
 
-    >>> tool_grammar(ChatOptions.of({"tools": [add], "tool_choice": "required"}), "llama3_json", {})
-    start: SPACE answer
-    calls: "<|python_tag|>"? call ("; " call)*
-    call: object_0
-    object_0: "{\\"name\\": \\"add\\", \\"parameters\\": " %json {"type": "object", ...} "}"
+    tool_grammar(ChatOptions.of({"tools": [add], "tool_choice": "required"}), "llama3_json", {})
+    # start: SPACE answer
+    # calls: "<|python_tag|>"? call ("; " call)*
+    # call: object_0
+    # object_0: "{\\"name\\": \\"add\\", \\"parameters\\": " %json {"type": "object", ...} "}"
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """ToolParser: find tool calls in the content of an answer, and pass everything else on as content.
 
+    >>> from eagle_ray.text.tool_forms import HermesParser
     >>> parser = HermesParser({"add"})
-    >>> parser.feed('Adding.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>') + parser.end()
-    [ChatEvent('content', 'Adding.'), ChatEvent('call', 'add', 0), ChatEvent('arguments', '{"a": 1}', 0)]
+    >>> text = 'Adding.\\n<tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>'
+    >>> [(event.kind, event.text) for event in parser.feed(text) + parser.end()]
+    [('content', 'Adding.'), ('call', 'add'), ('arguments', '{"a": 1}')]
 
 A call is an object with the name of one of the request's tools and an object of arguments. It is told as soon as its
 name is certain, and its arguments as they come. Anything else that begins like a call is content, character for
