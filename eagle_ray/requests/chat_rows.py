@@ -1,7 +1,6 @@
 """What a row's chat columns make: options for the chat template, and the parts of the row's answers.
 
->>> answer_of_row(row, config, tokenizer, sequence)
-Answer(content='Four.', reasoning='Two and two.', calls=())
+answer_of_row(row, config, tokenizer, sequence)      # Answer(content='Four.', reasoning='Two and two.', calls=())
 """
 
 from __future__ import annotations

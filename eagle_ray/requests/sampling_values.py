@@ -1,9 +1,9 @@
 """Turn the sampling values of a row or a request into the controls of its sequences and the options of their text.
 
->>> controls_of({"min_tokens": 4, "bad_words": ["no"], ...}, tokenizer)
-Controls(..., bad_words=((645,), (3919,)), min_tokens=4)
->>> text_options({"skip_special_tokens": False, ...})
-TextOptions(..., skip_special_tokens=False, ...)
+controls_of({"min_tokens": 4, "bad_words": ["no"], ...}, tokenizer)
+# Controls(..., bad_words=((645,), (3919,)), min_tokens=4)
+text_options({"skip_special_tokens": False, ...})
+# TextOptions(..., skip_special_tokens=False, ...)
 """
 
 from __future__ import annotations

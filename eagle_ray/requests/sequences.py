@@ -3,8 +3,7 @@
 A row's columns may override sampling. Seeds depend only on the run's seed, the row's id and the sample index, so
 neither order nor batching nor resuming changes what is sampled.
 
-    >>> sequences_of(row, config, tokenizer)
-    [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
+    sequences_of(row, config, tokenizer)      # [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
 """
 
 from __future__ import annotations
