@@ -3,7 +3,9 @@
     >>> SamplingParams(temperature=0.8, stop="\\n", n=2).n
     2
     >>> SamplingParams(frequency=1)
-    ConfigError: SamplingParams.frequency: unknown parameter. Parameters: temperature, top_p, ...
+    Traceback (most recent call last):
+        ...
+    eagle_ray.core.errors.ConfigError: SamplingParams.frequency: unknown parameter. Did you mean frequency_penalty?
 
 Its fields are the keys of `sampling` in a job's configuration, so a key that is added there is a parameter here.
 """

@@ -3,8 +3,7 @@
 A successful request has a response with status 200, an invalid request a response with status 400. A request that
 failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
-    >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
-    'Paris.'
+    line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 """
 
 from __future__ import annotations
