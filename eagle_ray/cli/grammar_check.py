@@ -17,11 +17,11 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import SamplingParams, merged_values
+from eagle_ray.requests.parameters import Group, SamplingParams, merged_values, names_in
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 
+FORMS = names_in(Group.FORM)
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
 MOST_SHOWN = 20  # grammars that do not compile
 
@@ -76,13 +76,13 @@ def check_grammars(requests: Iterable[Request], config: JobConfig, compiler: Gra
     """Compile every grammar that the job or its rows name, each once. Bad rows are left out."""
     check = GrammarCheck()
     tried: set[bytes] = set()
-    defaults = config.sampling.model_dump(include=set(GRAMMAR_NAMES))
+    defaults = config.sampling.model_dump(include=set(FORMS))
     deadline = time.monotonic() + CHECK_TIMEOUT_S
     for request in requests:
-        own = {name: request.sampling[name] for name in GRAMMAR_NAMES if request.sampling.get(name)}
+        own = {name: request.sampling[name] for name in FORMS if request.sampling.get(name)}
         if request.error is not None or not (own or any(defaults.values())):
             continue
-        values = merged_values(defaults, {name: request.sampling.get(name) for name in GRAMMAR_NAMES})
+        values = merged_values(defaults, {name: request.sampling.get(name) for name in FORMS})
         if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
             continue
         check.num_rows += 1
@@ -106,4 +106,4 @@ def _field_of(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """Return the column or the key that holds the grammar."""
     if own:
         return f"column {next(iter(own))!r}"
-    return "sampling." + next(name for name in GRAMMAR_NAMES if defaults[name])
+    return "sampling." + next(name for name in FORMS if defaults[name])

@@ -46,8 +46,8 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upg
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
+from eagle_ray.requests.parameters import Group, names_in
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import GRAMMAR_NAMES
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
@@ -116,7 +116,8 @@ def _seen(config: JobConfig) -> CheckedTarget:
 
 def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) -> list[str]:
     """Return the lines of the grammars of all rows; none if there are none or no tokenizer to compile them for."""
-    named = {name for name in GRAMMAR_NAMES if getattr(config.sampling, name)} | (plan.row_settings & {*GRAMMAR_NAMES})
+    forms = names_in(Group.FORM)
+    named = {name for name in forms if getattr(config.sampling, name)} | (plan.row_settings & {*forms})
     if seen is None or seen.grammars is None or not named:
         return []
     return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()

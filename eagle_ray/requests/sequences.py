@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
@@ -18,11 +19,15 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import MAX_SAMPLES, SamplingParams
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import answer_grammar, bad_word_ids_of, text_options
+from eagle_ray.sampling.control_state import WordIds
+from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import sample_seed
-from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.chat_format import reasoning_at
+from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
+from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
+MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 
 
@@ -52,7 +57,7 @@ def _sequences(
     bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
     grammar = answer_grammar(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
     _check_logprobs(sampling)
-    stops, options = sampling.stop, text_options(sampling)
+    stops, options = sampling.stop, TextOptions.of(sampling)
     return [
         Sequence(
             request_id=f"{request.id}/{j}",
@@ -93,6 +98,50 @@ def seed_of(request: Request, run_seed: int, sample_index: int) -> int:
         return sample_seed(own, turn * MAX_SAMPLES + sample_index)
     key = f"{run_seed}\x1f{request.id}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
+    """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
+    if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
+        message = (
+            f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
+        )
+        raise RequestError("invalid_sampling", message)
+    return tuple(tuple(ids) for word in words for ids in tokenizer.word_ids(word))
+
+
+def answer_grammar(
+    sampling: SamplingParams,
+    options: ChatOptions | None,
+    tokenizer: Tokenizer | None,
+    prompt_ids: list[int],
+) -> GrammarSpec | None:
+    """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
+
+    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
+
+    Args:
+        options: of an answer to messages; None for other prompts.
+    """
+    spec = GrammarSpec.of(sampling)
+    if options is None or tokenizer is None:
+        return spec
+    chat_format = tokenizer.chat_format
+    reasoning = reasoning_at(chat_format.reasoning_parser, tokenizer.prompt_end(prompt_ids))
+    if needs_grammar(options) and chat_format.tool_parser is not None:
+        if spec is not None:
+            message = f"{spec.kind}: the tools of the request say what the answer must be already. Leave one out"
+            raise RequestError("invalid_sampling", message)
+        source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
+        return GrammarSpec("grammar", source, param="tools")
+    begins_with_reasoning = reasoning == "inside" or (reasoning == "optional" and chat_format.has_thinking_switch)
+    if spec is None or not begins_with_reasoning:
+        return spec
+    return replace(spec, after=tokenizer.reasoning_end_id())
 
 
 def _check_logprobs(sampling: SamplingParams) -> None:

@@ -12,30 +12,19 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES, SamplingParams, merged_values
-from eagle_ray.requests.sampling_values import (
-    CONTROL_NAMES,
-    GRAMMAR_NAMES,
-    TEXT_NAMES,
-    answer_grammar,
-    bad_word_ids_of,
-    text_options,
-)
+from eagle_ray.requests.parameters import CHAT_NAMES, SAMPLING, Group, SamplingParams, merged_values, names_in
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
+from eagle_ray.requests.sequences import answer_grammar, bad_word_ids_of
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
-
-OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
-OTHER_NAMES = tuple(dict.fromkeys((*CONTROL_NAMES, *TEXT_NAMES, *GRAMMAR_NAMES)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +89,10 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    stops = config.sampling.stop if request.stop is None else request.stop
-    values = _other_values(request, config)
-    shared = SamplingParams.of_checked(values)
-    bad_word_ids, options = bad_word_ids_of(shared.bad_words, text), text_options(shared)
-    grammar = answer_grammar(shared, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
+    sampling = _sampling(request, config)
+    stops, options = sampling.stop, TextOptions.of(sampling)
+    bad_word_ids = bad_word_ids_of(sampling.bad_words, text)
+    grammar = answer_grammar(sampling, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     n = request.n or config.sampling.n
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []
@@ -113,7 +101,7 @@ def prepare_generation(
             Sequence(
                 f"{id}/{len(choices) + j}",
                 prompt.ids,
-                _sampling(request, config, values, j),
+                _of_choice(sampling, request, j),
                 text.stop_check(stops, options),
                 bad_word_ids=bad_word_ids,
                 grammar_spec=grammar,
@@ -142,7 +130,7 @@ def named_error(error: Exception, asked: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
-    names = [name for name in GRAMMAR_NAMES if getattr(asked.request, name)]
+    names = [name for name in names_in(Group.FORM) if getattr(asked.request, name)]
     if needs_grammar(asked.chat_options):
         names = ["tools"]
     if not names:  # the server's own
@@ -196,30 +184,23 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options:
     ]
 
 
-def _other_values(request: ChatRequest | CompletionRequest, config: ServeConfig) -> dict[str, Any]:
-    """Return the server's controls and text settings overridden by the request's."""
-    own = {name: value for name in OTHER_NAMES if (value := getattr(request, name)) is not None}
-    return merged_values(config.sampling.model_dump(include=set(OTHER_NAMES)), own)
-
-
-def _sampling(
-    request: ChatRequest | CompletionRequest, config: ServeConfig, others: dict[str, Any], index: int
-) -> SamplingParams:
-    """Return the server's settings overridden by the request's, with a random seed if it has none.
-
-    Args:
-        others: the values of OTHER_NAMES.
-        index: of the choice of its prompt.
-    """
-    defaults = config.sampling
-    own = {name: value for name in OWN_SAMPLING if (value := getattr(request, name)) is not None}
-    has_echo = isinstance(request, CompletionRequest) and request.echo
-    values = others | defaults.model_dump(include=set(OWN_SAMPLING)) | own
-    values |= {
+def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig) -> SamplingParams:
+    """Return the parameters in force: the request's own, then the server's. They are those of every choice."""
+    own = {name: getattr(request, name, None) for name in SAMPLING}
+    own |= {
         "max_tokens": _max_tokens(request, config),
-        "seed": secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index),
         "logprobs": request.tops is not None,
         "top_logprobs": request.tops or 0,
-        "prompt_logprobs": index == 0 and request.tops is not None and has_echo,
+        "prompt_logprobs": request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
     }
-    return SamplingParams.of_checked(values)
+    return SamplingParams.of_checked(merged_values(dict(config.sampling), own))
+
+
+def _of_choice(sampling: SamplingParams, request: ChatRequest | CompletionRequest, index: int) -> SamplingParams:
+    """Return the parameters of the choice of this index of a prompt: its seed, which is random if none is given.
+
+    The first choice alone computes the prompt's log-probabilities.
+    """
+    seed = secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index)
+    has_prompt = index == 0 and sampling.wants_prompt_logprobs
+    return SamplingParams.of_checked(vars(sampling) | {"seed": seed, "prompt_logprobs": has_prompt})
