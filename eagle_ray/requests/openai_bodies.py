@@ -12,14 +12,23 @@ A RequestError has the parameter at fault. Reading ends at the first wrong value
 
 from __future__ import annotations
 
-import functools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import LOGPROBS, Door, Group, Parameter, names_in, rows_at
+from eagle_ray.requests.parameters import (
+    LOGPROBS,
+    SAMPLING,
+    Door,
+    Group,
+    Parameter,
+    SamplingParams,
+    merged_values,
+    names_in,
+    rows_at,
+)
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
 from eagle_ray.requests.response_items import chat_choice, chat_tool, messages_of, response_format_of
 from eagle_ray.requests.structured import response_format_text, with_own_keys
@@ -48,15 +57,22 @@ class Body:
     """
 
     door: ClassVar[Door]
+    _kinds: ClassVar[Mapping[str, tuple[Kind, bool]]]  # and whether it must be given
+    _defaults: ClassVar[Mapping[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "door"):
+            rows = cls.rows().values()
+            cls._kinds = {row.name: (row.kind_at(cls.door), cls.door in row.required) for row in rows}
+            cls._defaults = {row.name: row.defaults.get(cls.door) for row in rows}
 
     def __init__(self, values: Json, others: Json):
         self.values, self.others = values, others
 
     def __getattr__(self, name: str) -> Any:
-        defaults = _defaults_of(type(self))
-        if name not in defaults:
+        if name not in self._defaults:
             raise AttributeError(name)
-        return self.values.get(name, defaults[name])
+        return self.values.get(name, self._defaults[name])
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
@@ -67,7 +83,7 @@ class Body:
         """Return the body of a JSON object. Raises RequestError."""
         given = {name: value for name, value in data.items() if value is not None}
         values: Json = {}
-        for name, kind, is_required in _kinds_of(cls):
+        for name, (kind, is_required) in cls._kinds.items():
             if name in given:
                 try:
                     values[name] = kind.check(given.pop(name))
@@ -83,18 +99,6 @@ class Body:
         """Check rules of several parameters. Raises RequestError."""
         for name in self.others:
             raise unsupported(name, "leave it out")
-
-
-@functools.cache
-def _kinds_of(body: type[Body]) -> tuple[tuple[str, Kind, bool], ...]:
-    """Return name and kind of each parameter, and whether it must be given."""
-    rows = body.rows().values()
-    return tuple((row.name, row.kind_at(body.door), body.door in row.required) for row in rows)
-
-
-@functools.cache
-def _defaults_of(body: type[Body]) -> Mapping[str, Any]:
-    return {name: row.defaults.get(body.door) for name, row in body.rows().items()}
 
 
 def _wrong(name: str, error: WrongValue) -> RequestError:
@@ -162,6 +166,14 @@ class GenerationBody(OpenBody):
         """Return how many alternatives are requested per token; None: no log-probabilities."""
         raise NotImplementedError
 
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters in force: its own, then the defaults. Only a body asks for log-probabilities."""
+        own = {name: self.values[name] for name in SAMPLING if name in self.values}
+        own.update(logprobs=self.tops is not None, top_logprobs=self.tops or 0, prompt_logprobs=False)
+        if self.wanted_tokens is not None:
+            own["max_tokens"] = max(1, self.wanted_tokens)
+        return SamplingParams.of_checked(merged_values(defaults, own))
+
     @property
     def wanted_tokens(self) -> int | None:
         return self.values.get("max_tokens")
@@ -200,7 +212,7 @@ class ChatRequest(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        check_messages(self.messages)
+        _check_conversation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
@@ -274,15 +286,16 @@ class ResponsesRequest(GenerationBody):
     def chat(self) -> ChatRequest:
         """Return the chat request that answers this one. Raises RequestError."""
         shared = rows_at(Door.CHAT).keys() - {"stream_options"}
-        values = {name: value for name, value in self.values.items() if name in shared} | {
-            "messages": messages_of(self.input, self.instructions),
-            "n": 1,
-            "max_tokens": self.max_output_tokens,
-            "tools": None if self.tools is None else [chat_tool(tool, i) for i, tool in enumerate(self.tools)],
-            "tool_choice": chat_choice(self.tool_choice),
-            "response_format": _response_format(self.text),
-            "logprobs": self.has_logprobs,
-        }
+        values = {name: value for name, value in self.values.items() if name in shared}
+        values.update(
+            messages=messages_of(self.input, self.instructions),
+            n=1,
+            max_tokens=self.max_output_tokens,
+            tools=None if self.tools is None else [chat_tool(tool, i) for i, tool in enumerate(self.tools)],
+            tool_choice=chat_choice(self.tool_choice),
+            response_format=_response_format(self.text),
+            logprobs=self.has_logprobs,
+        )
         request = ResponseChat({name: value for name, value in values.items() if value is not None}, {})
         request.check()
         return request
@@ -304,7 +317,7 @@ class TokenizeRequest(OpenBody):
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
             raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
         super().check()
-        check_messages(self.messages or [])
+        _check_conversation(self.messages or [])
 
 
 class DetokenizeRequest(Body):
@@ -313,7 +326,7 @@ class DetokenizeRequest(Body):
     door = Door.DETOKENIZE
 
 
-def check_messages(messages: list[Json]) -> None:
+def _check_conversation(messages: list[Json]) -> None:
     """Raise RequestError for the first message that no chat template can read."""
     for i, message in enumerate(messages):
         where = f"messages[{i}]"

@@ -21,10 +21,9 @@ from eagle_ray.requests.answers import FinishedAnswer
 from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequence_answers import AnswerReader
-from eagle_ray.requests.sequences import prompt_text_of
+from eagle_ray.requests.sequences import prompt_text_of, text_options
 from eagle_ray.requests.token_logprobs import row_form
 from eagle_ray.text.null_tokenizer import NullTokenizer
-from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
 OutputRow = dict[str, Any]
@@ -141,7 +140,7 @@ def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | No
     """Return what makes answers of the request's sequences."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
-    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, TextOptions.of(sampling), options)
+    return AnswerReader(tokenizer or NullTokenizer(), sampling.stop, text_options(sampling), options)
 
 
 def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
@@ -29,6 +29,48 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMaker:
+    """Makes the sequences of one request from what they share. tokenizer: the target's, if it has one."""
+
+    tokenizer: Tokenizer | None
+    text_options: TextOptions
+    bad_word_ids: WordIds
+    grammar: GrammarSpec | None
+
+    @classmethod
+    def of(
+        cls,
+        sampling: SamplingParams,
+        chat_options: ChatOptions | None,
+        tokenizer: Tokenizer | None,
+        prompt_ids: list[int],
+    ) -> SequenceMaker:
+        """Raises RequestError if the request cannot be answered.
+
+        Args:
+            chat_options: of an answer to messages; None for other prompts.
+            prompt_ids: of the request's first prompt.
+        """
+        bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
+        grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
+        return cls(tokenizer, text_options(sampling), bad_word_ids, grammar)
+
+    def sequence(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, category: str = ""
+    ) -> Sequence:
+        stops = sampling.stop
+        return Sequence(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            category=category,
+            stop_check=_require(self.tokenizer, "stop").stop_check(stops, self.text_options) if stops else None,
+            bad_word_ids=self.bad_word_ids,
+            grammar_spec=self.grammar,
+        )
 
 
 def sequences_of(
@@ -54,50 +96,13 @@ def _sequences(
     chat_options = request.chat_options(config)
     prompt_ids = prompt_ids_of(request, tokenizer, chat_options)
     sampling = request.sampling_params(config)
-    bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
-    grammar = answer_grammar(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
+    maker = SequenceMaker.of(sampling, chat_options if request.is_chat else None, tokenizer, prompt_ids)
     _check_logprobs(sampling)
-    stops, options = sampling.stop, TextOptions.of(sampling)
+    category = str(request.carried.get(CATEGORY))
     return [
-        Sequence(
-            request_id=f"{request.id}/{j}",
-            prompt_ids=prompt_ids,
-            sampling=sampling.with_seed(seed_of(request, config.seed, j)),
-            category=str(request.carried.get(CATEGORY)),
-            stop_check=_require_tokenizer(tokenizer, "stop").stop_check(stops, options) if stops else None,
-            bad_word_ids=bad_word_ids,
-            grammar_spec=grammar,
-        )
+        maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed_of(request, config.seed, j)), category)
         for j in samples
     ]
-
-
-def prompt_ids_of(request: Request, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:
-    if request.prompt_token_ids is not None:
-        return request.prompt_token_ids
-    if (messages := request.turn_messages) is not None:
-        return _require_tokenizer(tokenizer, "messages").encode_chat(template_messages(messages), options)
-    assert request.prompt is not None, "a request without an error has a prompt"
-    return _require_tokenizer(tokenizer, "prompt").encode(request.prompt)
-
-
-def prompt_text_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
-    """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
-    if (messages := request.turn_messages) is not None and tokenizer is not None:
-        return tokenizer.render_chat(template_messages(messages), options=request.chat_options(config))
-    return request.prompt
-
-
-def seed_of(request: Request, run_seed: int, sample_index: int) -> int:
-    """Return the key of one sample's noise: from the request's own seed, or from the run's seed and the request's id.
-
-    Each turn of a conversation has a key of its own.
-    """
-    turn = request.turn_index
-    if (own := request.sampling.get("seed")) is not None:
-        return sample_seed(own, turn * MAX_SAMPLES + sample_index)
-    key = f"{run_seed}\x1f{request.id}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
@@ -115,10 +120,7 @@ def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
 
 
 def answer_grammar(
-    sampling: SamplingParams,
-    options: ChatOptions | None,
-    tokenizer: Tokenizer | None,
-    prompt_ids: list[int],
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
 ) -> GrammarSpec | None:
     """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
 
@@ -144,13 +146,51 @@ def answer_grammar(
     return replace(spec, after=tokenizer.reasoning_end_id())
 
 
+def text_options(sampling: SamplingParams) -> TextOptions:
+    """Return how output ids become text."""
+    return TextOptions(
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        skip_special_tokens=sampling.skip_special_tokens,
+        include_stop=sampling.include_stop_str_in_output,
+    )
+
+
+def prompt_ids_of(request: Request, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:
+    if request.prompt_token_ids is not None:
+        return request.prompt_token_ids
+    if (messages := request.turn_messages) is not None:
+        return _require(tokenizer, "messages").encode_chat(template_messages(messages), options)
+    assert request.prompt is not None, "a request without an error has a prompt"
+    return _require(tokenizer, "prompt").encode(request.prompt)
+
+
+def prompt_text_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
+    """Return the prompt as the model reads it: messages through the chat template; None for token ids."""
+    if (messages := request.turn_messages) is not None and tokenizer is not None:
+        return tokenizer.render_chat(template_messages(messages), options=request.chat_options(config))
+    return request.prompt
+
+
+def seed_of(request: Request, run_seed: int, sample_index: int) -> int:
+    """Return the key of one sample's noise: from the request's own seed, or from the run's seed and the request's id.
+
+    Each turn of a conversation has a key of its own.
+    """
+    turn = request.turn_index
+    if (own := request.sampling.get("seed")) is not None:
+        return sample_seed(own, turn * MAX_SAMPLES + sample_index)
+    key = f"{run_seed}\x1f{request.id}\x1f{sample_index}{f'{chr(0x1F)}{turn}' if turn else ''}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
 def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         if getattr(sampling, name) and not sampling.logprobs:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
 
 
-def _require_tokenizer(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
+def _require(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
     if tokenizer is None:
         raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
     return tokenizer

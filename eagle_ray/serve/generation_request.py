@@ -17,9 +17,9 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES, SAMPLING, Group, SamplingParams, merged_values, names_in
+from eagle_ray.requests.parameters import CHAT_NAMES, FORMS, SamplingParams
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
-from eagle_ray.requests.sequences import answer_grammar, bad_word_ids_of
+from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
@@ -89,24 +89,14 @@ def prepare_generation(
     id = f"{kind}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
     prompts = _prompts(request, text, chat_options)
-    sampling = _sampling(request, config)
-    stops, options = sampling.stop, TextOptions.of(sampling)
-    bad_word_ids = bad_word_ids_of(sampling.bad_words, text)
-    grammar = answer_grammar(sampling, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
-    n = request.n or config.sampling.n
+    sampling = request.sampling_params(dict(config.sampling))
+    maker = SequenceMaker.of(sampling, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []
     for prompt in prompts:
         sequences = [
-            Sequence(
-                f"{id}/{len(choices) + j}",
-                prompt.ids,
-                _of_choice(sampling, request, j),
-                text.stop_check(stops, options),
-                bad_word_ids=bad_word_ids,
-                grammar_spec=grammar,
-            )
-            for j in range(n)
+            maker.sequence(f"{id}/{len(choices) + j}", prompt.ids, _sampling_of(request, sampling, j))
+            for j in range(sampling.n)
         ]
         choices += [
             Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
@@ -118,8 +108,8 @@ def prepare_generation(
         request,
         prompts,
         choices,
-        stops,
-        options,
+        sampling.stop,
+        maker.text_options,
         is_typed=is_typed and kind == "cmpl",
         client=client,
         chat_options=chat_options,
@@ -130,7 +120,7 @@ def named_error(error: Exception, asked: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
-    names = [name for name in names_in(Group.FORM) if getattr(asked.request, name)]
+    names = [name for name in FORMS if getattr(asked.request, name)]
     if needs_grammar(asked.chat_options):
         names = ["tools"]
     if not names:  # the server's own
@@ -184,23 +174,10 @@ def _prompts(request: ChatRequest | CompletionRequest, text: Tokenizer, options:
     ]
 
 
-def _sampling(request: ChatRequest | CompletionRequest, config: ServeConfig) -> SamplingParams:
-    """Return the parameters in force: the request's own, then the server's. They are those of every choice."""
-    own = {name: getattr(request, name, None) for name in SAMPLING}
-    own |= {
-        "max_tokens": _max_tokens(request, config),
-        "logprobs": request.tops is not None,
-        "top_logprobs": request.tops or 0,
-        "prompt_logprobs": request.tops is not None and isinstance(request, CompletionRequest) and request.echo,
-    }
-    return SamplingParams.of_checked(merged_values(dict(config.sampling), own))
-
-
-def _of_choice(sampling: SamplingParams, request: ChatRequest | CompletionRequest, index: int) -> SamplingParams:
-    """Return the parameters of the choice of this index of a prompt: its seed, which is random if none is given.
-
-    The first choice alone computes the prompt's log-probabilities.
-    """
-    seed = secrets.randbits(63) if request.seed is None else sample_seed(request.seed, index)
-    has_prompt = index == 0 and sampling.wants_prompt_logprobs
-    return SamplingParams.of_checked(vars(sampling) | {"seed": seed, "prompt_logprobs": has_prompt})
+def _sampling_of(request: ChatRequest | CompletionRequest, sampling: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of a choice of a prompt, with a random seed if the request has none."""
+    seed = secrets.randbits(63) if sampling.seed is None else sample_seed(sampling.seed, index)
+    has_prompt_logprobs = index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
+    if has_prompt_logprobs:
+        sampling = SamplingParams.of_checked(vars(sampling) | {"prompt_logprobs": True})
+    return sampling.with_seed(seed)

@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.answer import num_begun
 
 REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole character (yet)
@@ -36,15 +35,6 @@ class TextOptions:
     min_tokens: int = 0
     skip_special_tokens: bool = True
     include_stop: bool = False
-
-    @classmethod
-    def of(cls, sampling: SamplingParams) -> TextOptions:
-        return cls(
-            stop_token_ids=frozenset(sampling.stop_token_ids),
-            min_tokens=sampling.min_tokens,
-            skip_special_tokens=sampling.skip_special_tokens,
-            include_stop=sampling.include_stop_str_in_output,
-        )
 
 
 DEFAULT_TEXT = TextOptions()
