@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
@@ -25,12 +24,9 @@ from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.text.chat_options import ChatOptions
-from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
-AnyTokenizer = Tokenizer | NullTokenizer | None
-SomeTokenizer = TypeVar("SomeTokenizer", bound=Tokenizer | NullTokenizer)
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 
 
@@ -38,7 +34,7 @@ CATEGORY = "category"  # a carried column: rows of a category are expected to ha
 class SequenceMaker:
     """Makes the sequences of one request from what they share. tokenizer: the target's, if it has one."""
 
-    tokenizer: AnyTokenizer
+    tokenizer: Tokenizer | None
     text_options: TextOptions
     bad_word_ids: WordIds
     grammar: GrammarSpec | None
@@ -48,7 +44,7 @@ class SequenceMaker:
         cls,
         sampling: SamplingParams,
         chat_options: ChatOptions | None,
-        tokenizer: AnyTokenizer,
+        tokenizer: Tokenizer | None,
         prompt_ids: list[int],
     ) -> SequenceMaker:
         """Raises RequestError if the request cannot be answered.
@@ -142,7 +138,7 @@ def _check_logprobs(sampling: SamplingParams) -> None:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
 
 
-def _require(tokenizer: SomeTokenizer | None, column: str) -> SomeTokenizer:
+def _require(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
     if tokenizer is None:
         raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
     return tokenizer
