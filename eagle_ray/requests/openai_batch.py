@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import CHAT_NAMES, MAX_TOP_LOGPROBS, SAMPLING, Door
-from eagle_ray.requests.refused import REFUSED, is_no_op
+from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
 from eagle_ray.requests.structured import with_own_keys
@@ -25,9 +25,6 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
 URLS = (*PROMPT_FIELD_BY_URL, RESPONSES)
 LINE_KEYS = {"custom_id", "method", "url", "body"}
-OWN_KEYS = {"structured_outputs": "json_schema, json_object, regex, choice or grammar"} | {
-    name: row.use for name, row in REFUSED.items() if row.use
-}
 LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
 KNOWN = {"model", *SAMPLING, *LENGTH_FIELDS}
 DOORS = {CHAT: Door.CHAT, COMPLETIONS: Door.COMPLETIONS}
@@ -88,8 +85,8 @@ def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
         if name in CHAT_NAMES and url == CHAT:
             continue
         if not is_no_op(name, value, DOORS[url]):
-            fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
-            raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
+            told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, DOORS[url])}"
+            raise _unsupported(f"body.{name}", told)
     return body
 
 

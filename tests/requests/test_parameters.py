@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING
-from eagle_ray.requests.refused import REFUSED
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door
+from eagle_ray.requests.refused import REFUSED, fix_of
 
 PACKAGE = Path(__file__).parents[2] / "eagle_ray"
 TABLES = ("requests/parameters.py", "requests/refused.py")
@@ -56,3 +56,12 @@ def test_a_refused_parameter_is_not_one_of_its_doors():
     rows = {**SAMPLING, **CHAT, **BODY}
     assert not [name for name, row in REFUSED.items() if name in rows and row.doors <= rows[name].doors]
     assert not [name for name, row in REFUSED.items() if row.use is not None and row.use not in rows]
+
+
+def test_what_to_do_about_a_parameter_is_what_its_door_has():
+    assert (fix_of("max_new_tokens", Door.CHAT), fix_of("random_seed", Door.RESPONSES)) == (
+        "use max_tokens",
+        "use seed",
+    )
+    assert fix_of("max_new_tokens", Door.RESPONSES) == "give max_output_tokens"
+    assert fix_of("x", Door.CHAT) == "leave it out"
