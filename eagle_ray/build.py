@@ -64,9 +64,16 @@ from eagle_ray.models.cpu_runtime import (
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.draft_vocab import read_draft_vocab
 from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import eos_ids, load_config, load_target, set_eos_ids
+from eagle_ray.models.loader import CausalLM, eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
-from eagle_ray.models.placement import dispatch, layer_sizes, other_size, place_layers, room_beside
+from eagle_ray.models.placement import (
+    dispatch,
+    input_embedding,
+    layer_sizes,
+    other_size,
+    place_layers,
+    room_beside,
+)
 from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -251,7 +258,7 @@ def load_causal_lm(
     num_gpus: int = 1,
     start: StartLog | None = None,
     tokenizer: Tokenizer | None = None,
-) -> nn.Module:
+) -> CausalLM:
     """Load the target for engines of these arguments. Raises as build_engine_from_config does.
 
     tokenizer: the target's, which names tokens that end an answer; None reads it.
@@ -288,7 +295,7 @@ def check_device(model: ModelConfig) -> None:
         raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
 
 
-def _trial_pass(causal_lm: nn.Module, num_rows: int) -> None:
+def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
     """Run about as much as a pass over num_rows tokens does in an engine."""
     if is_llama_shaped(causal_lm):
         run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
@@ -302,7 +309,7 @@ def _gigabytes(path: Path) -> str:
 
 
 def build_engine(
-    causal_lm: nn.Module,
+    causal_lm: CausalLM,
     weights: nn.Module | None,
     speculative: SpeculativeConfig,
     slots: int | Auto,
@@ -358,8 +365,8 @@ def build_engine(
         return engine
     fixed = own_planner(speculative, drafter)
     tree = _tree_of(speculative)
-    planner, sizes = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
-    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, sizes)
+    planner, trees = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
+    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, trees)
     if speculative.budget == "global" and fixed is None:
         if ahead:
             with start.part("recorded", RECORDING):
@@ -423,7 +430,7 @@ def _method_trial(
 
 
 def _capacity(
-    causal_lm: nn.Module,
+    causal_lm: CausalLM,
     slots: int | Auto,
     kv_tokens: int | Auto | None,
     lengths: SequenceLengths,
@@ -448,7 +455,7 @@ def _capacity(
     return capacity
 
 
-def _bytes_of_logits(causal_lm: nn.Module, speculative: SpeculativeConfig) -> int:
+def _bytes_of_logits(causal_lm: CausalLM, speculative: SpeculativeConfig) -> int:
     """Return the bytes of logits that each slot adds to a pass: all of its tree's if trees have a fixed size, otherwise
     none, since one budget bounds the rows of the batch.
     """
@@ -458,20 +465,20 @@ def _bytes_of_logits(causal_lm: nn.Module, speculative: SpeculativeConfig) -> in
     return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * _itemsize(causal_lm)
 
 
-def _itemsize(causal_lm: nn.Module) -> int:
+def _itemsize(causal_lm: CausalLM) -> int:
     """Return the bytes of one number of the model's activations."""
-    return causal_lm.get_input_embeddings().weight.dtype.itemsize
+    return input_embedding(causal_lm).weight.dtype.itemsize
 
 
-def model_text(causal_lm: nn.Module) -> str:
+def model_text(causal_lm: CausalLM) -> str:
     """Return the size and dtype of a model, such as "8B bfloat16"."""
-    number, dtype = sum(p.numel() for p in causal_lm.parameters()), causal_lm.get_input_embeddings().weight.dtype
+    number, dtype = sum(p.numel() for p in causal_lm.parameters()), input_embedding(causal_lm).weight.dtype
     size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
     return f"{size} {str(dtype).removeprefix('torch.')}"
 
 
 def _sizes(
-    causal_lm: nn.Module, weights: nn.Module | None, speculative: SpeculativeConfig, layers: tuple[int, ...] | None
+    causal_lm: CausalLM, weights: nn.Module | None, speculative: SpeculativeConfig, layers: tuple[int, ...] | None
 ) -> EngineSizes:
     """Return the sizes on which the engine's memory depends."""
     config = causal_lm.config.get_text_config(decoder=True)
@@ -599,17 +606,17 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_weights(speculative, _draft_paths(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
-    if speculative.draft_vocab not in (None, ALL_TOKENS):
-        _check_draft_vocab(model, speculative)
+    if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
+        _check_draft_vocab(model, speculative, speculative.draft_vocab)
 
 
-def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig, file: str) -> None:
     target = _target_config(model)
     if has_own_vocab(_draft_paths(model, speculative)[0], target):
         raise ConfigError(
             f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
         )
-    read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
+    read_draft_vocab(file, speculative.draft_vocab_size, target.vocab_size)
 
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
@@ -733,7 +740,7 @@ def _draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Pat
     return [download(name, "draft") for name in model.drafts]
 
 
-def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn.Module) -> nn.Module:
+def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM) -> nn.Module:
     """Load what the method reads from model.draft. Raises as build_engine_from_config does."""
     config = causal_lm.config.get_text_config(decoder=True)
     weights = load_weights(speculative, _draft_paths(model, speculative), config)
@@ -742,7 +749,7 @@ def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: nn
     return weights
 
 
-def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: int, is_firm: bool) -> None:
+def _dispatch(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
     """Place the target over the first num_gpus devices.
 
     Args:
@@ -772,7 +779,7 @@ def _dispatch(causal_lm: nn.Module, num_gpus: int, reserved: int, is_firm: bool)
     dispatch(causal_lm, devices, places)
 
 
-def _bytes_of_token(causal_lm: nn.Module) -> int:
+def _bytes_of_token(causal_lm: CausalLM) -> int:
     """Return the bytes of keys and values of one token in all layers."""
     config = causal_lm.config.get_text_config(decoder=True)
     return config.num_hidden_layers * kv_elements_per_token(config) * _itemsize(causal_lm)

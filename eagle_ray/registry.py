@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
+from typing import cast
 
 import torch
 from jaxtyping import Int
@@ -228,10 +229,12 @@ def _own_ranking(speculative: SpeculativeConfig, target: TargetModel, head: Weig
 
 
 def _path(speculative: SpeculativeConfig, target: TargetModel, heads: Weights) -> MedusaDrafter:
+    assert isinstance(heads, MedusaHeads | HydraHeads)
     return MedusaDrafter(heads, target, _calibration(speculative, target), _coupling(speculative, target))
 
 
 def _dflash(speculative: SpeculativeConfig, target: TargetModel, head: Weights) -> DFlashDrafter:
+    assert isinstance(head, DFlashHead)
     learning = _calibration(speculative, target), _coupling(speculative, target)
     return DFlashDrafter(head, target, calibration=learning[0], coupling=learning[1])
 
@@ -247,7 +250,7 @@ def _drafter(
     """Return an EAGLE drafter. speculative.draft_vocab applies to a head that reads the target's lm_head."""
     ids = _offered_ids(speculative, target, head) if isinstance(head, EagleHead) else None
     return EagleDrafter(
-        head,
+        cast(DraftHead, head),
         target,
         calibration=calibration,
         coupling=_coupling(speculative, target),
@@ -278,8 +281,11 @@ def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticP
     return StaticPlanner(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k))
 
 
-def _sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
-    return SequoiaPlanner(drafter.ranking.calibration, speculative.max_nodes)
+def _sequoia_planner(speculative: SpeculativeConfig, drafter: Drafter) -> SequoiaPlanner:
+    assert isinstance(drafter, EagleDrafter)
+    acceptance = drafter.ranking.calibration
+    assert isinstance(acceptance, RankAcceptance), "`_sequoia` gives the drafter one"
+    return SequoiaPlanner(acceptance, speculative.max_nodes)
 
 
 def _ddd_planner(speculative: SpeculativeConfig, drafter: Drafter) -> RulePlanner:
@@ -304,6 +310,7 @@ def _suffix(speculative: SpeculativeConfig, target: TargetModel, weights: Weight
 
 
 def _rest(speculative: SpeculativeConfig, target: TargetModel, weights: Weights) -> LookupDrafter:
+    assert speculative.datastore is not None, "the configuration requires one"
     return _text(RestIndex(read_datastore(speculative.datastore, target.vocab_size)), speculative)
 
 

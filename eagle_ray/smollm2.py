@@ -1,7 +1,6 @@
 """embedded:smollm2: SmolLM2-135M-Instruct from its wheel, converted once into the cache directory.
 
-    >>> target_directory()
-    PosixPath('/home/me/.cache/eagle_ray/models/smollm2-1-5b3c...')
+    target_directory()      # PosixPath('/home/me/.cache/eagle_ray/models/smollm2-1-5b3c...')
 
 The directory's name holds the converter's version and the GGUF file's hash. It appears under its name only when it is
 complete and its answers are right.

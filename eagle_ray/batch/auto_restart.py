@@ -5,8 +5,7 @@ a new process that runs the same command. Permanent outcomes end it at once, and
 driver is doing the work. The wait before a restart doubles, is shortened at random, and is reset once files were
 added.
 
-    >>> keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name
-    'done'
+    keep_going(["-c", "job.yaml", "--keep-going"], config).outcome.name      # 'done'
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Ray cluster: join or start one, and decide how many engines it runs.
 
->>> connect(prepare("local"))
->>> plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)
-WorkerPlan(fewest=4, most=4, num_gpus=0, threads=2)
+connect("local")
+plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)      # 4 workers of 2 threads
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Memory holds one range and a byte for each row of the input, which is in a temporary file if there are many.
 
-    >>> found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
-    >>> found.num_rows - found.num_done_rows
-    96
+    found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
+    found.num_rows - found.num_done_rows                                               # 96
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A job over the rows of a Ray Dataset: they become Parquet files next to the output, and then the job's input.
 
-    >>> run_dataset_job(ray.data.read_parquet("prompts/"), config)      # doctest: +SKIP
+    run_dataset_job(ray.data.read_parquet("prompts/"), config)
 
 A job resumes by the ids and files of its input, so the rows must have a fixed place. The files are written in the
 Dataset's order, and a file that is there with the same content is left alone: a repeated call resumes the job, and a

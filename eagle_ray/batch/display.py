@@ -2,8 +2,8 @@
 
 Both show the fields of ``_progress.json``.
 
-    >>> print(line_of(facts))
-    [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
+    print(line_of(facts))
+    # [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
 """
 
 from __future__ import annotations

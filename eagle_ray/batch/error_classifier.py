@@ -5,7 +5,7 @@ starts another, and the rows go there. A failure that any worker would meet, suc
 Errors are recognized by name and text, so the driver can classify them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    Fault(line='device fault (RuntimeError: CUDA error: ...): look at ...', is_local=True)
+    Fault(line='device fault (RuntimeError: CUDA error: ...): look at the device ...is_local=True...)
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 They are in one file once they are done. They are read from the input's index, a range of ids at a time.
 
->>> expected = plan_input(config).rows                          # doctest: +SKIP
->>> len(expected)                                               # doctest: +SKIP
-480
+    expected = plan_input(config).rows
+    len(expected)                           # 480
 """
 
 from __future__ import annotations

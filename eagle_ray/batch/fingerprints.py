@@ -7,8 +7,8 @@ SETTLED_NS before it was read has no state, because a second change could fall i
 clock: it is read again at the next start. Files of more than MOST_BYTES are compared by size and time only, since
 hashing terabytes at every start would take too long.
 
-    >>> fingerprints(plan.files, known={})
-    {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
+    fingerprints(plan.files, known={})
+    # {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
 """
 
 from __future__ import annotations

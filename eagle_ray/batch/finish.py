@@ -3,9 +3,9 @@
 It holds the lock of the output and of every shard, so that no row changes between the count and ``_SUCCESS``. The input
 is read, because it says which ids there must be.
 
-    >>> print(finish_text(finish_shards(StoragePath.of("runs/a"))))
-    shard  ids  rows  errors  attempts  finished
-    1/3    167   167       0         1  2026-11-26T08:01:10+00:00
+    print(finish_text(finish_shards(StoragePath.of("runs/a"))))
+    # shard  ids  rows  errors  attempts  finished
+    # 1/3    167   167       0         1  2026-11-26T08:01:10+00:00
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 It names the plan by its key and the files in data/ by their states. It holds only while both are unchanged.
 
-    >>> finished_key(StoragePath.of("runs/a"))
-    '5f0c2a91d3b7'
+    finished_key(StoragePath.of("runs/a"))      # '5f0c2a91d3b7'
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A row that is made twice counts twice; the summary counts the rows in files. tau is a ratio: 1 + accepted tokens /
 decode steps.
 
-    >>> metrics = JobMetrics("weekend", run.run_id, worker.worker_id)
-    >>> metrics.count(WorkerReport.of(worker.worker_id, worker.counters()), answers)
+    metrics = JobMetrics("weekend", run.run_id, worker.worker_id)
+    metrics.count(WorkerReport.of(worker.worker_id, worker.counters()), answers)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check that input and output are disjoint: a run must never read its own files as input.
 
->>> check_disjoint("runs", StoragePath.of("/work/runs/a"))  # from /work
-ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
+check_disjoint("runs", StoragePath.of("/work/runs/a"))  # from /work
+# ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 
 from __future__ import annotations

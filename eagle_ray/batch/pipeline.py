@@ -1,6 +1,6 @@
 """The pipeline: one Ray Data stream of requests through a pool of engine actors into Parquet files.
 
->>> generate(config, plan, run, found.done, num_rows=80)
+generate(config, plan, run, found.done, num_rows=80)
 """
 
 from __future__ import annotations

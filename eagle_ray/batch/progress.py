@@ -3,9 +3,8 @@
 Each worker sends its totals to one small Ray actor, with the call that begins its next rows; the driver reads the sum.
 A lost report is made up for by the next.
 
-    >>> progress = start_progress(num_workers=2)
-    >>> ray.get(progress.snapshot.remote()).rows
-    40
+    progress = start_progress(num_workers=2)
+    ray.get(progress.snapshot.remote()).rows      # 40
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 It reports the rows that engines have finished and, separately, the rows in files, to the log and to
 ``_progress.json``.
 
-    >>> with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
-    ...     dataset.write_datasink(sink)
-    [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
+    with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
+        dataset.write_datasink(sink)
+    # [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Environment variables that Ray reads at import, so they must be set before it. Does not import Ray.
 
->>> address = prepare_ray_environment("auto")
->>> from eagle_ray.batch.cluster import connect
->>> connect(address)
+address = prepare_ray_environment("auto")
+from eagle_ray.batch.cluster import connect
+connect(address)
 """
 
 from __future__ import annotations

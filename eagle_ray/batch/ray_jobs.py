@@ -3,10 +3,10 @@
 The cluster gets a working directory with the resolved configuration and this package: its nodes need our
 dependencies only. The job's exit code is the exit code of the process.
 
-    >>> code = submit(config, "http://127.0.0.1:8265", follow=True)
-    submitted as raysubmit_6vHbeXjhHnwpBVpe
-    reading the input
-    ...
+    code = submit(config, "http://127.0.0.1:8265", follow=True)
+    # submitted as raysubmit_6vHbeXjhHnwpBVpe
+    # reading the input
+    # ...
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ files held at that time.
 
 If ``_run.json`` is whole and only its list of input files is lost, it stays, and the files are recorded as they are.
 
-    >>> print(repair_output(load_config("job.yaml")))
-    runs/a: adopted run 5f0c2a91d3b7 ...
+    print(repair_output(load_config("job.yaml")))      # runs/a: adopted run 5f0c2a91d3b7 ...
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@ segment is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 byt
 is mapped into memory, so that a driver holds no copy. Several segments are read together by ranges of the digest,
 which bounds memory whatever the number of rows.
 
+    >>> from eagle_ray.batch.id_digests import digests
+    >>> index = StoragePath.of(tempfile.mkdtemp())
     >>> table = sorted_by_id({"id": digests(["b", "a"]), "file": np.zeros(2, np.uint32)})
-    >>> segment = write_segment(StoragePath.of("runs/a/_index"), "output", table)
-    >>> read_segment(StoragePath.of("runs/a/_index"), segment)["id"] == table["id"]
+    >>> segment = write_segment(index, "output", table)
+    >>> read_segment(index, segment)["id"] == table["id"]
     array([ True,  True])
 """
 

@@ -3,8 +3,7 @@
 Ray is imported only if rows are missing, and torch only in workers and model checks, so a finished job ends in a
 second.
 
-    >>> run_job(load_config("configs/demo.yaml"))
-    0
+    run_job(load_config("configs/demo.yaml"))      # 0
 """
 
 from __future__ import annotations
@@ -420,7 +419,7 @@ def _checks(config: JobConfig, plan: InputPlan, run: RunHandle, there: dict[str,
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
     join_cluster(config)
-    from eagle_ray.batch.output.verification import run_checks
+    from eagle_ray.batch.verification import run_checks
 
     found = run_checks(config, plan, run, plan.rows, wanted)
     if turns := found.get("baseline_rows", {}).pop("turns", None):

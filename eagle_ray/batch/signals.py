@@ -5,8 +5,8 @@ So it is raised again every AGAIN_S until the main thread is seen to unwind, and
 its place counts as the interrupt. Signals that arrive while the main thread unwinds, or later, are ignored, so that the
 job can clean up and report how it ends.
 
-    >>> with interruptible():
-    ...     work()
+    with interruptible():
+        work()
 """
 
 from __future__ import annotations

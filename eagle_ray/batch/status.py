@@ -3,9 +3,9 @@
 A killed run cannot record its end. On its own machine its process is looked up; elsewhere a run without a sign of
 life for long is called silent.
 
-    >>> print(status_text(status_of(StoragePath.of("runs/a"))))
-    run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
-    last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
+    print(status_text(status_of(StoragePath.of("runs/a"))))
+    # run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
+    # last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from eagle_ray import __version__
 from eagle_ray.batch.input.plan import plan_input, requests_of
@@ -39,6 +38,7 @@ from eagle_ray.evaluation.draft_methods import (
 )
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Round, figures, rounds
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
         yield turn
 
 
-def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Module) -> Iterator[dict[str, Any]]:
+def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: CausalLM) -> Iterator[dict[str, Any]]:
     """Yield the numbers for each temperature, method and task, and for all tasks (task None)."""
     names = {way.name for way in ways}
     for temperature in dict.fromkeys(turn.temperature for turn in turns):
@@ -145,7 +145,7 @@ def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: nn.Mo
 
 
 def _identity(
-    causal_lm: nn.Module, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
+    causal_lm: CausalLM, answers: Sequence[engine_sequence.Sequence], plain: Sequence[engine_sequence.Sequence]
 ) -> Equivalence:
     """Compare whole outputs, sampled or greedy."""
     return compare(
@@ -157,7 +157,7 @@ def _identity(
     )
 
 
-def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: nn.Module) -> dict[str, Any]:
+def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal_lm: CausalLM) -> dict[str, Any]:
     on_gpu = causal_lm.device.type == "cuda"
     return {
         "eagle_ray": __version__,

@@ -17,11 +17,10 @@ from typing import Any
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import Group, SamplingParams, merged_values, names_in
+from eagle_ray.requests.parameters import FORMS, SamplingParams, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 
-FORMS = names_in(Group.FORM)
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
 MOST_SHOWN = 20  # grammars that do not compile
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
-
-import torch
-from torch import nn
 
 from eagle_ray.batch.input.plan import plan_input, requests_of
 from eagle_ray.batch.run import GROUP_BY
@@ -26,6 +22,7 @@ from eagle_ray.evaluation.method_comparison import Round
 from eagle_ray.evaluation.statistics import ratio_interval
 from eagle_ray.evaluation.throughput import run_to_completion
 from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.text import render
 from eagle_ray.report.tree_picture import PictureNode, tree_picture
 from eagle_ray.requests.messages import template_messages
@@ -96,7 +93,7 @@ def _first_of_each(number: int, questions: Sequence[LiveQuestion]) -> list[LiveQ
     return [question for of_one in by_category.values() for question in of_one[:number]]
 
 
-def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[nn.Module, dict[str, Engine]]:
+def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[CausalLM, dict[str, Engine]]:
     """Return the target and an engine of one slot for each method."""
     ways = parse_methods([OURS], config.model, config.speculative)
     longest = max(len(s.prompt_ids) + s.sampling.token_limit for s in (question.ask() for question in questions))
@@ -169,11 +166,11 @@ def _speed_up(turns: Sequence[Round]) -> float:
     return ratio_interval([t.samples[OURS].tokens_per_second / t.samples[PLAIN].tokens_per_second for t in turns]).mean
 
 
-def _identity(causal_lm: nn.Module, turns: Sequence[Round]) -> Equivalence:
+def _identity(causal_lm: CausalLM, turns: Sequence[Round]) -> Equivalence:
     """Compare the answers of both, and find out whether a difference is one of rounding."""
     ours, plain = ([turn.answers[name][0] for turn in turns] for name in (OURS, PLAIN))
     prompts, wanted = [s.prompt_ids for s in plain], [s.output_ids for s in plain]
-    near_tie = NEAR_TIE[cast(torch.dtype, causal_lm.dtype)]
+    near_tie = NEAR_TIE[causal_lm.dtype]
     return compare(causal_lm, prompts, [s.output_ids for s in ours], wanted, near_tie=near_tie)
 
 

@@ -46,7 +46,7 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upg
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
-from eagle_ray.requests.parameters import Group, names_in
+from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -116,8 +116,7 @@ def _seen(config: JobConfig) -> CheckedTarget:
 
 def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) -> list[str]:
     """Return the lines of the grammars of all rows; none if there are none or no tokenizer to compile them for."""
-    forms = names_in(Group.FORM)
-    named = {name for name in forms if getattr(config.sampling, name)} | (plan.row_settings & {*forms})
+    named = {name for name in FORMS if getattr(config.sampling, name)} | (plan.row_settings & {*FORMS})
     if seen is None or seen.grammars is None or not named:
         return []
     return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()

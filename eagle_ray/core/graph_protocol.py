@@ -62,13 +62,13 @@ class GraphRunner(Protocol):
     def sampling_kind(self, kind: Kind) -> Kind:
         """Return the kind of sampling that a pass is recorded for; it serves sequences of the given kind."""
 
-    def has(self, key: Hashable) -> bool:
+    def has(self, key: tuple[Hashable, ...]) -> bool:
         """Return whether a pass with this key is recorded."""
 
-    def record(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
+    def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
         """Make what `run` replays, without running it; return whether it can be replayed."""
 
-    def run(self, key: Hashable, function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
+    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
         """Return the function's results for these inputs.
 
         Under one key the function must do the same for inputs of the same padded shapes.

@@ -31,6 +31,9 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+NO_SLOT = -1  # of a sequence that is not in the batch
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of one request. Raises RequestError for sampling parameters that contradict one another.
@@ -76,8 +79,8 @@ class Sequence:
     error: RequestError | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
-    slot: int | None = None
-    stats: AcceptanceStats | None = None
+    slot: int = NO_SLOT
+    stats: AcceptanceStats = field(default_factory=lambda: AcceptanceStats.empty(0))  # the engine's from acceptance on
     max_tokens: int = 0  # sampling.max_tokens cut to the room; set when the engine accepts the sequence
     num_reused: int = 0
     num_prefilled: int = 0

@@ -61,7 +61,8 @@ def _here() -> list[Mapping[str, float]]:
 
         from eagle_ray.batch.cluster import ACCELERATOR
 
-        kind = get_accelerator_manager_for_resource("GPU").get_current_node_accelerator_type()
+        manager = get_accelerator_manager_for_resource("GPU")
+        kind = None if manager is None else manager.get_current_node_accelerator_type()
         node |= {ACCELERATOR + kind: 1} if kind else {}
     return [node]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,9 +36,9 @@ def devices(wanted: str) -> Finding:
     """Check the devices. wanted: model.device."""
     if torch.cuda.is_available():
         return _gpus(wanted)
-    facts = {"cpu": cpu_name(), "cores": num_cores(), "memory_bytes": total_memory(), "free_bytes": free_memory()}
-    free = f"{gib(facts['free_bytes'])} of {gib(facts['memory_bytes'])} free"
-    cpu = f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {free}"
+    cores, total, free = num_cores(), total_memory(), free_memory()
+    facts = {"cpu": cpu_name(), "cores": cores, "memory_bytes": total, "free_bytes": free}
+    cpu = f"{facts['cpu']}, {counted(cores, 'core')}, {gib(free)} of {gib(total)} free"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
     if wanted == "cuda":
         todo = todo or "run it on a machine with a GPU (`eagle-ray submit` to a cluster), or set model.device to auto"
@@ -97,14 +97,15 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_requi
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
     why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
     portable = "matmul, softmax, matmul" if why else "scaled_dot_product_attention"
+    path = portable if missing else "tree attention in Triton"
     facts = {
-        "path": portable if missing else "tree attention in Triton",
+        "path": path,
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
         "packed_linears": _packs(device, dtype),
         "no_kernels": missing,
     }
-    attends = facts["path"] + (f" for {' and '.join(why)}" if why and missing else "")
+    attends = path + (f" for {' and '.join(why)}" if why and missing else "")
     linears = "packed for oneDNN" if facts["packed_linears"] else "torch's own"
     ours = f"; no Triton kernels: {missing}" if missing and device != "cpu" else ""
     says = f"{attends}, over blocks of the cache, in {facts['dtype']} on {device}; linear layers {linears}{ours}"
@@ -143,7 +144,7 @@ def _packs(device: str, dtype: torch.dtype) -> bool:
     return isinstance(trial[0], PackedLinear)
 
 
-def trial(device: str) -> Finding:
+def trial(device: Literal["cpu", "cuda"]) -> Finding:
     """Decode a few tokens of the embedded pair with drafts and without; check for equal tokens and fewer passes."""
     (drafted, fallbacks), (plain, _) = (_decoded(device, settings) for settings in (TRIAL, {"method": "none"}))
     same = sum(a.output_ids == b.output_ids for a, b in zip(drafted, plain, strict=True))
@@ -164,7 +165,7 @@ def _graphs_todo(missing: str | None) -> str | None:
     return f"CUDA graphs do not run here, which makes every step slower: {missing}; {todo}"
 
 
-def _decoded(device: str, settings: dict[str, Any]) -> tuple[list[Sequence], dict[str, str]]:
+def _decoded(device: Literal["cpu", "cuda"], settings: dict[str, Any]) -> tuple[list[Sequence], dict[str, str]]:
     """Return the sequences, and the fallbacks of their engine."""
     model = ModelConfig(device=device, dtype="float32", max_model_len=64)
     engine = build_engine_from_config(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine

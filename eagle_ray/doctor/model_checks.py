@@ -132,7 +132,7 @@ def room_of(workers: Workers, device: str) -> Room | None:
         return Room((free // per_node,), per_node, on_gpu=False)
     if not workers.is_here:
         return None
-    free = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+    each = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
     if workers.num_gpus >= 1:
-        return Room(tuple(free[: int(workers.num_gpus)]), 1, on_gpu=True)
-    return Room((int(free[0] * workers.num_gpus),), round(1 / workers.num_gpus), on_gpu=True)
+        return Room(tuple(each[: int(workers.num_gpus)]), 1, on_gpu=True)
+    return Room((int(each[0] * workers.num_gpus),), round(1 / workers.num_gpus), on_gpu=True)

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Literal
 
 from eagle_ray.batch.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
@@ -44,7 +45,7 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     yield smollm2()
     finding, here = model_checks.pair_here(config)
     yield finding
-    device = "cuda" if planned is not None and planned.num_gpus else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if planned is not None and planned.num_gpus else "cpu"
     if here is not None:
         dtype = model_checks.dtype_of(config.model.dtype, device, here)
         if planned is None or planned.is_here:

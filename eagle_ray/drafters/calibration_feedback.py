@@ -113,6 +113,7 @@ def _path(levels: list[OfferedLevel], picks: Int[Tensor, "B D"], num_accepted: I
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
+        assert frontier is not None, "only the first level's parents are the roots"
         found = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
         nodes.append(found.long().argmax(1))
         on_path.append(on_path[-1] & found.any(1))

@@ -103,6 +103,12 @@ class CandidateRanker:
         self._offers.begin((sampling.temperature > 0).long())
         self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
 
+    @property
+    def feedback(self) -> RankingFeedback:
+        """Return what the trees in the making are made from; only between `start` and `update`."""
+        assert self.lesson is not None, "no trees were started"
+        return self.lesson
+
     def reset(self) -> None:
         """Discard everything learned."""
         self._num_lessons, self.lesson = 0, None
@@ -112,8 +118,8 @@ class CandidateRanker:
 
     def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
         """Return the `width` likeliest children of every node of the next level's frontier."""
-        tokens, scores, own = self.rank(len(self.lesson.features), features, width)
-        self.lesson.features.append(features)
+        tokens, scores, own = self.rank(len(self.feedback.features), features, width)
+        self.feedback.features.append(features)
         return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def rank(
@@ -138,9 +144,9 @@ class CandidateRanker:
         They are ranked once. logits: the head's, of that feature.
         """
         num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
-        ranked = self._rank(len(self.lesson.features), logits, width)
+        ranked = self._rank(len(self.feedback.features), logits, width)
         tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
-        self.lesson.features.append(feature)
+        self.feedback.features.append(feature)
         return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
 
     def _rank(
@@ -161,7 +167,7 @@ class CandidateRanker:
         picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
         path = self._offers.update(picks, num_accepted)
         if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
-            self._couple(path, picks)
+            self._couple(self.coupling, path, picks)
         self.lesson = None
 
     def _best(
@@ -170,7 +176,7 @@ class CandidateRanker:
         """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head."""
         logits = logits.float()
         ranked = own = logits.log_softmax(-1)
-        sampling = self.lesson.sampling
+        sampling = self.feedback.sampling
         if self.coupling is not None and sampling.any_sampled:
             rows = sampling.sampled_rows
             noise = self._noise(level + self._ones(1), rows, logits.shape[-1])[0]
@@ -187,14 +193,14 @@ class CandidateRanker:
         """Do what `_best` does by a kernel, without tensors as wide as the vocabulary."""
         from eagle_ray.kernels.topk import Push, top_k
 
-        sampling, push = self.lesson.sampling, None
+        sampling, push = self.feedback.sampling, None
         if self.coupling is not None and sampling.any_sampled:
             push = Push(
                 weights=self.coupling.fit.at(level)[0],
                 large=LARGE_NOISE,
                 temperature=sampling.temperature,
                 seed=sampling.seed,
-                positions=self.lesson.lengths + level + 1,
+                positions=self.feedback.lengths + level + 1,
                 floors=self._floors(logits, sampling) if sampling.any_cut else None,
                 token_ids=self._token_ids,
             )
@@ -207,24 +213,24 @@ class CandidateRanker:
         cuts = sampling.top_k, sampling.top_p, sampling.min_p
         return least_kept(logits, sampling.temperature, *cuts, NUM_CUT)
 
-    def _couple(self, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+    def _couple(self, coupling: Coupling, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""
-        levels, sampling = range(len(path.nodes)), self.lesson.sampling
+        levels, sampling = range(len(path.nodes)), self.feedback.sampling
         num_sampled = len(sampling.sampled)
         turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
         rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
         self._num_lessons += 1
-        pairs = zip(self.lesson.features, path.nodes[:, rows], strict=False)
+        pairs = zip(self.feedback.features, path.nodes[:, rows], strict=False)
         on_path = [features[rows, node if features.shape[1] > 1 else 0] for features, node in pairs]
         logits = self._logits_of(torch.stack(on_path)).float()
         places, known = self._places(picks.T[: len(levels), rows])
         noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)
-        self.coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
+        coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
 
     def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
         """Return the picks' indices among the tokens that can be drafted, and whether they are among them."""
-        if self._token_ids is None:
+        if self._token_ids is None or self._order is None:
             return picks, torch.ones_like(picks, dtype=torch.bool)
         found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
         places = self._order[found]
@@ -233,9 +239,9 @@ class CandidateRanker:
     def _noise(self, steps: Int[Tensor, " L"], rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
         """Return the noise by which the target samples the tokens `steps` after the roots, which are at `lengths`."""
         ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
-        positions = self.lesson.lengths[rows] + steps[:, None]
-        seeds = self.lesson.sampling.seed[rows].expand_as(positions)
+        positions = self.feedback.lengths[rows] + steps[:, None]
+        seeds = self.feedback.sampling.seed[rows].expand_as(positions)
         return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)
 
     def _ones(self, num: int) -> Int[Tensor, " L"]:
-        return torch.ones(num, dtype=torch.int64, device=self.lesson.lengths.device)
+        return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)

@@ -149,7 +149,7 @@ class DFlashDrafter(PairDrafter):
             row = slice(level, level + 1)
             children = self.ranking.shared_children(hidden[:, row], logits[:, row], frontier, plan.children)
             builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
-        return Grown(builder.build(), builder.levels, self.ranking.lesson)
+        return Grown(builder.build(), builder.levels, self.ranking.feedback)
 
     def _block(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], num_levels: int, first: Int[Tensor, " B"]

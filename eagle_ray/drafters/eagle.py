@@ -217,7 +217,7 @@ class EagleDrafter(PairDrafter):
             seen = _descend(seen, frontier, builder.depth - 1)
             features = self._level(at, frontier, features, seen, backlog.first)
             self._grow(builder, features, frontier, plan.children)
-        return Grown(builder.build(), builder.levels, self.ranking.lesson)
+        return Grown(builder.build(), builder.levels, self.ranking.feedback)
 
     @property
     def cost_key(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,7 +23,10 @@ class NullDrafter:
 
     supports_graphs = True  # a subclass that drafts on the host sets False
     prefill_passes = 0
-    cost_key: ClassVar[dict[str, Any]] = {}
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {}
 
     def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         pass

@@ -222,7 +222,7 @@ class PairDrafter(ABC):
         at = batch if plan.members is None else batch.select(plan.members)
         self._evict(at.host_slots, at.host_lengths)
         grown, num_pairs, before = None, int(self._waiting(at).sum()), False
-        if self._is_replayed(plan):
+        if self._graphs is not None and plan.has_known_shape:
             before = self._read_all_but(self._most_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling, self._graphs)
         if grown is None:
@@ -237,7 +237,7 @@ class PairDrafter(ABC):
 
         Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
         """
-        if not self._is_replayed(plan) or self._waiting(at).max() > self._most_pairs(plan):
+        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling, self._graphs)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
@@ -279,10 +279,6 @@ class PairDrafter(ABC):
         theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
         grown = self._grown(at, *theirs, plan, self._backlog(at))
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
-
-    def _is_replayed(self, plan: DraftPlan) -> bool:
-        """Return whether there are graphs and the draft's shape is known in advance."""
-        return self._graphs is not None and plan.has_known_shape
 
     def _replayed(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
@@ -419,16 +415,16 @@ class PairDrafter(ABC):
         columns = backlog.starts[:, None] + index
         slots = at.slots[:, None].expand_as(columns)
         cells = self.cache.slot_mapping(slots, torch.where(real, columns, self.cache.blocks.null_position))
-        packed = slots.flatten(), columns.flatten(), cells.flatten()
+        slots, columns, cells = slots.flatten(), columns.flatten(), cells.flatten()
         if unpack is None:
             first_rows = longest * torch.arange(len(counts), device=device)
             row_of = None
         else:
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
-            packed = tuple(x[unpack] for x in packed)
-        tokens, features = self._queue.take(*packed[:2])
-        return PendingRows(tokens, features, packed[1], packed[2], first_rows + counts - 1, row_of)
+            slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
+        tokens, features = self._queue.take(slots, columns)
+        return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:

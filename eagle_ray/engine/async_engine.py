@@ -120,7 +120,7 @@ class StepLoop:
         error = EngineError("the engine was closed")
         try:
             while self._receive():
-                for sequence in self.engine.step():
+                for sequence in self._alive.step():
                     self.calls.pop(sequence).finish(sequence.error)
         except Exception as fault:  # whatever broke a step breaks every sequence in flight
             error = EngineError(f"the engine failed: {type(fault).__name__}: {fault}")
@@ -136,20 +136,30 @@ class StepLoop:
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
         engine = self.engine
-        return self._last[0] if engine is None else replace(engine.counters, fallbacks=engine.fallbacks)
+        if engine is not None:
+            return replace(engine.counters, fallbacks=engine.fallbacks)
+        assert self._last is not None, "kept before the engine is dropped"
+        return self._last[0]
 
     def occupancy(self) -> Occupancy:
         """Return the current occupancy, possibly in the middle of a step."""
         engine = self.engine
         if engine is None:
+            assert self._last is not None, "kept before the engine is dropped"
             return self._last[1]
         blocks = engine.target.cache.blocks
         used = blocks.num_blocks - blocks.num_available
         return Occupancy(engine.scheduler.num_running, used, blocks.num_blocks)
 
+    @property
+    def _alive(self) -> Engine:
+        """Return the engine, in its own thread, which ends before the engine is dropped."""
+        assert self.engine is not None
+        return self.engine
+
     def add(self, call: PendingRequest) -> None:
         try:
-            self.engine.add(call.sequence)
+            self._alive.add(call.sequence)
         except Exception as error:  # whatever it is, the engine has not taken the sequence, so only this request fails
             call.finish(error)
         else:
@@ -160,13 +170,13 @@ class StepLoop:
         """Abort a request unless it is answered or was refused because another call brought the same sequence."""
         if self.calls.get(call.sequence) is call:
             del self.calls[call.sequence]
-            self.engine.abort(call.sequence)
+            self._alive.abort(call.sequence)
 
     def _receive(self) -> bool:
         """Handle arrived commands, waiting if there is nothing else to do. Return False once closed."""
         while True:
             try:
-                order = self.inbox.get(block=not self.engine.has_work)
+                order = self.inbox.get(block=not self._alive.has_work)
             except queue.Empty:
                 return True
             if order is None:
@@ -213,7 +223,8 @@ class AsyncEngine:
         Raises as generate does. Closing the iterator early frees the slot at the next step; a slow reader delays no
         other request.
         """
-        post, counts = self._mailbox(), asyncio.Queue()
+        post = self._mailbox()
+        counts: asyncio.Queue[int | None] = asyncio.Queue()
         listener = lambda: post.post(partial(counts.put_nowait, len(sequence.output_ids)))  # noqa: E731
         answer = asyncio.ensure_future(self._answer(sequence, listener))
         answer.add_done_callback(lambda _: counts.put_nowait(None))

@@ -189,7 +189,7 @@ def calibration_mode(
     assert not engine.has_work, "an engine at work cannot be measured"
     planner, counters, overlap = engine.planner, engine.counters, engine.overlap
     engine.planner, engine.counters, engine.overlap = set_planner, EngineCounters(counters.num_slots), False
-    bench = CalibrationRun(engine, distinct_prompts)
+    bench = CalibrationRun(engine, set_planner, distinct_prompts)
     try:
         yield bench
     finally:
@@ -326,14 +326,17 @@ def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
 class CalibrationRun:
     """An engine with synthetic sequences, and the seconds measured so far, by rows.
 
-    Attributes:
+    Args:
+        planner: the engine's.
         distinct_prompts: every sequence has a prompt, and so blocks, of its own.
+
+    Attributes:
         temperature: of new sequences.
         num_slots: sequences that can run at once with short prompts.
     """
 
-    def __init__(self, engine: Engine, distinct_prompts: bool = False):
-        self._engine, self._planner, self._distinct_prompts = engine, engine.planner, distinct_prompts
+    def __init__(self, engine: Engine, planner: ScriptedPlanner, distinct_prompts: bool = False):
+        self._engine, self._planner, self._distinct_prompts = engine, planner, distinct_prompts
         self._num_added, self.temperature = 0, 0.0
         self.num_slots = self.max_concurrent(SHORT_PROMPT)
         self._running: list[Sequence] = []
@@ -423,7 +426,7 @@ class CalibrationRun:
 
     def _verify_curve(self, each: float) -> CostCurve:
         """Return the seconds of a pass without those of its sequences (each: seconds per sequence)."""
-        seconds = defaultdict(list)
+        seconds: defaultdict[int, list[float]] = defaultdict(list)
         for (rows, batch_size), times in self._verify.items():
             seconds[rows] += [s - each * batch_size for s in times]
         return _curve(seconds)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
@@ -24,6 +23,7 @@ from eagle_ray.core.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
@@ -216,7 +216,7 @@ def _too_small(lengths: SequenceLengths, memory: DeviceMemory) -> str:
     )
 
 
-def profile_pass(model: nn.Module, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
+def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
     """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
     each = max(num_tokens // PROFILE_PROMPTS, 1)
     target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers)

@@ -257,7 +257,7 @@ class Engine:
         timer = StepTimer(self.target.device)
         plan, draft = self._draft(batch)
         pending, output = self._start_verify(batch, plan, draft, timer, prompts)()
-        if output is None:
+        if output is None or prompts is None:
             return pending, None
 
         now = time.monotonic()
@@ -308,7 +308,7 @@ class Engine:
         timer = StepTimer(self.target.device, pending.timer if prefill is None else None)
         plan = self._plan(batch)
 
-        draft = Draft.empty(batch.roots)
+        draft: Draft | None = Draft.empty(batch.roots)
         if plan.is_drafting:
             draft = self.drafter.draft_async(batch.at, batch.roots, plan, batch.sampling)
         if draft is None:

@@ -29,7 +29,7 @@ from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.drafters.ensemble import extra_log_values
 from eagle_ray.engine.controlled_sampling import synced
-from eagle_ray.sampling.grammar_state import PredictedToken
+from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge
@@ -42,10 +42,14 @@ LONG = 2  # tokens of a chain after which a head's draft would not pay
 
 @dataclass(frozen=True, slots=True)
 class GrammarChains:
-    """The tokens that grammars predict for the sequences of a batch; none for a sequence without a grammar."""
+    """The tokens that grammars predict for the sequences of a batch; none for a sequence without a grammar.
+
+    Attributes:
+        grammars: by place in the batch.
+    """
 
     chains: list[list[PredictedToken]]
-    with_grammar: list[int]
+    grammars: dict[int, GrammarState]
 
     @classmethod
     def of(cls, batch: DecodeBatch, most_tokens: int) -> GrammarChains | None:
@@ -54,17 +58,17 @@ class GrammarChains:
         Args:
             most_tokens: of a chain, at most as many as the engine's deepest and largest draft has.
         """
-        members = [i for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None]
-        if not members:
+        grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
+        if not grammars:
             return None
         can_draft = set(range(len(batch)) if batch.can_draft is None else batch.can_draft)
         chains: list[list[PredictedToken]] = [[] for _ in batch.sequences]
-        for i in members:
+        for i, grammar in grammars.items():
             synced(batch.sequences[i])
             if i in can_draft:
                 most = min(most_tokens, batch.remaining_tokens[i] - 1)
-                chains[i] = batch.sequences[i].grammar.predicted_tokens(most)
-        return cls(chains, members)
+                chains[i] = grammar.predicted_tokens(most)
+        return cls(chains, grammars)
 
     def without_long(self, plan: DraftPlan) -> DraftPlan:
         """Return the plan for the sequences without a long chain. A probe is run as it is planned."""
@@ -86,8 +90,8 @@ class GrammarChains:
     def _pruned(self, draft: Draft, batch: DecodeBatch) -> Draft:
         penalties = torch.zeros_like(draft.tree.log_values)
         tokens, parents = draft.tree.tokens.tolist(), draft.tree.parents.tolist()
-        for i in self.with_grammar:  # every node, for candidates that are not valid may stand between others
-            allowed = batch.sequences[i].grammar.allowed_nodes(tokens[i], parents[i])
+        for i, grammar in self.grammars.items():  # every node: candidates that are not valid may stand between others
+            allowed = grammar.allowed_nodes(tokens[i], parents[i])
             penalties[i] = torch.where(torch.tensor(allowed), 0.0, FORBIDDEN)
         return replace(draft, tree=replace(draft.tree, log_values=draft.tree.log_values + penalties))
 

@@ -38,7 +38,8 @@ TEMPERATURES = 0.0, 1.0
 
 def capture(engine: Engine, max_nodes: int, top_k: int) -> None:
     """Capture the passes of an idle engine with graphs, whatever its planner chooses within these bounds."""
-    _run(engine.graphs, list(_passes(engine, max_nodes, top_k)))
+    graphs = _graphs(engine)
+    _run(graphs, list(_passes(engine, graphs, max_nodes, top_k)))
 
 
 def capture_fixed(engine: Engine) -> None:
@@ -46,20 +47,26 @@ def capture_fixed(engine: Engine) -> None:
 
     The engine is left idle and its counters unchanged.
     """
+    graphs = _graphs(engine)
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
-        steps = list(_steps(engine, bench))
-        _run(engine.graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
+        steps = list(_steps(engine, graphs, bench))
+        _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
 
 
-def _passes(engine: Engine, max_nodes: int, top_k: int) -> Iterator[Callable[[], None]]:
+def _graphs(engine: Engine) -> CudaGraphRunner:
+    assert engine.graphs is not None, "an engine without graphs records nothing"
+    return engine.graphs
+
+
+def _passes(engine: Engine, graphs: CudaGraphRunner, max_nodes: int, top_k: int) -> Iterator[Callable[[], None]]:
     """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
-    graphs, verifier, drafter = engine.graphs, engine.verifier, engine.drafter
+    verifier, drafter = engine.verifier, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(max_nodes)
     for bound in graphs.contexts:
         for params in _params(graphs):
             yield from (partial(verifier.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(verifier.record_trees, drafter, *sizes, bound, params) for sizes in trees)
+            yield from (partial(verifier.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(top_k, bound, params)
 
 
@@ -98,19 +105,18 @@ def _take(bench: CalibrationRun, steps: list[Step], i: int) -> None:
     bench.run_step(CalibrationSetting(batch_size, 1, 0, 0), length)
 
 
-def _steps(engine: Engine, bench: CalibrationRun) -> Iterator[Step]:
+def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> Iterator[Step]:
     """Yield a step for every batch size: all with short prompts, then with longer contexts."""
-    for length in [SHORT_PROMPT, *(bound + 1 for bound in engine.graphs.contexts[:-1])]:
+    for length in [SHORT_PROMPT, *(bound + 1 for bound in graphs.contexts[:-1])]:
         if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
             break
-        for params in _params(engine.graphs):
-            for batch_size in _batch_sizes(engine, bench.max_concurrent(length)):
+        for params in _params(graphs):
+            for batch_size in _batch_sizes(graphs, engine.verifier.max_nodes, bench.max_concurrent(length)):
                 yield length, params.temperature, batch_size
 
 
-def _batch_sizes(engine: Engine, most: int) -> list[int]:
-    """Return a batch size for each set of passes that trees of one size ask for, the largest first."""
-    graphs, num_nodes = engine.graphs, engine.verifier.max_nodes
+def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, most: int) -> list[int]:
+    """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
     passes = {
         (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n for n in range(1, most + 1)
     }

@@ -321,7 +321,7 @@ class EagerGraph:
         lasting = {_num_bytes(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
         for fresh in tensors_of(again):
             if _num_bytes(fresh) not in lasting:
-                fresh.untyped_storage().fill_(POISON)
+                fresh.untyped_storage().fill_(POISON)  # type: ignore[attr-defined]  # torch's stub lacks it
         return self._results
 
 

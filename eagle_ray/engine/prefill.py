@@ -23,6 +23,7 @@ from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, log_probs_of, sample
 
 
@@ -31,7 +32,7 @@ class DraftPrefixState:
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
-        self._last_features: Tensor | None = None  # [blocks, H], made when H is known
+        self._last_features: Float[Tensor, "blocks H"] | None = None  # made when H is known
         self._is_read = [False] * blocks.num_blocks
         self._reads_all = [False] * blocks.num_slots  # the drafter has read the slot's sequence from its start
 
@@ -45,7 +46,8 @@ class DraftPrefixState:
                 rows.append(first + (index + 1) * self._blocks.size - 1 - chunk.start)
                 blocks.append(self._blocks.block(chunk.sequence.slot, index))
             first += chunk.num_tokens
-        self._last_features.index_copy_(0, self._tensor(blocks), features[self._tensor(rows)])
+        into, ends = to_device(blocks, features.device), to_device(rows, features.device)
+        self._last_features.index_copy_(0, into, features[ends])
 
     def read(self, chunks: list[PrefillChunk], drafting: bool) -> list[int]:
         """Record whether the drafter reads the chunks; return the first position that each sequence may attend to
@@ -66,15 +68,13 @@ class DraftPrefixState:
 
     def features_before(self, chunks: list[PrefillChunk]) -> Float[Tensor, "B H"]:
         """Return the feature of the token before each chunk, which must start at a block boundary."""
+        assert self._last_features is not None, "a reused block was filled before"
         before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
-        return self._last_features[self._tensor(before)]
+        return self._last_features[to_device(before, self._last_features.device)]
 
     def _completed_blocks(self, chunk: PrefillChunk) -> range:
         """Return which of the slot's blocks become full with the chunk."""
         return range(chunk.start // self._blocks.size, chunk.end // self._blocks.size)
-
-    def _tensor(self, values: list[int]) -> Int[Tensor, " N"]:
-        return to_device(values, self._last_features.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Prefiller:
             return picks
         states = [synced(chunks[ends[place]].sequence) for place in own]
         places, rows = self._tensor([own, [ends[place] for place in own]])
-        paths = [(state, [[]]) for state in states]
+        paths: list[tuple[ControlState, list[list[int]]]] = [(state, [[]]) for state in states]
         fresh = retry_portable(lambda: sample_adjusted(logits, rows, paths, sampling, rows, positions[places]))
         return picks.index_copy(0, places, fresh)
 

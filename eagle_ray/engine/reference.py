@@ -68,7 +68,7 @@ def reference_decode(
         if state is not None:
             allowed = unpack_mask(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
             logits = logits.float().masked_fill(~allowed, -torch.inf)
-        token = sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])).item()
+        token = int(sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])))
         tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])
         reachable.append(frozenset(tokens.nonzero().flatten().tolist()))
         ids.append(token)

@@ -23,7 +23,7 @@ from eagle_ray.attention.prefill_metadata import MAX_GATHERED
 from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import DecodeSlots
@@ -138,12 +138,12 @@ class Scheduler:
             return chunks
         self._num_held, self._full = 0, self.num_slots
         budget, gathered = self._prefill_tokens, 0
-        while budget and (self._partial or self._admit()):
-            context = self._partial.num_prefilled
-            gathered += self._num_gathered(context, min(budget, self._partial.num_to_prefill - context))
+        while budget and (partial := self._partial or self._admit()) is not None:
+            context = partial.num_prefilled
+            gathered += self._num_gathered(context, min(budget, partial.num_to_prefill - context))
             if chunks and gathered > MAX_GATHERED:
                 break  # the next step begins with it
-            chunks.append(self._next_chunk(self._partial, budget))
+            chunks.append(self._next_chunk(partial, budget))
             budget -= chunks[-1].num_tokens
         return chunks
 
@@ -234,13 +234,13 @@ class Scheduler:
         before = (batch.at.slots, batch.at.lengths, batch.remaining_on_device, batch.roots)
         both = zip(before, (*numbers, roots[rows]), strict=True)
         at, length_at, remaining_at, root_at = (torch.cat(each)[place] for each in both)
-        slots, bounds, sequences, may_produce = ([x[i] for i in order] for x in (slots, bounds, sequences, may_produce))
+        sequences = [sequences[i] for i in order]
         return DecodeBatch(
             sequences,
-            DecodeSlots(at, length_at, slots, bounds, max(bounds)),
+            DecodeSlots(at, length_at, [slots[i] for i in order], [bounds[i] for i in order], max(bounds)),
             root_at,
             self._sampling_of(sequences),
-            may_produce,
+            [may_produce[i] for i in order],
             remaining_at,
             None,
         )
@@ -280,7 +280,8 @@ class Scheduler:
         held = sorted([*self._free, *self._running])
         assert held == list(range(self.num_slots)), f"slots {held} of {self.num_slots}"
         assert all(sequence.slot == slot for slot, sequence in self._running.items())
-        assert all(sequence.slot is None and sequence.status is SequenceStatus.WAITING for sequence in self._waiting)
+        waiting = (NO_SLOT, SequenceStatus.WAITING)
+        assert all((sequence.slot, sequence.status) == waiting for sequence in self._waiting)
         prefilling = [s for s in self._running.values() if s.status is SequenceStatus.PREFILLING]
         assert prefilling == ([] if self._partial is None else [self._partial])
         assert all(self._blocks.blocks_needed(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
@@ -297,7 +298,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._release(sequence)
-        sequence.slot, sequence.status = None, SequenceStatus.WAITING
+        sequence.slot, sequence.status = NO_SLOT, SequenceStatus.WAITING
         self._waiting.put_back(sequence)
 
     def _holds_back(self) -> bool:
@@ -309,14 +310,14 @@ class Scheduler:
         self._num_held += num_missing > 0
         return not is_group and self._num_held <= self._max_held
 
-    def _admit(self) -> bool:
-        """Admit the first waiting sequence if there are blocks for its tokens and a tree. Return whether it was.
+    def _admit(self) -> Sequence | None:
+        """Admit and return the first waiting sequence if there are blocks for its tokens and a tree.
 
         One block is left for each running sequence that can grow, so that an admitted sequence is not preempted at
         once.
         """
         if not len(self._waiting) or not self._free:
-            return False
+            return None
         sequence, slot = self._waiting.first(), self._free[-1]
         spare = self._blocks.num_growing
         reused = 0 if sequence.sampling.wants_prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
@@ -326,7 +327,7 @@ class Scheduler:
         elif self._running:
             self._blocks.free(slot)
             self._full = len(self._running)
-            return False
+            return None
         else:  # alone, it goes without trees
             self._blocks.reserve(slot, sequence.num_to_prefill + 1)
         self._waiting.pop()
@@ -334,7 +335,7 @@ class Scheduler:
         sequence.num_reused = sequence.num_prefilled = reused
         self._last_new = sequence.num_to_prefill - reused
         self._running[slot] = self._partial = sequence
-        return True
+        return sequence
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
         """Return the sequence's next chunk. After its last chunk the sequence decodes."""

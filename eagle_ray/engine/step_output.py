@@ -56,7 +56,8 @@ class StepOutput:
     def has_any(self, token_ids: Collection[int]) -> list[bool]:
         """Return which sequences got any of these tokens."""
         is_new = np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
-        return (np.isin(self.tokens, list(token_ids)) & is_new).any(1).tolist()
+        is_found = np.isin(self.tokens, list(token_ids)) & is_new
+        return [bool(row.any()) for row in is_found]
 
 
 class UnflushedStats:

@@ -181,13 +181,14 @@ def accept_and_commit(
     result = accept_path(tree, rows, picks, shape.max_depth)
     target.commit(passed.at, result)
     drafter.extend(passed.at, VerifyOutput(tree, rows, logits, passed.features, result))
-    logprobs = tops = None
+    logprobs, tops = None, None
     if shape.logprobs:
         path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         logprobs, likeliest = log_probs_at(logits, path_rows.flatten(), result.tokens.flatten(), shape.num_tops)
         logprobs = logprobs.view_as(path_rows)
         if likeliest is not None:
-            tops = tuple(x.view(*path_rows.shape, -1) for x in likeliest)
+            ids, log_probs = (x.view(*path_rows.shape, -1) for x in likeliest)
+            tops = ids, log_probs
     return VerifyStepOutput(result, step_record(tree, result, shape.max_depth, logprobs), tops, passed.prompted)
 
 
@@ -231,19 +232,19 @@ class Verifier:
         controlled = ControlledRows.of(batch, draft.tree, allocation.keep, shape.num_nodes)
         if self._replay is None or not self._replay.replays("verify" if controlled is None else "forward"):
             shape = replace(shape, max_depth=min(shape.max_depth, shape.num_nodes - 1))  # no deeper than it has nodes
-            parts = batch.at, batch.sampling, draft.tree, allocation.keep
-            rest = shape, mark, prompts, allocation.sizes, controlled
-            output = retry_portable(lambda: verify_step(self._target, drafter, *parts, *rest))
+            where = batch.at, batch.sampling, draft.tree, allocation.keep, shape
+            rest = mark, prompts, allocation.sizes, controlled
+            output = retry_portable(lambda: verify_step(self._target, drafter, *where, *rest))
             return StartedPass(shape, lambda: output)
         assert prompts is None, "a replayed pass has no rows for prompts"
         mark()
         shape = self._fixed(shape, len(batch), self._replay)
-        rest = batch, draft.tree, allocation.keep, shape, self._replay
+        parts = batch, draft.tree, allocation.keep, shape, self._replay
         if controlled is None:
-            output = self._replay.run(*self._pass(drafter, *rest))
+            output = self._replay.run(*self._pass(drafter, *parts))
             mark()
             return StartedPass(shape, lambda: output)
-        half = self._half_pass(*rest)
+        half = self._half_pass(*parts)
         self._record_second_half(drafter, half, shape, self._replay)
         passed = self._replay.run(*half)
         mark()
@@ -287,7 +288,7 @@ class Verifier:
         """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
         assert self._replay is not None
         shape = self._fixed(StepShape(1, 0, 0, False, 0), batch_size, self._replay)
-        self._record(drafter, batch_size, shape, max_length, params)
+        self._record(self._replay, drafter, batch_size, shape, max_length, params)
 
     def record_trees(
         self, drafter: Drafter, num_trees: int, num_rows: int, max_length: int, params: SamplingParams
@@ -295,14 +296,20 @@ class Verifier:
         """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
         assert self._replay is not None
         shape = self._fixed(StepShape(1, num_rows, self._max_depth, False, 0), num_trees, self._replay)
-        self._record(drafter, num_trees, shape, max_length, params)
+        self._record(self._replay, drafter, num_trees, shape, max_length, params)
 
     def _record(
-        self, drafter: Drafter, batch_size: int, shape: StepShape, max_length: int, params: SamplingParams
+        self,
+        replay: GraphRunner,
+        drafter: Drafter,
+        batch_size: int,
+        shape: StepShape,
+        max_length: int,
+        params: SamplingParams,
     ) -> None:
         batch = idle_batch(batch_size, self._target, max_length, params)
         tree = DraftTree.of_roots(batch.roots)
-        self._replay.record(*self._pass(drafter, batch, tree, tree.valid, shape, self._replay))
+        replay.record(*self._pass(drafter, batch, tree, tree.valid, shape, replay))
 
     def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
         """Return the next larger of the captured shapes; a plain step has rows for the batch only.

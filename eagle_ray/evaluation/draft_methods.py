@@ -35,15 +35,17 @@ from eagle_ray.config.methods import (
     validate_method,
 )
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.drafters.pair_drafter import PairDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.ablations import ExpandedPlanner, OwnConfidence, num_expanded
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"
 OWN_TREES = ("eagle1", "sequoia", "ddd", "opt_tree")  # over the same head
 WITHOUT_VALUE, WITHOUT_RERANKING = "eagle2-without-value", "eagle2-without-reranking"
 Adjust = Callable[[Engine, SpeculativeConfig], None]
-AS_PUBLISHED = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
+AS_PUBLISHED: dict[str, object] = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class DraftMethod:
         """Return the method's drafts, by their names, and its settings."""
         return {"draft": " + ".join(self.drafts) or None, **self.speculative.model_dump()}
 
-    def engine(self, causal_lm: nn.Module, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
+    def engine(self, causal_lm: CausalLM, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
         """weights: what the method reads from its drafts."""
         engine = build_engine(causal_lm, weights, self.speculative, slots, max_model_len)
         if self.adjust is not None:
@@ -131,7 +133,7 @@ def _nodes(name: str, text: str) -> int:
 
 
 def load_method_weights(
-    ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: nn.Module
+    ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: CausalLM
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
     loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
@@ -145,6 +147,7 @@ def load_method_weights(
 
 
 def _without_value(engine: Engine, speculative: SpeculativeConfig) -> None:
+    assert isinstance(engine.drafter, PairDrafter)
     engine.drafter.builder = OwnConfidence
 
 

@@ -7,8 +7,9 @@ from itertools import repeat
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 
@@ -44,7 +45,7 @@ class Equivalence:
 
 
 def compare(
-    model: nn.Module,
+    model: CausalLM,
     prompts: list[list[int]],
     outputs: list[list[int]],
     plain: list[list[int]],
@@ -74,7 +75,7 @@ def first_difference(ids: list[int], others: list[int]) -> int | None:
 
 
 @torch.inference_mode()
-def next_logits(model: nn.Module, ids: list[int]) -> Float[Tensor, "1 V"]:
+def next_logits(model: CausalLM, ids: list[int]) -> Float[Tensor, "1 V"]:
     """Return the logits of the token after these ids, on the host."""
     tokens = torch.tensor([ids], device=model.device)
     hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]

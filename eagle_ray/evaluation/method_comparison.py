@@ -21,7 +21,7 @@ from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence
 from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import DifferenceInterval, Interval, difference_interval, ratio_interval
+from eagle_ray.evaluation.statistics import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
 from eagle_ray.evaluation.throughput import Sample, run_to_completion
 
 WARM_UP_TOKENS = 16
@@ -141,11 +141,12 @@ def _tau_difference(
     answers: Sequence[engine_sequence.Sequence], others: Sequence[engine_sequence.Sequence]
 ) -> dict[str, float | None]:
     """Return the difference of pooled taus, with its interval over prompts."""
-    counts = [
-        tuple((s.stats.num_accepted_draft_tokens, s.stats.num_steps) for s in pair)
-        for pair in zip(answers, others, strict=True)
-    ]
+    counts = [(_accepted_per_step(a), _accepted_per_step(b)) for a, b in zip(answers, others, strict=True)]
     return _if_enough(difference_interval(counts), len(counts))
+
+
+def _accepted_per_step(sequence: engine_sequence.Sequence) -> Counted:
+    return sequence.stats.num_accepted_draft_tokens, sequence.stats.num_steps
 
 
 def _if_enough(interval: Interval | DifferenceInterval, number: int) -> dict[str, float | None]:

@@ -108,6 +108,10 @@ class DFlashHead(nn.Module):
             self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
 
     @property
+    def decoder_layers(self) -> Iterable[Qwen3DecoderLayer]:
+        return cast(Iterable[Qwen3DecoderLayer], self.layers)
+
+    @property
     def token_ids(self) -> Int[Tensor, " Dv"] | None:
         """Return the target's ids of drafted tokens (d2t holds offsets), or None if every token can be drafted."""
         if self.lm_head is None or len(self.d2t) == self.config.vocab_size:
@@ -152,8 +156,7 @@ class DFlashHead(nn.Module):
         both = torch.cat([context_positions, positions], 1)
         rotary, block_rotary = self.rotary(block, both), self.rotary(block, positions)
         hidden = block
-        layers = cast(Iterable[Qwen3DecoderLayer], self.layers)
-        for layer, is_causal in zip(layers, self.block.causal, strict=True):
+        for layer, is_causal in zip(self.decoder_layers, self.block.causal, strict=True):
             own = same_block.tril() if is_causal else same_block
             mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
             normed = layer.input_layernorm(hidden)

@@ -26,6 +26,7 @@ from eagle_ray.models.supported_models import check_config
 from eagle_ray.storage.model_files import check_files, check_weights
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+CausalLM = PreTrainedModel  # for packages that do not import transformers
 
 
 def load_config(path: Path) -> PretrainedConfig:

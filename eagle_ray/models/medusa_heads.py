@@ -10,8 +10,6 @@ The feature is of the token before the root. Module names are the published key 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -20,30 +18,13 @@ from torch.nn.functional import silu
 from eagle_ray.models.eagle_heads import LogitsOf
 
 
-@runtime_checkable
-class PathHeads(Protocol):
-    """Protocol. num_levels: the longest path that can be drafted. shape: what its costs depend on, as JSON."""
-
-    num_levels: int
-    shape: dict[str, Any]
-
-    def logits(
-        self,
-        level: int,
-        feature: Float[Tensor, "B H"],
-        path: Float[Tensor, "B F L H"],
-        target_logits: LogitsOf,
-    ) -> Float[Tensor, "B F V"]:
-        """Return the logits after F paths of `level` drafted tokens; L = level + 1.
-
-        feature: what the target's lm_head read when the root was sampled. path: embeddings of the root and the
-        drafts.
-        """
-
-
 class MedusaHeads(nn.ModuleList):
     """num_layers: residual blocks per head. own_lm_head: each head has its own lm_head; otherwise the
     target's is used.
+
+    Attributes:
+        num_levels: the longest path that can be drafted.
+        shape: what its costs depend on, as JSON.
     """
 
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, *, own_lm_head: bool):
@@ -65,6 +46,12 @@ class MedusaHeads(nn.ModuleList):
         path: Float[Tensor, "B F L H"],
         target_logits: LogitsOf,
     ) -> Float[Tensor, "B F V"]:
+        """Return the logits after F paths of `level` drafted tokens; L = level + 1.
+
+        Args:
+            feature: what the target's lm_head read when the root was sampled.
+            path: embeddings of the root and the drafts.
+        """
         hidden = self[level](feature)
         logits = hidden if self._own_lm_head else target_logits(hidden)
         return logits[:, None].expand(-1, path.shape[1], -1)

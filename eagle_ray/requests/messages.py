@@ -26,6 +26,7 @@ from eagle_ray.requests.values import (
     Object,
     OneOf,
     Text,
+    WrongValue,
     describe_value,
     json_error,
     json_text,
@@ -70,7 +71,35 @@ MESSAGE = Object(
     about="A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them.",
 )
 MESSAGES = ListOf(MESSAGE, min_items=1, form="a list of messages {role, content}")
+TEXT_PART_FORM = '{"type": "text", "text": "..."}, the only kind of part that is read'
+Steps = tuple[str | int, ...]
 _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
+
+
+class WrongMessage(WrongValue):
+    """A list of messages has a wrong part.
+
+    Attributes:
+        code: of the error.
+        told: what is wrong with the part at `steps`, to stand behind its place.
+    """
+
+    def __init__(self, code: str, form: str, value: Any, steps: Steps, told: str | None = None):
+        super().__init__(form, value, steps)
+        self.code = code
+        self.told = f" must be {form}, got {describe_value(value)}" if told is None else told
+
+    def place(self, name: str) -> str:
+        """Return the place of the wrong part in a list of this name: messages[0].content."""
+        return name + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.steps)
+
+
+def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the messages without nulls, which Parquet has for every absent key; a null content stays.
+
+    Raises WrongMessage with the place of the first wrong part.
+    """
+    return [_checked_message(message, (i,)) for i, message in enumerate(messages)]
 
 
 def parse_messages(value: Any, column: str) -> str:
@@ -86,7 +115,10 @@ def parse_messages(value: Any, column: str) -> str:
         )
     if not value:
         raise RequestError("prompt_empty", f"column {column!r} holds no message: give at least one")
-    messages = [_checked_message(message, f"{column}[{i}]") for i, message in enumerate(value)]
+    try:
+        messages = check_messages(value)
+    except WrongMessage as error:
+        raise RequestError(error.code, f"{error.place(column)}{error.told}") from None
     return json_text(f"column {column!r}", messages)
 
 
@@ -108,46 +140,40 @@ def _messages_in(text: str, column: str) -> Any:
         raise RequestError("bad_json", f"column {column!r} begins like messages but is not JSON: {error}") from None
 
 
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
-    """Return the message without nulls, which Parquet has for every absent key; a null content stays."""
+def _checked_message(message: Any, at: Steps) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(
-            "bad_type", f"{where} must be an object with role and content, got {describe_value(message)}"
-        )
+        raise WrongMessage("bad_type", "an object with role and content", message, at)
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise RequestError("bad_role", f"{where}.role must be {', '.join(ROLES)}; got {describe_value(role)}")
+        form = ", ".join(ROLES)
+        raise WrongMessage("bad_role", form, role, (*at, "role"), f" must be {form}; got {describe_value(role)}")
     kept = {key: value for key, value in message.items() if value is not None}
-    _check_arguments(kept.get("tool_calls"), f"{where}.tool_calls")
+    _check_arguments(kept.get("tool_calls"), (*at, "tool_calls"))
     if isinstance(content, list):
-        return kept | {"content": [_text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]}
+        return kept | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
     if content is None and role == "assistant" and message.get("tool_calls"):
         return kept | ({"content": None} if "content" in message else {})
     if not isinstance(content, str):
-        raise RequestError("bad_type", f"{where}.content must be a text, got {describe_value(content)}")
+        raise WrongMessage("bad_type", "a text", content, (*at, "content"))
     return kept
 
 
-def _check_arguments(calls: Any, where: str) -> None:
+def _check_arguments(calls: Any, at: Steps) -> None:
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
         try:
-            template_arguments(function.get("arguments") if isinstance(function, Mapping) else None)
+            template_arguments(arguments)
         except HalfSurrogate as error:
-            raise json_error(f"{where}[{i}].function.arguments", error) from None
+            steps = (*at, i, "function", "arguments")
+            raise WrongMessage("bad_encoding", "UTF-8 text", arguments, steps, f": {error}") from None
 
 
-def _text_part(part: Any, where: str) -> dict[str, Any]:
+def _text_part(part: Any, at: Steps) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in MEDIA:
-        raise RequestError(
-            "unsupported_parameter",
-            f"{where}: {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text.",
-        )
+        told = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, told)
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise RequestError(
-            "unsupported_parameter",
-            f'{where} must be {{"type": "text", "text": "..."}}, the only kind of part that is read, '
-            f"got {describe_value(part)}",
-        )
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at)
     return {key: value for key, value in part.items() if value is not None}

@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import CHAT_NAMES, MAX_TOP_LOGPROBS, SAMPLING, Door
+from eagle_ray.requests.parameters import CHAT, CHATS, MAX_TOP_LOGPROBS, SAMPLING, Door
 from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
 from eagle_ray.requests.structured import with_own_keys
 from eagle_ray.requests.values import describe_value
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-PROMPT_FIELD_BY_URL = {CHAT: "messages", COMPLETIONS: "prompt"}
-URLS = (*PROMPT_FIELD_BY_URL, RESPONSES)
+PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response is answered as a chat
+URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
-LENGTH_FIELDS = ("max_tokens", "max_completion_tokens")
-KNOWN = {"model", *SAMPLING, *LENGTH_FIELDS}
-DOORS = {CHAT: Door.CHAT, COMPLETIONS: Door.COMPLETIONS}
+LOGPROBS = ("logprobs", "top_logprobs")
+LENGTHS = ("max_tokens", "max_completion_tokens")
+KNOWN = frozenset({"model", *SAMPLING, *LENGTHS})
+KNOWN_AT = {door: KNOWN | {name} | (CHAT.keys() if door in CHATS else set()) for door, name in PROMPT_NAMES.items()}
 
 
 def parse_batch_line(line: InputRow) -> InputRow:
@@ -38,12 +38,13 @@ def parse_batch_line(line: InputRow) -> InputRow:
     try:
         if (error := unreadable(line)) is not None:
             raise error
-        row["url"] = url = _url_of(line)
-        if url == RESPONSES:
-            line, url = line | {"body": _chat_body_of(line)}, CHAT
-        body = _body_of(line, url)
+        door = _door_of(line)
+        row["url"] = door.value
+        if door is Door.RESPONSES:
+            line, door = line | {"body": _chat_body_of(line)}, Door.CHAT
+        body = _body_of(line, door)
         row["model"] = _model_of(body)
-        return row | _prompt_of(body, PROMPT_FIELD_BY_URL[url]) | _sampling_of(body, url) | _chat_of(body, url)
+        return row | _prompt_of(body, PROMPT_NAMES[door]) | _parameters_of(body, door)
     except RequestError as error:
         return row | {"prompt": error}
 
@@ -55,14 +56,14 @@ def _id_of(line: Mapping[str, Any]) -> Any:
     return custom_id
 
 
-def _url_of(line: Mapping[str, Any]) -> str:
+def _door_of(line: Mapping[str, Any]) -> Door:
     if unknown := line.keys() - LINE_KEYS:
         raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
     if (url := line.get("url")) not in list(URLS):
         raise RequestError("bad_type", f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}")
-    return url
+    return Door(url)
 
 
 def _chat_body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,19 +74,17 @@ def _chat_body_of(line: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RequestError(error.code, f"body.{error}") from None
 
 
-def _body_of(line: Mapping[str, Any], url: str) -> Mapping[str, Any]:
+def _body_of(line: Mapping[str, Any], door: Door) -> Mapping[str, Any]:
     """Return the body, after checking that nothing in it would be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
     body = with_own_keys(body)
     for name, value in body.items():
-        if name in (*KNOWN, PROMPT_FIELD_BY_URL[url]) or value is None:
+        if value is None or name in KNOWN_AT[door]:
             continue
-        if name in CHAT_NAMES and url == CHAT:
-            continue
-        if not is_no_op(name, value, DOORS[url]):
-            told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, DOORS[url])}"
+        if not is_no_op(name, value, door):
+            told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
             raise _unsupported(f"body.{name}", told)
     return body
 
@@ -111,30 +110,25 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
-def _sampling_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
-    names = SAMPLING.keys() - {"logprobs", "top_logprobs"}
-    found = {name: body[name] for name in names if body.get(name) is not None}
-    lengths = [body[name] for name in LENGTH_FIELDS if body.get(name) is not None]
+def _parameters_of(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
+    """Return the columns of the parameters that the body sets."""
+    names = [*SAMPLING, *(CHAT if door in CHATS else ())]
+    found = {name: body[name] for name in names if body.get(name) is not None and name not in LOGPROBS}
+    lengths = [body[name] for name in LENGTHS if body.get(name) is not None]
     if len(lengths) == 2 and lengths[0] != lengths[1]:
-        raise RequestError(
-            "bad_sampling", f"body.{LENGTH_FIELDS[0]} and body.{LENGTH_FIELDS[1]} differ: give one of them"
-        )
+        raise RequestError("bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them")
     if lengths:
         found["max_tokens"] = lengths[0]
-    return found | _logprobs(body, url)
+    return found | _logprobs(body, door)
 
 
-def _chat_of(body: Mapping[str, Any], url: str) -> dict[str, Any]:
-    return {name: body[name] for name in CHAT_NAMES if url == CHAT and body.get(name) is not None}
-
-
-def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+def _logprobs(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
     """Return the columns logprobs and top_logprobs. Chat requests have true or false and a number of alternatives,
     completions the number alone.
     """
-    value, num_tops = body.get("logprobs"), body.get("top_logprobs")
-    if url == COMPLETIONS:
-        if not is_no_op("top_logprobs", num_tops, Door.COMPLETIONS):
+    value, num_tops = (body.get(name) for name in LOGPROBS)
+    if door is Door.COMPLETIONS:
+        if not is_no_op("top_logprobs", num_tops, door):
             raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
         if value is None:
             return {}
@@ -146,7 +140,7 @@ def _logprobs(body: Mapping[str, Any], url: str) -> dict[str, Any]:
         raise RequestError("bad_sampling", f"body.logprobs must be true or false, got {describe_value(value)}")
     if num_tops and not value:
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
-    return {name: x for name, x in (("logprobs", value), ("top_logprobs", num_tops)) if x is not None}
+    return {name: x for name, x in zip(LOGPROBS, (value, num_tops), strict=True) if x is not None}
 
 
 def _unsupported(parameter: str, fix: str) -> RequestError:

@@ -212,7 +212,7 @@ class ChatRequest(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        check_messages(self.messages)
+        _check_conversation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
@@ -317,7 +317,7 @@ class TokenizeRequest(OpenBody):
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
             raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
         super().check()
-        check_messages(self.messages or [])
+        _check_conversation(self.messages or [])
 
 
 class DetokenizeRequest(Body):
@@ -326,7 +326,7 @@ class DetokenizeRequest(Body):
     door = Door.DETOKENIZE
 
 
-def check_messages(messages: list[Json]) -> None:
+def _check_conversation(messages: list[Json]) -> None:
     """Raise RequestError for the first message that no chat template can read."""
     for i, message in enumerate(messages):
         where = f"messages[{i}]"

@@ -20,9 +20,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer
 from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import text_options
 from eagle_ray.requests.sequence_answers import AnswerReader
-from eagle_ray.requests.sequences import prompt_text_of
+from eagle_ray.requests.sequences import prompt_text_of, text_options
 from eagle_ray.requests.token_logprobs import row_form
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer

@@ -547,6 +547,9 @@ def names_in(*groups: Group) -> tuple[str, ...]:
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
 
 
+FORMS = names_in(Group.FORM)  # what an output must be: at most one of them is set
+
+
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults overridden by a row's or a request's own values, of which None are absent.
 
@@ -554,15 +557,14 @@ def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     """
     own = {name: value for name, value in own.items() if value is not None}
     kept = dict(defaults)
-    forms = names_in(Group.FORM)
-    if any(own.get(name) for name in forms):
-        kept |= {name: None for name in forms if name in kept}
+    if any(own.get(name) for name in FORMS):
+        kept |= {name: None for name in FORMS if name in kept}
     return kept | own
 
 
 def second_form(values: Mapping[str, Any]) -> str | None:
     """Return the second name, in the table's order, that says what an output must be; None if at most one does."""
-    return next(iter([name for name in names_in(Group.FORM) if values.get(name)][1:]), None)
+    return next(iter([name for name in FORMS if values.get(name)][1:]), None)
 
 
 def body_parameter(
@@ -688,7 +690,6 @@ BODY: Mapping[str, Parameter] = {
         ),
     )
 }
-CHAT_NAMES = tuple(CHAT)
 
 
 @functools.cache

@@ -206,7 +206,10 @@ def _bad_sampling(name: str, form: str, value: Any, reason: str | None = None) -
 
 
 def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of CHAT that are set. Objects and lists may be JSON texts; a null key of a tool is absent."""
+    """Return the columns of CHAT that are set.
+
+    Objects and lists may be JSON texts; a null key of a tool is absent.
+    """
     values: dict[str, Any] = {}
     for name, parameter in CHAT.items():
         if row.get(name) is None or (value := _parse_if_json(row[name], name)) is None:
@@ -216,7 +219,7 @@ def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "tool_choice":
             value = _without_null_keys(value)
         try:
-            value = parameter.kind.check(value)
+            value = parameter.kind_at(Door.JOB).check(value)
         except WrongValue as error:
             raise RequestError(
                 "bad_type", f"column {name!r} must be {error.form}, got {describe_value(value)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
@@ -19,14 +19,15 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import MAX_SAMPLES, SamplingParams
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.sampling_values import answer_grammar, bad_word_ids_of, text_options
 from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import sample_seed
-from eagle_ray.text.chat_options import ChatOptions
+from eagle_ray.text.chat_format import reasoning_at
+from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
+MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
 
 
@@ -102,6 +103,57 @@ def _sequences(
         maker.sequence(f"{request.id}/{j}", prompt_ids, sampling.with_seed(seed_of(request, config.seed, j)), category)
         for j in samples
     ]
+
+
+def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
+    """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
+    if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
+        message = (
+            f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
+        )
+        raise RequestError("invalid_sampling", message)
+    return tuple(tuple(ids) for word in words for ids in tokenizer.word_ids(word))
+
+
+def answer_grammar(
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
+) -> GrammarSpec | None:
+    """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
+
+    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer must be.
+
+    Args:
+        options: of an answer to messages; None for other prompts.
+    """
+    spec = GrammarSpec.of(sampling)
+    if options is None or tokenizer is None:
+        return spec
+    chat_format = tokenizer.chat_format
+    reasoning = reasoning_at(chat_format.reasoning_parser, tokenizer.prompt_end(prompt_ids))
+    if needs_grammar(options) and chat_format.tool_parser is not None:
+        if spec is not None:
+            message = f"{spec.kind}: the tools of the request say what the answer must be already. Leave one out"
+            raise RequestError("invalid_sampling", message)
+        source = tool_grammar(options, chat_format.tool_parser, tokenizer.special_marker_ids(), reasoning)
+        return GrammarSpec("grammar", source, param="tools")
+    begins_with_reasoning = reasoning == "inside" or (reasoning == "optional" and chat_format.has_thinking_switch)
+    if spec is None or not begins_with_reasoning:
+        return spec
+    return replace(spec, after=tokenizer.reasoning_end_id())
+
+
+def text_options(sampling: SamplingParams) -> TextOptions:
+    """Return how output ids become text."""
+    return TextOptions(
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        skip_special_tokens=sampling.skip_special_tokens,
+        include_stop=sampling.include_stop_str_in_output,
+    )
 
 
 def prompt_ids_of(request: Request, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:

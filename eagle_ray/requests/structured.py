@@ -16,7 +16,7 @@ Schemas are kept as JSON text: the order of their keys is the order in which an 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from eagle_ray.text.strict_json import JsonError, check_texts, parse_json
@@ -38,7 +38,19 @@ KEYS_OF_FORMAT = {
     "json_schema": ("schema", "name", "description", "strict", "type"),
 }  # of the types that have a schema: the keys of the object that it stands in
 
-
+# Keywords whose value is a schema, a list of schemas, or an object of schemas.
+_SCHEMAS = (
+    "items",
+    "additionalProperties",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+)
+_SCHEMA_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
+_SCHEMA_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -53,6 +65,36 @@ def schema_text(value: Any) -> Any:
     if not isinstance(value, dict | bool):
         raise ValueError("not a JSON schema")
     return _text_of(value)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError for a minProperties that a grammar cannot hold.
+
+    A grammar counts the keys that are written, and a key that the schema does not name can be written twice. Required
+    keys are written once, and one more key differs from all of them.
+    """
+    if not isinstance(schema, dict):
+        return
+    minimum, required = schema.get("minProperties"), schema.get("required")
+    num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
+    types = schema.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    is_fixed = schema.get("additionalProperties", True) is False and not schema.get("patternProperties")
+    if is_object and not is_fixed and isinstance(minimum, int) and minimum > num_required + 1:
+        raise ValueError(
+            f"minProperties: {minimum} is not supported where keys are free: one key could be written twice. Name keys "
+            "in required, or set additionalProperties to false without patternProperties"
+        )
+    for inner in _inner_schemas(schema):
+        check_schema(inner)
+
+
+def _inner_schemas(schema: dict[str, Any]) -> Iterator[Any]:
+    yield from (schema[name] for name in _SCHEMAS if name in schema)
+    for name in _SCHEMA_LISTS:
+        yield from schema[name] if isinstance(schema.get(name), list) else ()
+    for name in _SCHEMA_OBJECTS:
+        yield from schema[name].values() if isinstance(schema.get(name), dict) else ()
 
 
 def choice_list(value: Any) -> Any:

@@ -24,13 +24,22 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, check_schema
+from eagle_ray.requests.structured import check_schema
 from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
 MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
+# Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
+MAX_GRAMMAR_CHARS = {
+    "json_schema": 1 << 17,
+    "regex": 1 << 16,
+    "choice": 1 << 18,  # all texts together, as JSON
+    "grammar": 1 << 16,
+    "tools": 1 << 17,  # the grammar of their calls, with the tools' schemas
+}
+MAX_GBNF_RULES = 1000  # their conversion to Lark's syntax takes time with the square of their number
 ANY_OBJECT = '{"type": "object"}'
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 STACK_BYTES = 256 << 20  # of a compiling thread: rules that lead to one another take 4 KB a rule; touched as it is used

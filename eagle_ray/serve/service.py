@@ -24,6 +24,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.capacity import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
+from eagle_ray.requests.answer_chunks import ChoiceChunks, num_logprobs
 from eagle_ray.requests.answers import Json
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
@@ -33,7 +34,7 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
+from eagle_ray.requests.sequence_answers import RequestAnswers
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.admission import Admission, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.sampling_limits import check_schema
+from eagle_ray.requests.structured import check_schema
 from eagle_ray.text.chat_format import (
     ARGS,
     PYTHON_TAG,

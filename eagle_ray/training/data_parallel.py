@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -97,8 +98,8 @@ def encode_on_cluster(config: TrainConfig, paths: Sequence[str], directory: Stor
     """
     files = [str(file) for file in TextSource(paths, config.data.format).files()]
     items = [{"number": number, "file": file} for number, file in enumerate(files)]
-    settings = {"config": config.model_dump(mode="json")}
-    rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(_encode_file, fn_kwargs=settings)
+    encode = partial(_encode_file, config=config.model_dump(mode="json"))
+    rows = ray.data.from_items(items, override_num_blocks=len(items)).flat_map(encode)
     for old in directory.glob("*.parquet") if directory.is_directory() else ():
         old.remove()
     rows.sort(["file", "row"]).write_parquet(str(directory))

@@ -193,7 +193,7 @@ def initialize_dflash(head: DFlashHead, target: FrozenTarget) -> None:
             head.lm_head.weight.copy_(target.lm_head)
             head.d2t.copy_(target.token_ids - torch.arange(len(target.token_ids), device=target.device))
             head.t2d.copy_(target.draft_ids >= 0)
-        for layer in head.layers:
+        for layer in head.decoder_layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
         hidden_size = head.fc.weight.shape[0]

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import BinaryIO, overload
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -53,8 +53,9 @@ class DocumentStore(Sequence[Document]):
                 ends.append(end := end + len(document))
             ids.flush()
             is_answer.flush()
-            mapped = (_map(ids, np.int32), _map(is_answer, np.uint8)) if end else (np.zeros(0), np.zeros(0))
-        return cls(_TokenFile(*mapped, np.array(ends, dtype=np.int64)), np.arange(len(ends)))
+            tokens = _map(ids, np.int32) if end else np.zeros(0, np.int32)
+            flags = _map(is_answer, np.uint8) if end else np.zeros(0, np.uint8)
+        return cls(_TokenFile(tokens, flags, np.array(ends, dtype=np.int64)), np.arange(len(ends)))
 
     def select(self, indices: Sequence[int]) -> DocumentStore:
         """Return some of the documents, in this order."""
@@ -84,6 +85,6 @@ class DocumentStore(Sequence[Document]):
         return isinstance(other, DocumentStore) and list(self) == list(other)
 
 
-def _map(file: tempfile._TemporaryFileWrapper, dtype: type) -> np.ndarray:
+def _map(file: BinaryIO, dtype: type) -> np.ndarray:
     """Return the content of a file, which stays mapped after it is closed."""
     return np.memmap(file, dtype=dtype, mode="r")

@@ -15,8 +15,9 @@ from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.training.packing import PackedBatch
 
@@ -57,7 +58,7 @@ class ComputedFeatures:
         max_length: tokens of the longest document.
     """
 
-    def __init__(self, causal_lm: nn.Module, feature_layers: tuple[int, ...] | None, max_length: int):
+    def __init__(self, causal_lm: CausalLM, feature_layers: tuple[int, ...] | None, max_length: int):
         slots = min(MAX_SLOTS, PASS_TOKENS)
         kv_tokens = max(PASS_TOKENS, max_length) + 64 * slots
         self._target = TargetModel(causal_lm, slots, max_length + 1, kv_tokens, feature_layers)

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.models.loader import CausalLM
+from eagle_ray.models.placement import input_embedding
 from eagle_ray.models.supported_models import logits_postprocessor
 
 
@@ -39,7 +41,7 @@ class FrozenTarget:
     postprocess: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, causal_lm: nn.Module, token_ids: Sequence[int] | None = None) -> FrozenTarget:
+    def of(cls, causal_lm: CausalLM, token_ids: Sequence[int] | None = None) -> FrozenTarget:
         """Return the parts of a loaded target. token_ids: the draft vocabulary; None is every token."""
         config = causal_lm.config.get_text_config(decoder=True)
         weight, bias = lm_head_weight(causal_lm, config.hidden_size)
@@ -48,7 +50,7 @@ class FrozenTarget:
         draft_ids = torch.full((config.vocab_size,), -1, device=weight.device)
         draft_ids[chosen] = torch.arange(len(chosen), device=weight.device)
         return cls(
-            embedding=causal_lm.get_input_embeddings(),
+            embedding=input_embedding(causal_lm),
             lm_head=weight[chosen].clone(),
             bias=None if bias is None else bias[chosen].clone(),
             token_ids=chosen,
@@ -85,12 +87,12 @@ class FrozenTarget:
 
 
 @torch.no_grad()
-def lm_head_weight(causal_lm: nn.Module, hidden_size: int) -> tuple[Float[Tensor, "V H"], Float[Tensor, " V"] | None]:
+def lm_head_weight(causal_lm: CausalLM, hidden_size: int) -> tuple[Float[Tensor, "V H"], Float[Tensor, " V"] | None]:
     """Return the lm_head's weight and bias, whatever layout its layer keeps them in.
 
     The outputs for the identity matrix are the weights exactly, since every product but one is zero.
     """
-    lm_head, like = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings().weight
+    lm_head, like = causal_lm.get_output_embeddings(), input_embedding(causal_lm).weight
     zeros = torch.zeros(1, hidden_size, dtype=like.dtype, device=like.device)
     bias = lm_head(zeros)[0]
     has_bias = bool(bias.any())

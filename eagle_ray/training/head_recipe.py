@@ -26,7 +26,9 @@ class HeadRecipe(Protocol):
         names: of the sums that `losses` reports.
     """
 
-    head: nn.Module
+    @property
+    def head(self) -> nn.Module: ...
+
     num_counts: int
     names: tuple[str, ...]
 

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from eagle_ray.build import build_engine, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.models.draft_vocab import HEAD_FILE
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.training.packing import Document
 
@@ -46,7 +45,7 @@ def _prompt_of(document: Document) -> list[int]:
 
 
 def held_out_tau(
-    causal_lm: nn.Module, draft: Path, method: str, prompts: Sequence[list[int]], settings: EvaluationConfig
+    causal_lm: CausalLM, draft: Path, method: str, prompts: Sequence[list[int]], settings: EvaluationConfig
 ) -> HeldOutResult:
     """Decode the prompts greedily with the head in `draft` and return the pooled tau.
 
@@ -73,6 +72,12 @@ def held_out_tau(
 
 def evaluation_tree(method: str, draft: Path, settings: EvaluationConfig) -> SpeculativeConfig:
     """Return settings that draft one tree for every sequence at every step."""
-    tree = {"max_nodes": settings.max_nodes, "max_depth": settings.max_depth, "top_k": settings.top_k}
-    vocabulary = {"draft_vocab": str(draft / HEAD_FILE)} if (draft / HEAD_FILE).exists() else {}
-    return SpeculativeConfig(method=method, budget="uniform", ranking="published", **tree, **vocabulary)
+    return SpeculativeConfig(
+        method=method,
+        budget="uniform",
+        ranking="published",
+        max_nodes=settings.max_nodes,
+        max_depth=settings.max_depth,
+        top_k=settings.top_k,
+        draft_vocab=str(draft / HEAD_FILE) if (draft / HEAD_FILE).exists() else None,
+    )

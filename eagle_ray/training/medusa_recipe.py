@@ -8,6 +8,7 @@ section 3). Only positions whose predicted token is an answer's count.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +68,15 @@ class MedusaRecipe:
 
 def start_as_lm_head(heads: MedusaHeads | HydraHeads, target: FrozenTarget) -> None:
     """Initialize the heads: every residual block passes its first input on, and every lm_head is the target's."""
-    lm_heads = heads.hydra_lm_head if isinstance(heads, HydraHeads) else [head[-1] for head in heads]
+    if isinstance(heads, HydraHeads):
+        lm_heads = list(heads.hydra_lm_head)
+    else:
+        lm_heads = [cast(nn.Sequential, head)[-1] for head in heads]
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.zero_()
         for lm_head in lm_heads:
-            lm_head.weight.copy_(target.lm_head)
+            cast(nn.Linear, lm_head).weight.copy_(target.lm_head)
         for name, parameter in heads.named_parameters():
             if name.endswith("res_connection.weight"):
                 parameter[:, : len(parameter)].copy_(torch.eye(len(parameter)))

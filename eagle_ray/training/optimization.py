@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -72,8 +73,13 @@ class Clipping:
 class TrainingWorkers(Protocol):
     """Protocol of data parallelism."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """Return this worker's number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Return how many workers there are."""
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all workers."""
@@ -98,8 +104,9 @@ class OneWorker:
 
 def muon(matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rate: float, decay: float) -> list[Any]:
     """Return Muon for matrices and AdamW for other parameters."""
-    muon_options = dict(weight_decay=decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    first = torch.optim.Muon(matrices, lr=rate, **muon_options)
+    first = torch.optim.Muon(
+        matrices, lr=rate, weight_decay=decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+    )
     return [first, torch.optim.AdamW(others, lr=OTHER_RATE * rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
@@ -137,7 +144,7 @@ class GradientDescent:
         """
         gradients, sums = self._accumulate(shards, losses_of)
         self.workers.sum(gradients)
-        norm = float(torch.sqrt(sum(gradient.float().square().sum() for gradient in gradients)))
+        norm = float(reduce(torch.add, (gradient.float().square().sum() for gradient in gradients)).sqrt())
         self._clip(gradients, norm)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient

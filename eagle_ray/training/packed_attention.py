@@ -78,9 +78,12 @@ class UnrolledAttention:
         attention: AttentionParams,
     ) -> Float[Tensor, "1 heads P d"]:
         """Return the attention of each document's pairs to those up to them."""
-        parts = zip(*(each.split(self._lengths, 2) for each in (query, key, value)), strict=True)
+        queries, keys, values = (each.split(self._lengths, 2) for each in (query, key, value))
         gqa, scale = query.shape[1] != key.shape[1], attention.scaling
-        out = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=gqa) for part in parts]
+        out = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+            for q, k, v in zip(queries, keys, values, strict=True)
+        ]
         return torch.cat(out, 2)
 
 

@@ -97,8 +97,13 @@ class PackedPairs:
             positions.append(position)
             remaining.append(length - 1 - position)
             start += length
-        parts = (torch.cat(part).to(device) for part in (rows, positions, remaining))
-        return cls(*parts, [length - 1 for length in batch.lengths], batch.is_answer)
+        return cls(
+            rows=torch.cat(rows).to(device),
+            positions=torch.cat(positions).to(device),
+            remaining=torch.cat(remaining).to(device),
+            lengths=[length - 1 for length in batch.lengths],
+            is_answer=batch.is_answer,
+        )
 
     def rows_after(self, distance: int) -> Int[Tensor, " P"]:
         """Return the row `distance` after each feature's, or the document's last row if it ends before."""

@@ -8,18 +8,19 @@ DFlash       architectures ["DFlashDraftModel"]: z-lab's name, with block_size a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.dflash_head import DFlashHead
 from eagle_ray.models.dflash_spec import block_of, layer_config, spread_layers
-from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS
+from eagle_ray.models.eagle_heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
 from eagle_ray.models.head_spec import PUBLISHED_ROPE_THETA, SPECULATORS
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.training.dflash_recipe import BlockLoss, DFlashRecipe
 from eagle_ray.training.eagle3_recipe import Eagle3Recipe, UnrolledLoss
@@ -29,6 +30,7 @@ from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.medusa_recipe import MedusaRecipe
 from eagle_ray.training.start_head import StartHead
 
+AnyHead = TypeVar("AnyHead", EagleHead, Eagle3Head)
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
 SCALED = ("eagle3", "dflash")  # methods whose features come before any norm, so their numbers differ much in size
 ARCHITECTURES = {"eagle2": "EagleLlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
@@ -51,7 +53,7 @@ def draft_vocab_size(config: TrainConfig, vocab_size: int) -> int:
     return min(size, vocab_size)
 
 
-def feature_layers(config: TrainConfig, causal_lm: nn.Module, start: StartHead | None) -> tuple[int, ...] | None:
+def feature_layers(config: TrainConfig, causal_lm: CausalLM, start: StartHead | None) -> tuple[int, ...] | None:
     """Return the target's layers that the head reads. Raises ConfigError if it has too few."""
     if config.head.method not in SCALED:
         return None
@@ -91,7 +93,7 @@ def _outputs_read(config: TrainConfig, num_layers: int) -> list[int]:
 
 def make_recipe(
     config: TrainConfig,
-    causal_lm: nn.Module,
+    causal_lm: CausalLM,
     target: FrozenTarget,
     feature_scale: Float[Tensor, " F"] | None,
     dtype: torch.dtype,
@@ -107,7 +109,7 @@ def make_recipe(
     if method == "eagle2":
         weights = EagleLoss(loss.feature, loss.token, loss.noise, num_passes(config), loss.decay)
         raw = start.raw_config if start else head_json(config, target_config)
-        return EagleRecipe(target, raw, weights, dtype, start=start.head if start else None)
+        return EagleRecipe(target, raw, weights, dtype, start=_start_of(start, EagleHead))
     if method == "eagle3":
         raw = start.raw_config if start else head_json(config, target_config)
         assert feature_scale is not None
@@ -117,7 +119,7 @@ def make_recipe(
             feature_scale,
             UnrolledLoss(num_passes(config), loss.decay),
             dtype,
-            start=start.head if start else None,
+            start=_start_of(start, Eagle3Head),
         )
     if method == "dflash":
         size = None if target.covers_all else len(target.token_ids)
@@ -128,6 +130,14 @@ def make_recipe(
     sizes = config.head.num_levels, 1, target_config.hidden_size, target_config.vocab_size
     heads = MedusaHeads(*sizes, own_lm_head=True) if method == "medusa" else HydraHeads(*sizes)
     return MedusaRecipe(target, heads, loss.decay, dtype)
+
+
+def _start_of(start: StartHead | None, kind: type[AnyHead]) -> AnyHead | None:
+    """Return the head to start from, whose kind `StartHead.load` has checked."""
+    if start is None:
+        return None
+    assert isinstance(start.head, kind)
+    return start.head
 
 
 def head_json(config: TrainConfig, target: Any) -> dict[str, Any]:

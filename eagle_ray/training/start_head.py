@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from eagle_ray.build import download
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.models.draft_vocab import head_vocab
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.head_checkpoint import load_head, read_config
+from eagle_ray.models.loader import CausalLM
 
 KINDS = {"eagle2": EagleHead, "eagle3": Eagle3Head}
 
@@ -35,7 +34,7 @@ class StartHead:
     token_ids: list[int] | None
 
     @classmethod
-    def load(cls, config: TrainConfig, causal_lm: nn.Module) -> StartHead | None:
+    def load(cls, config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
         """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
         if config.head.start is None:
             return None

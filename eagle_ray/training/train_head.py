@@ -24,6 +24,7 @@ from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.cpu_runtime import tune_malloc
 from eagle_ray.models.dtypes import bf16_unit
+from eagle_ray.models.placement import input_embedding
 from eagle_ray.report.training_page import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage
@@ -90,7 +91,7 @@ class HeadTraining:
         tune_malloc()
         self.data = load_data(config, load_tokenizer(model), paths)
         self.identity = {"config": identity_of(config), "data": self.data.digest, "workers": workers.size}
-        self.device = self.causal_lm.get_input_embeddings().weight.device
+        self.device = input_embedding(self.causal_lm).weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
         self.start = StartHead.load(config, self.causal_lm)
         self.target = self._target()

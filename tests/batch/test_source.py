@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext
 
-from eagle_ray.batch.input.source import InputPlan, plan_input, read_requests, request_rows
+from eagle_ray.batch.input.plan import InputPlan, plan_input, request_rows
+from eagle_ray.batch.input.source import read_requests
 from eagle_ray.batch.job_shard import JobShard
 from eagle_ray.config import load_config
 from eagle_ray.requests.row_schema import REQUEST

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_ray.batch import verification
 from eagle_ray.batch.completeness import count_done
 from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.output import verification
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.output.output_index import OutputIndex
 from eagle_ray.config import JobConfig

@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sequence import Sequence, SequenceStatus
+from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine import scheduler
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
@@ -292,7 +292,7 @@ def test_whoever_runs_came_before_whoever_waits():
     while engine.has_work:
         step(engine)
         unfinished = [s for s in added if s.finish_reason is None]
-        runs = [s.slot is not None for s in unfinished]
+        runs = [s.slot != NO_SLOT for s in unfinished]
         assert runs == sorted(runs, reverse=True)
     assert engine.counters.num_preemptions > 0
 

@@ -198,8 +198,9 @@ def test_real_steps_are_measured_and_forgotten():
 @pytest.mark.parametrize("apart", [False, True])
 def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, monkeypatch):
     engine = llama_engine(4, 8, 3, 3)
-    engine.planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
-    bench, held = CalibrationRun(engine, apart), engine.target.cache.blocks._held
+    planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
+    engine.planner = planner
+    bench, held = CalibrationRun(engine, planner, apart), engine.target.cache.blocks._held
     bench.run_step(CalibrationSetting(1, 1, 0, 0), longest)
     bench.run_step(CalibrationSetting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)

@@ -7,9 +7,10 @@ from eagle_ray.api.request_output import completion_of
 from eagle_ray.build import download
 from eagle_ray.config import load_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.requests.answer_chunks import ChoiceChunks
 from eagle_ray.requests.answers import TokenUsage, line_of
 from eagle_ray.requests.output_rows import OutputRows, answer_reader
-from eagle_ray.requests.sequence_answers import Choice, ChoiceChunks, Prompt, RequestAnswers
+from eagle_ray.requests.sequence_answers import Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.helpers.chat_templates import QWEN3
@@ -38,24 +39,24 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(params=ANSWERS.values(), ids=ANSWERS)
 def finished(request, tokenizer):
-    """The row of a request, the job's configuration and the finished sequence."""
+    """The request, the job's configuration and the finished sequence."""
     prompt, text = request.param
     settings = {"input.path": "in", "output.path": "out", "model.target": "embedded:tiny"}
     sampling = {"sampling.logprobs": True, "sampling.top_logprobs": 2}
     config = load_config(None, env={}, overrides=settings | sampling)
-    [row] = prompt_rows([{"id": "a", "seed": 1} | prompt])
-    [sequence] = sequences_of(row | {"request_id": "a"}, config, tokenizer)
+    [asked] = prompt_rows([{"id": "a", "seed": 1} | prompt])
+    [sequence] = sequences_of(asked, config, tokenizer)
     ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
     sequence.output_ids, sequence.finish_reason = ids, "stop"
     sequence.output_logprobs = [-0.5 * i for i in range(len(ids))]
     sequence.output_tops = [[(token, -0.5 * i), (7, -float("inf"))] for i, token in enumerate(ids)]
     sequence.stats = AcceptanceStats.empty(0)
     sequence.arrived_at = sequence.admitted_at = sequence.first_token_at = sequence.finished_at = 1.0
-    return row | {"request_id": "a"}, config, sequence
+    return asked, config, sequence
 
 
 def answers_of(finished, tokenizer):
-    row, config, sequence = finished
+    asked, config, sequence = finished
     prompt = Prompt(sequence.prompt_ids, "")
     choice = Choice(0, prompt, sequence, None, sequence)
     return RequestAnswers(
@@ -64,7 +65,7 @@ def answers_of(finished, tokenizer):
         model="m",
         prompts=[prompt],
         choices=[choice],
-        reader=answer_reader(row, config, tokenizer),
+        reader=answer_reader(asked, config, tokenizer),
         num_tops=2,
         has_echo=False,
         has_token_ids=False,
@@ -74,10 +75,10 @@ def answers_of(finished, tokenizer):
 
 
 def test_a_line_of_a_batch_has_the_choice_of_the_body(finished, tokenizer):
-    row, config, sequence = finished
+    asked, config, sequence = finished
     answers = answers_of(finished, tokenizer)
     constants = {"run_id": "r", "config_hash": "h", "target_model": "m"}
-    rows = OutputRows(config, tokenizer, constants, 0.0).of(row, [sequence])
+    rows = OutputRows(config, tokenizer, constants, 0.0).of(asked, [sequence])
     url = "/v1/chat/completions" if answers.is_chat else "/v1/completions"
     line = line_of([rows[0] | {"error_code": None, "url": url}], answers.reader.spell)
     body, whole = line["response"]["body"], answers.body()
@@ -106,8 +107,8 @@ def test_the_chunks_add_up_to_the_body(finished, tokenizer, step):
 
 
 def test_python_has_the_parts_of_the_body(finished, tokenizer):
-    answers, (row, config, sequence) = answers_of(finished, tokenizer), finished
-    reader = answer_reader(row, config, tokenizer)
+    answers, (asked, config, sequence) = answers_of(finished, tokenizer), finished
+    reader = answer_reader(asked, config, tokenizer)
     output = completion_of(sequence, reader.finished(sequence, 0, "key"), 2, reader.spell)
     [whole] = answers.body()["choices"]
     assert output.finish_reason == whole["finish_reason"]

@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.messages import parse_messages, template_messages
+from eagle_ray.requests.messages import WrongMessage, check_messages, parse_messages, template_messages
 
 ARGUMENTS = {"city": "Paris", "days": None}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
@@ -74,3 +74,10 @@ def test_what_is_not_read_is_named(message, says):
     with pytest.raises(RequestError) as error:
         parse_messages([message], "messages")
     assert says in str(error.value)
+
+
+def test_a_wrong_message_has_its_place_for_every_reader():
+    with pytest.raises(WrongMessage) as wrong:
+        check_messages([USER, {"role": "user", "content": [{"type": "text"}]}])
+    assert (wrong.value.steps, wrong.value.code) == ((1, "content", 0), "unsupported_parameter")
+    assert wrong.value.place("body.messages") == "body.messages[1].content[0]"

@@ -19,7 +19,6 @@ OTHER_LISTS = {
     "requests/output_rows.py": "columns of an output row",
     "requests/response_answers.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
-    "requests/sampling_limits.py": "kinds of grammars",
     "requests/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
     "serve/responses_api/response_events.py": "keys of a response",

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from eagle_ray.build import ASSETS
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.sampling_limits import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS
 from eagle_ray.sampling import grammar as module
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
 from tests.helpers.limited_matcher import LimitedMatcher
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.openai_batch import DOORS, parse_batch_line
+from eagle_ray.requests.openai_batch import parse_batch_line
 from eagle_ray.requests.openai_bodies import TokenizeRequest
+from eagle_ray.requests.parameters import Door
 from eagle_ray.requests.refused import EMPTY, REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
@@ -310,10 +311,10 @@ def test_a_line_of_a_batch_file_has_the_same_parameters(path, name):
     probe = PROBES_BY_PATH[path].get(name, 7.5)
     found = row_of(**{name: probe})
     is_refused = isinstance(found, str) and found.startswith(f"body.{name} ")
-    is_same = is_no_op(name, probe, DOORS[path])
+    is_same = is_no_op(name, probe, Door(path))
     assert is_refused or (found == plain if is_same else not isinstance(found, str) and found != plain)
     if is_refused and name != "typo_of_a_parameter":
-        values = REFUSED.get(name, Refused(name)).no_op_at(DOORS[path])
+        values = REFUSED.get(name, Refused(name)).no_op_at(Door(path))
         assert all(row_of(**{name: value}) == plain for value in values)
 
 

@@ -7,8 +7,9 @@ not the rest of the file. Memory is bounded by MAX_RECORD_BYTES.
 A last line without a line end that is no whole record is a CutLine, as in JSONL files. Whether its last value is whole
 cannot be told.
 
-    >>> [row for _, _, row in rows_in_csv(io.BytesIO(b'id,prompt\n7,"Hi,\nyou"\n'), "a.csv")]
-    [{'id': '7', 'prompt': 'Hi,\nyou'}]
+    >>> from io import BytesIO
+    >>> [row for _, _, row in rows_in_csv(BytesIO(b'id,prompt\\n7,"Hi,\\nyou"\\n'), "a.csv")]
+    [{'id': '7', 'prompt': 'Hi,\\nyou'}]
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Input files: expand a glob, a directory or a list of them into files in a fixed order, each with its format.
 
->>> [file.format for file in find_files("data/*.parquet", "auto")]  # doctest: +SKIP
-['parquet', 'parquet']
+[file.format for file in find_files("data/*.parquet", "auto")]      # ['parquet', 'parquet']
 """
 
 from __future__ import annotations

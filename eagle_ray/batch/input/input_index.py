@@ -4,9 +4,9 @@ For each file: its fingerprint, the types of its columns and its shards. For eac
 digests of its id and of its request, its file, its place there, and how many output rows it has. An entry is used only
 for a file with the same fingerprint. A file that grew at its end is scanned from its last shard on.
 
-    >>> index = InputIndex.load(run.output / INDEX, key).with_rows()
-    >>> index.add(files, fingerprints(files, {}), RowScanner(config, columns), Growth(prints))
-    >>> index.save(run.output / INDEX)
+    index = InputIndex.load(run.output / INDEX, key).with_rows()
+    index.add(files, fingerprints(files, {}), RowScanner(config, columns), Growth(prints))
+    index.save(run.output / INDEX)
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Memory is bounded by a line. A last line without a line end that is not JSON is a CutLine: the file may be one that
 another process appends to.
 
-    >>> list(rows_in_jsonl(io.BytesIO(b'{"prompt": "Hi"}\n'), "a.jsonl"))
-    [(0, At(row=0, line=1), {'prompt': 'Hi'})]
+    >>> from io import BytesIO
+    >>> list(rows_in_jsonl(BytesIO(b'{"prompt": "Hi"}\\n'), "a.jsonl"))
+    [(0, RowPosition(row=0, line=1), {'prompt': 'Hi'})]
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one piece. The places
 of a piece's rows follow from the lines before it, so lines are counted first.
 
-    >>> scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))      # doctest: +SKIP
-    >>> for found in scan([(file, WHOLE)]):                                    # doctest: +SKIP
-    ...     print([len(table["id"]) for _, table in found])
-    [140233, 140120]
+    scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
+    for found in scan([(file, WHOLE)]):
+        print([len(table["id"]) for _, table in found])                                 # [140233, 140120]
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
 
->>> with pq.ParquetFile("a.parquet") as parquet:                        # doctest: +SKIP
-...     list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))
-[{'prompt': 'Hi'}]
+    with pq.ParquetFile("a.parquet") as parquet:
+        list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))      # [{'prompt': 'Hi'}]
 """
 
 from __future__ import annotations

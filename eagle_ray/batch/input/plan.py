@@ -3,9 +3,8 @@
 It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
-    >>> plan = plan_input(config)                            # doctest: +SKIP
-    >>> [request.id for request in requests_of(plan)]        # doctest: +SKIP
-    ['q-1', 'q-2']
+    plan = plan_input(config)
+    [request.id for request in requests_of(plan)]      # ['q-1', 'q-2']
 """
 
 from __future__ import annotations

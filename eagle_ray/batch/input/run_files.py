@@ -1,8 +1,7 @@
 """Files of another run as input: ``input.path: run:runs/first`` names the run's output directory.
 
->>> root, files = find_run_files("run:runs/first", allow_unfinished=False)        # doctest: +SKIP
->>> [file.name for file in files]                                                # doctest: +SKIP
-['part-001-000000.parquet']
+root, files = find_run_files("run:runs/first", allow_unfinished=False)
+[file.name for file in files]                                               # ['part-001-000000.parquet']
 """
 
 from __future__ import annotations

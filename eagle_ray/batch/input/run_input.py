@@ -6,8 +6,8 @@ sampled, and what it measured, is not read, so none of it becomes a setting of t
 The id is the first run's for sample 0. Further samples get ``#1``, ``#2`` ..., and later turns of a conversation ``@1``
 before that: ``q7@1#2``. request_id and sample_index are carried as input_request_id and input_sample_index.
 
-    >>> with open_part(file) as parquet:                     # doctest: +SKIP
-    ...     list(batches_in_run(parquet, file.text, needed=["text"], groups=[0]))
+    with open_part(file) as parquet:
+        list(batches_in_run(parquet, file.text, needed=["text"], groups=[0]))
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ A malformed record is one bad row. Memory is bounded by a record or a batch.
 Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
 column of that name. Their values are texts, but a run's own files tell the types that the values had.
 
-    >>> [row for _, row in rows_in(shard)]  # doctest: +SKIP
-    [{'prompt': 'Hi'}]
+    [row for _, row in rows_in(shard)]      # [{'prompt': 'Hi'}]
 """
 
 from __future__ import annotations

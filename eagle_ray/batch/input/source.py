@@ -3,8 +3,7 @@
 Each read task parses shards with the parser that validate uses, and skips rows that are done or that are in another
 shard of the job. Blocks are small, so that every actor has work.
 
-    >>> read_requests(plan_input(config)).schema().names[:2]      # doctest: +SKIP
-    ['request_id', 'row_index']
+    read_requests(plan_input(config)).schema().names[:2]      # ['request_id', 'row_index']
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import ray
 import ray.data
 
 from eagle_ray.batch.id_digests import digests
-from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of, shard_tables
+from eagle_ray.batch.input.plan import InputPlan, shard_tables
 from eagle_ray.batch.input.shards import Shard
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.storage.retry_budget import extended_retries
-
-__all__ = ["InputPlan", "plan_input", "read_requests", "requests_of"]
 
 BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 

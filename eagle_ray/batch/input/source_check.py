@@ -7,7 +7,7 @@ Ids and source files of the rows are read only if a file of the run is no longer
 
 A changed file is accepted if no answered row of it changed (``check_changes``).
 
-    >>> check_sources(run, plan.files, plan.rows)
+    check_sources(run, plan.files, plan.rows)
 """
 
 from __future__ import annotations

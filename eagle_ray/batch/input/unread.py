@@ -2,8 +2,8 @@
 
 Files are read again only if they have such a column, and only until a row asks for something with it.
 
-    >>> find_unread(plan.shards, ["frequency_penalty", "category"])          # doctest: +SKIP
-    {'frequency_penalty': (Place("a.jsonl", ...), 0.5)}
+    find_unread(plan.shards, ["frequency_penalty", "category"])
+    # {'frequency_penalty': (RowLocation("a.jsonl", ...), 0.5)}
 """
 
 from __future__ import annotations

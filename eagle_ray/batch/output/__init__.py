@@ -1,1 +1,1 @@
-"""Write the output: part files, their index, the manifest, the lock, and verification."""
+"""Write the output: part files, their index, the manifest and the lock."""

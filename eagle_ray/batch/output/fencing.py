@@ -15,7 +15,7 @@ the end of its one rename or PUT. That harm is limited:
 One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after ``_SUCCESS`` may
 add a file. The next start of the same command removes its duplicates; no row is lost or wrong.
 
-    >>> remove_stale_files(run)
+    remove_stale_files(run)
 """
 
 from __future__ import annotations

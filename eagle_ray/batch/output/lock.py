@@ -19,8 +19,8 @@ A holder that cannot renew its lease does not stop at once. Why that is safe:
   after such PUTs.
 After OUTAGE_S the holder gives up with a transient error.
 
-    >>> with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
-    ...     check()
+    with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
+        check()
 """
 
 from __future__ import annotations

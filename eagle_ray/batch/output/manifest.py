@@ -3,10 +3,10 @@
 Each start is an attempt with its own number. A writer that finds another number in ``_run.json`` is fenced off and
 publishes nothing more.
 
-    >>> with lock_output(output):
-    ...     run = open_run(config, plan.fingerprints)
-    ...     with record_outcome(run):
-    ...         generate(...)
+    with lock_output(output):
+        run = open_run(config, plan.fingerprints)
+        with record_outcome(run):
+            generate(...)
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Ray splits a table of more than some hundred megabytes anywhere and writes the pieces to different files. An id with
 long prompts and many samples could then never be done, since its rows must be in one file. Nothing is copied.
 
-    >>> nest(rows)["rows"].to_pylist()
-    [[{'request_id': 'a', 'sample_index': 0, ...}, {'request_id': 'a', 'sample_index': 1, ...}]]
+    >>> rows = pa.table({"request_id": ["a", "a", "b"], "sample_index": [0, 1, 0]})
+    >>> [[row["sample_index"] for row in nested] for nested in nest(rows)["rows"].to_pylist()]
+    [[0, 1], [0]]
 """
 
 from __future__ import annotations

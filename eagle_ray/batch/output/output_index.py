@@ -3,9 +3,8 @@
 An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the run's index until
 the file changes. Duplicates of an id are removed.
 
-    >>> index = OutputIndex.read(run.data, run.output / INDEX)
-    >>> count_done(plan.rows, index).num_done
-    480
+    index = OutputIndex.read(run.data, run.output / INDEX)
+    count_done(plan.rows, index).num_done                       # 480
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Part files that are read through one function, which names a file that is damaged.
 
->>> with open_part(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:      # doctest: +SKIP
-...     read_columns(parquet, ["request_id"])
+with open_part(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:
+    read_columns(parquet, ["request_id"])
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A file is named after the attempt and the task that made it, and may be in partition directories (``partitions``).
 
-    >>> for table in read_tables(run.data, ["request_id", "text"]):
-    ...     print(table["text"][0])
+    for table in read_tables(run.data, ["request_id", "text"]):
+        print(table["text"][0])
 """
 
 from __future__ import annotations

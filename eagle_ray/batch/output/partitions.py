@@ -7,8 +7,9 @@ text; pandas needs ``partitioning=pyarrow.dataset.partitioning(flavor="hive")`` 
 in the file's metadata, and ``part_files.read_tables`` restores it. An id's samples are in one file, so only columns
 that are equal for all samples of a row can partition.
 
+    >>> table = pa.table({"text": ["Hallo", "Hi", "?"], "lang": ["de", "en", None]})
     >>> [(directory, rows.num_rows) for directory, rows in Partitions(("lang",)).split(table)]
-    [('lang=de', 3), ('lang=__HIVE_DEFAULT_PARTITION__', 1)]
+    [('lang=de', 1), ('lang=en', 1), ('lang=__HIVE_DEFAULT_PARTITION__', 1)]
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ hundred thousand input files that would be 22 MB for each part file. Another lis
 never used. So ``_run.json`` names a list that is there and does not change, also after a kill between the two, and
 what a late driver deletes is never the list of a later one.
 
-    >>> manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}, {})
-    >>> manifest["inputs"]
-    {'files': 1, 'bytes': 12, 'list': '_inputs-5c1f0a9e2b47.json', 'checksum': 2210316158}
-    >>> read_inputs(output, manifest)
-    {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000}}
+    manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}, {})
+    manifest["inputs"]
+    # {'files': 1, 'bytes': 12, 'list': '_inputs-5c1f0a9e2b47.json', 'checksum': 2210316158}
+    read_inputs(output, manifest)
+    # {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000}}
 """
 
 from __future__ import annotations

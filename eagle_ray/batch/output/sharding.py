@@ -4,8 +4,8 @@ The first shard writes ``OUT/_shards.json`` with the number of shards and the co
 later shard compares its own with that file before it takes its lock, so an output has one number of shards and one
 configuration.
 
-    >>> claim_output(config)        # from another process, with --shard 1/4 on an output of three shards
-    OutputMismatch: runs/a is written in 3 shards, and --shard 1/4 has 4 ...
+    claim_output(config)        # from another process, with --shard 1/4 on an output of three shards
+    # OutputMismatch: runs/a is written in 3 shards, and --shard 1/4 has 4 ...
 """
 
 from __future__ import annotations

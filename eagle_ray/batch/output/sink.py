@@ -3,7 +3,7 @@
 Blocks hold nested rows, one per id. A write task makes one file in each partition directory of its rows, named after
 its attempt and its place in it. A repeated task finds the files that its first try published and keeps them.
 
-    >>> dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
+    dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
 """
 
 from __future__ import annotations

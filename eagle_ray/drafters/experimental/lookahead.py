@@ -69,7 +69,8 @@ class PoolReader:
     """Keeps the last tokens of a sequence."""
 
     def __init__(self, pool: Pool):
-        self._pool, self._tail = pool, ()
+        self._pool = pool
+        self._tail: tuple[int, ...] = ()
 
     def read(self, token_ids: list[int]) -> None:
         self._tail = (*self._tail, *token_ids)[-LONGEST:]
@@ -99,6 +100,7 @@ class LookaheadDrafter(NullDrafter):
     """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R columns."""
 
     supports_graphs = False
+    _guessed: _Guessed | None
 
     def __init__(self, max_depth: int, calibration: Calibration | None = None):
         self._pool = Pool()
@@ -159,7 +161,7 @@ class LookaheadDrafter(NullDrafter):
 
     def _begin(self) -> None:
         self._windows: dict[int, _Window] = {}
-        self._guessed: _Guessed | None = None
+        self._guessed = None
         self._random = Random(0)
         self._num_guesses, self._earned = FIRST_GUESSES, FIRST_EARNED
 

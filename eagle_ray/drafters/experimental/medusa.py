@@ -21,7 +21,7 @@ from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.kv.kv_cache import DecodeSlots
-from eagle_ray.models.medusa_heads import PathHeads
+from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
@@ -38,7 +38,7 @@ class MedusaDrafter(NullDrafter):
 
     def __init__(
         self,
-        heads: PathHeads,
+        heads: MedusaHeads | HydraHeads,
         target: TargetModel,
         calibration: Calibration | None = None,
         coupling: Coupling | None = None,

@@ -4,8 +4,7 @@ Rows are chosen evenly by id from the successful ones and decoded again in a wor
 workers. The speed-up is timed there, and stored outputs are compared with plain decoding's. Nothing is stored on the
 way: a lost check is repeated.
 
-    >>> run_checks(config, plan, run, plan.rows, {"verify_rows": 100})["verify_rows"]["identical"]
-    100
+    run_checks(config, plan, run, plan.rows, {"verify_rows": 100})["verify_rows"]["identical"]      # 100
 """
 
 from __future__ import annotations
