@@ -134,7 +134,7 @@ class OpenBody(Body):
 
     def refusal(self, name: str, value: Any) -> str:
         """Return why the value of a parameter of other systems is refused."""
-        return f"{reprlib.repr(value)} asks for what this server does not do; {fix_of(name)}"
+        return f"{reprlib.repr(value)} asks for what this server does not do; {fix_of(name, self.door)}"
 
 
 class GenerationBody(OpenBody):
@@ -277,7 +277,7 @@ class ResponsesRequest(GenerationBody):
             raise unsupported("stream_options", "the last event has the usage; leave it out")
         for name, value in (self.reasoning or {}).items():
             if value is not None:
-                raise unsupported(f"reasoning.{name}", fix_of("reasoning"))
+                raise unsupported(f"reasoning.{name}", fix_of("reasoning", self.door))
         if other := [name for name in self.include or () if name != LOGPROBS]:
             raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
         if self.top_logprobs and not self.has_logprobs:

@@ -690,7 +690,6 @@ BODY: Mapping[str, Parameter] = {
         ),
     )
 }
-CHAT_NAMES = tuple(CHAT)
 
 
 @functools.cache

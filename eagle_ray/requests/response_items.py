@@ -184,7 +184,7 @@ def _check(given: Json) -> None:
             raise _wrong(name, "must be an object", given[name])
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
-            raise unsupported(f"reasoning.{name}", fix_of("reasoning"))
+            raise unsupported(f"reasoning.{name}", fix_of("reasoning", Door.RESPONSES))
     include = given.get("include", [])
     if not isinstance(include, list) or any(name != LOGPROBS for name in include):
         raise unsupported("include", f"only {LOGPROBS!r} is made here; leave others out")
