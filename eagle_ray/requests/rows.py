@@ -3,6 +3,7 @@
 Never raises because of a row's content: a bad row is a request with an error, which names file, row, column and the
 fix.
 
+    >>> from eagle_ray.requests.row_location import FIRST
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
     >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
     >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location).id

@@ -102,8 +102,8 @@ def test_the_chunks_add_up_to_the_body(finished, tokenizer, step):
     expected = whole["message"] if answers.is_chat else whole
     assert texts == {name: expected[name] for name in TEXTS if expected.get(name)}
     assert piece["finish_reason"] == whole["finish_reason"]
-    name = "content" if answers.is_chat else "token_logprobs"
-    assert [one for part in logprobs if part for one in part[name]] == whole["logprobs"][name]
+    for name in ["content"] if answers.is_chat else ["tokens", "token_logprobs", "top_logprobs", "text_offset"]:
+        assert [one for part in logprobs if part for one in part[name]] == whole["logprobs"][name]
 
 
 def test_python_has_the_parts_of_the_body(finished, tokenizer):
