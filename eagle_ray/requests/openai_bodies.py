@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.messages import WrongMessage
 from eagle_ray.requests.parameters import (
     LOGPROBS,
     SAMPLING,
@@ -39,7 +40,6 @@ from eagle_ray.text.strict_json import JsonError
 Json = dict[str, Any]
 MAX_SEQUENCES = 1024  # of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
-NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,9 @@ class Body:
 
 def _wrong(name: str, error: WrongValue) -> RequestError:
     param = name + "".join(map(_step, error.steps))
+    if isinstance(error, WrongMessage):
+        code = error.code if error.code == "unsupported_parameter" else "bad_value"
+        return RequestError(code, f"{param}{error.told}", param)
     if error.reason is not None:
         return RequestError("bad_value", f"{param}: {error.reason}", param)
     subject = "" if param == name else f"{name} "
@@ -212,7 +215,6 @@ class ChatRequest(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        _check_conversation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
@@ -317,26 +319,12 @@ class TokenizeRequest(OpenBody):
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
             raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
         super().check()
-        _check_conversation(self.messages or [])
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     door = Door.DETOKENIZE
-
-
-def _check_conversation(messages: list[Json]) -> None:
-    """Raise RequestError for the first message that no chat template can read."""
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        for name, values in NO_TEXT.items():
-            if name in message and message[name] not in values:
-                raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")
-        if message.get("tool_calls") and message["role"] != "assistant":
-            raise bad_value(f"{where}.tool_calls", f"only of the assistant, not of role {message['role']}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise bad_value(f"{where}.content", "must be a text, got null")
 
 
 def _template_message(message: Json) -> Json:

@@ -630,7 +630,7 @@ class Object(Kind):
         if others and not self.is_open:
             key, inner = next(iter(others.items()))
             raise self.wrong(inner, key)
-        return checked | others
+        return given | checked
 
     def schema(self) -> Json:
         return {"$ref": f"#/components/schemas/{self.name}"}
@@ -683,5 +683,5 @@ def json_error(where: str, error: ValueError) -> RequestError:
 
 def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
-    text = repr(value)
+    text = repr(value[:61] if isinstance(value, str) else value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
