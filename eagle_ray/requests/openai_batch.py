@@ -4,7 +4,8 @@ custom_id becomes id, the body's messages, prompt or input the prompt, its param
 model are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is
 a no-op; it is never ignored.
 
-    >>> parse_batch_line({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
+    >>> body = {"prompt": "Hi", "max_tokens": 4}
+    >>> parse_batch_line({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
     {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
 """
 

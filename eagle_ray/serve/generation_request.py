@@ -3,8 +3,8 @@
 Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j of a row with
 seed s.
 
-    >>> prepare_generation(request, config, tokenizer).choices
-    [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
+    prepare_generation(request, config, tokenizer).choices
+    # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 """
 
 from __future__ import annotations
