@@ -685,3 +685,34 @@ def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def checked(name: str, kind: Kind, value: Any) -> Any:
+    """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
+    try:
+        return kind.check(value)
+    except WrongValue as error:
+        param = name + "".join(map(_step, error.steps))
+        if error.reason is not None:
+            raise bad_value(param, error.reason) from None
+        subject = "" if param == name else f"{name} "
+        raise bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}") from None
+
+
+def _step(step: str | int) -> str:
+    """Return a step into a parameter as clients write it; one that is no name is left out."""
+    if isinstance(step, int):
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() else ""
+
+
+def bad_value(param: str, problem: str) -> RequestError:
+    return RequestError("bad_value", f"{param}: {problem}", param)
+
+
+def missing(param: str, kind: Kind) -> RequestError:
+    return RequestError("missing", f"{param}: missing; it must be {kind.form}", param)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)
