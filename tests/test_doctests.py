@@ -8,12 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-NOT_RUN_YET = ("api", "cli", "config", "doctor", "evaluation", "report", "requests", "serve", "storage", "text")
-FILES = [
-    path
-    for path in sorted((ROOT / "eagle_ray").rglob("*.py"))
-    if ">>>" in path.read_text() and path.relative_to(ROOT).parts[1] not in NOT_RUN_YET
-]
+FILES = [path for path in sorted((ROOT / "eagle_ray").rglob("*.py")) if ">>>" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

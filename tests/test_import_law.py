@@ -1,6 +1,7 @@
 """The import rule: packages import downwards only, and heavy libraries stay where they belong."""
 
 import ast
+import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -76,12 +77,10 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
         "batch.input.input_index batch.input.row_scanner batch.input.source_check batch.output.output_index",
     ),
     "batch.signals": ("the lease is given up at a signal", "batch.output.lock"),
-    "kv.kv_cache": ("a decode batch names slots of the cache", "core.decode_batch"),
-    "requests.parameters": ("a sequence has the one class of sampling parameters", "core.sequence"),
+    "requests.parameters": ("the one class of sampling parameters is the table", "core.sampling_batch core.sequence"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
     "sampling.control_state": ("a sequence holds the state of its controls", "core.sequence"),
     "sampling.grammar_state": ("a sequence holds the state of its grammar", "core.sequence"),
-    "sampling.sampler": ("the parameters of a batch stand with the sampler", "core.decode_batch"),
     "serve.batches.batch_body": ("the page of all routes", "serve.openapi"),
     "serve.batches.batch_models": ("the page of all routes", "serve.openapi"),
     "serve.batches.batch_routes": ("the application adds all routes", "serve.app"),
@@ -208,6 +207,13 @@ def test_the_engine_runs_without_ray_and_pydantic():
 def test_no_torch_where_only_tables_and_settings_live(place):
     files = [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py")
     assert not [p for p in files if any(name.split(".")[0] in ("torch", "transformers") for name in imports(p))]
+
+
+def test_a_process_that_reads_rows_does_not_load_torch():
+    program = (
+        "import sys, eagle_ray.batch.input.source, eagle_ray.serve.batches.batch_input; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_no_type_checking_imports():

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_ray.api.prompt_rows import Prompts, prompt_rows
+from eagle_ray.api.prompts import Prompts, prompt_requests
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config, sampling_config
 from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.build import build_in_thread
@@ -130,7 +130,7 @@ class LLM:
             RequestError: with raise_errors.
             EngineError: the engine is dead; the LLM cannot be used again.
         """
-        requests = prompt_rows(prompts)
+        requests = prompt_requests(prompts)
         params = _one_each(sampling_params, len(requests))
         work = self._answer_all(requests, params, raise_errors, use_tqdm)
         if not self._thread.is_alive():

@@ -1,8 +1,7 @@
 """RequestOutput: what one prompt yields: its samples with their acceptance statistics, or its error.
 
-    >>> output = llm.generate("Once")[0]
-    >>> output.outputs[0].text, output.outputs[0].mean_acceptance_length
-    (' upon a time', 3.1)
+    output = llm.generate("Once")[0]
+    output.outputs[0].text, output.outputs[0].mean_acceptance_length      # (' upon a time', 3.1)
 
 The names are those of vLLM's outputs; the acceptance statistics come on top.
 """

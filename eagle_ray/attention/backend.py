@@ -15,9 +15,10 @@ from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import AttentionMetadata, MixedMetadata, TreeMetadata
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, PrefillMetadata, is_chained
 from eagle_ray.attention.triton_attention import TritonTreeMetadata, uses_triton
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.tree_metadata import PackedRows
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.tree_mask import pack_mask
 
 

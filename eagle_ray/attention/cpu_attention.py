@@ -13,9 +13,10 @@ from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.cpu_ops import ScoreRule, SeenColumns
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 
 
 @dataclass(slots=True)

@@ -19,8 +19,9 @@ from transformers import AttentionInterface
 from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
 from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
 from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.torch_ops import rotated
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 
 ATTENTION = "eagle_ray"
 MAX_SCORES = 1 << 26  # scores of a slice of a prompt's rows, of all heads: 0.25 GB in fp32

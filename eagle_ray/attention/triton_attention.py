@@ -16,10 +16,11 @@ from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
 from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.tree_mask import WORD_BITS, pack_mask
 
 CHAIN_ROWS = WORD_BITS  # of a prompt's chunk in one chain: its mask is one word

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.engine import Engine
@@ -35,7 +36,7 @@ from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process
+from eagle_ray.sampling.sampler import gumbel_noise, process
 
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 

@@ -6,7 +6,7 @@ is mapped into memory, so that a driver holds no copy. Several segments are read
 which bounds memory whatever the number of rows.
 
     >>> from eagle_ray.batch.id_digests import digests
-    >>> index = StoragePath.of(tempfile.mkdtemp())
+    >>> index = StoragePath.of("runs/a/_index")
     >>> table = sorted_by_id({"id": digests(["b", "a"]), "file": np.zeros(2, np.uint32)})
     >>> segment = write_segment(index, "output", table)
     >>> read_segment(index, segment)["id"] == table["id"]

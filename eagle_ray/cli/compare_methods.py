@@ -1,8 +1,8 @@
 """Compare draft methods on the user's prompts: ``eagle-ray compare`` without runs, jobs/evaluate.py.
 
-    >>> print(evaluation_text(evaluate(config, ["eagle1", "eagle2"], [0.0, 1.0], batch=1, per_task=None)))
-    T = 0: speed-up over plain decoding, tau
-    method   chat        code  ...
+    print(evaluation_text(evaluate(config, ["eagle1", "eagle2"], [0.0, 1.0], batch=1, per_task=None)))
+    # T = 0: speed-up over plain decoding, tau
+    # method   chat        code  ...
 
 Rows, tokenizer and sampling are the job's; everything runs here, in this process. Needs no Ray and writes nothing.
 """

@@ -1,7 +1,6 @@
 """The demo: real questions answered live by EAGLE-2 and by plain decoding in turns, then the same questions as a job.
 
-    >>> run_demo(StoragePath.of("runs/demo"))
-    0
+    run_demo(StoragePath.of("runs/demo"))      # 0
 
 The pair is SmolLM2-135M-Instruct with its head where the model's wheel is installed, otherwise the tiny pair.
 """

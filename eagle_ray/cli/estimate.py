@@ -5,9 +5,8 @@ the last of them is done. A row costs the time that it holds a slot, so a job ta
 all slots, and then the time in which its last rows drain. As many other rows are decoded first, to warm the planner up.
 The interval is over the rows that were drawn.
 
-    >>> estimate = estimate_job(config, num_sampled=32)
-    >>> estimate["seconds"]                       # expected, low, high: 95 %
-    [412.0, 371.5, 460.2]
+    estimate = estimate_job(config, num_sampled=32)
+    estimate["seconds"]      # [412.0, 371.5, 460.2]: expected, low and high of 95 %
 
 ``_estimate.json`` in the output keeps the numbers, and the run shows them next to what it took.
 """

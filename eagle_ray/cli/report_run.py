@@ -2,8 +2,7 @@
 
 Reads what the run has written so far and writes nothing but ``report.html``. Needs neither Ray nor torch.
 
-    >>> print(review(StoragePath.of("runs/demo")))
-    category   rows  errors  tokens   tau ...
+    print(review(StoragePath.of("runs/demo")))      # category   rows  errors  tokens   tau ...
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A run whose input is another run (``run:DIR``) carries that run's ids as input_request_id and input_sample_index. Its
 samples of a problem are the rows with one input_request_id; those of any other run are the rows with one request_id.
 
-    >>> print(scores_text(scores_of(StoragePath.of("runs/judge"), score="text")))      # doctest: +SKIP
+    print(scores_text(scores_of(StoragePath.of("runs/judge"), score="text")))
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It joins two packages: ``batch`` joins or starts a Ray cluster, ``serve`` runs on it.
 
-    >>> run_endpoint(load_serve_config("configs/serve_demo.yaml"))
+    run_endpoint(load_serve_config("configs/serve_demo.yaml"))
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job will see. Of a model
 that is not on this machine, while the hub does not answer, everything else is checked and the report says what was not.
 
-    >>> print(validate(load_config("configs/demo.yaml")))
-    input    96 rows in 1 file ...
+    print(validate(load_config("configs/demo.yaml")))      # input    96 rows in 1 file ...
 """
 
 from __future__ import annotations

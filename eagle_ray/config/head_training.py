@@ -1,7 +1,7 @@
 """Configuration of `eagle-ray train`: its keys and their defaults, which are those of the published recipes.
 
->>> config = load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"])      # doctest: +SKIP
->>> config.head.method
+>>> from eagle_ray.config import load_train_config
+>>> load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"]).head.method
 'eagle2'
 """
 

@@ -2,6 +2,7 @@
 
 The description of a field completes the sentence "must be ...". The reference and the error messages both use it.
 
+    >>> from eagle_ray.config import load_config
     >>> config = load_config(None, sets=["sampling.temperature=0.8", "input.path=a.jsonl", "output.path=runs/a"])
     >>> config.sampling.temperature
     0.8

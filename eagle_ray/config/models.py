@@ -2,8 +2,8 @@
 
 Both read only names and directories, before the job reads rows or downloads anything.
 
-    >>> check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))      # doctest: +SKIP
-    ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
+    check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))
+    # ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
 """
 
 from __future__ import annotations

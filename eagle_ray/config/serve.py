@@ -2,6 +2,7 @@
 
 `sampling` and `chat` hold the defaults for parameters that a request does not set.
 
+    >>> from eagle_ray.config import load_serve_config
     >>> load_serve_config(None, sets=["serving.port=9000"]).serving.port
     9000
 """

@@ -1,7 +1,7 @@
 """Memory advice: whether a worker fits into its memory, and settings with which it would.
 
->>> remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
-'set execution.slots to 5, or execution.kv_tokens to 41,600'
+remedy(footprint, Room((20 << 30,), num_sharing=1, on_gpu=True), settings)
+# 'set execution.slots to 5, or execution.kv_tokens to 41,600'
 """
 
 from __future__ import annotations

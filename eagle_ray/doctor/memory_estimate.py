@@ -2,9 +2,7 @@
 
 footprint = Footprint.of(config, target, [draft], device="cuda", dtype=torch.bfloat16)
 footprint.total, footprint.per_slot
-
->>> loaded_bytes(Path("eagle_ray/assets/tiny/draft"), torch.float32)
-2363392
+loaded_bytes(Path("eagle_ray/assets/tiny/draft"), torch.float32)      # 2363392
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run all checks in turn, each independent of the others' results.
 
->>> print(findings_text(examine(config)))
-ok       eagle_ray  0.4.0, Python 3.11.7 on Linux x86_64
-...
+print(findings_text(examine(config)))
+# ok       eagle_ray  0.4.0, Python 3.11.7 on Linux x86_64
+# ...
 """
 
 from __future__ import annotations

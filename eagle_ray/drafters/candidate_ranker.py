@@ -21,11 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.calibration_feedback import Offered, Offers, TargetPath
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import LARGE_NOISE, NUM_CUT, Coupling
-from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise
+from eagle_ray.sampling.sampler import gumbel_noise
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import Frontier
 

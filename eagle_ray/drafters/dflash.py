@@ -28,16 +28,16 @@ from torch import Tensor
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.idle_batch import idle_batch
 from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.dflash_head import BlockDecoder, DFlashHead
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 
 SHORT = 4  # levels of the block that is recorded besides the longest

@@ -22,10 +22,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.graph_protocol import Kind
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.calibration_feedback import Offered, OfferedLevel
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import Kind, SamplingBatch
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import Frontier
 from eagle_ray.tree.tree_mask import WORD_BITS, num_words

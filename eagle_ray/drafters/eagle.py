@@ -23,19 +23,19 @@ from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.async_copy import copy_to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.candidate_ranker import RankingFeedback
 from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.drafters.idle_batch import idle_batch
 from eagle_ray.drafters.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import DraftHead
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
 from eagle_ray.tree.tree_mask import unpack_mask

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from eagle_ray.core.async_copy import to_device
-from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch
 
 
 def idle_batch(batch_size: int, target: TargetModel, max_length: int, params: SamplingParams) -> DecodeBatch:

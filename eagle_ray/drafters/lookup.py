@@ -23,13 +23,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.calibration_feedback import Offers
 from eagle_ray.drafters.drafter import Draft, TokenSequence
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.ppm import Children
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
 

@@ -8,12 +8,12 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 

@@ -26,17 +26,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.feature_buffer import FeatureBuffer
 from eagle_ray.kernels.availability import retry_portable
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.sampling.adjustments import Adjustments, Paths
 from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, sample
+from eagle_ray.sampling.sampler import SLICE_ROWS, sample
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 

@@ -35,13 +35,13 @@ from torch import Tensor
 
 from eagle_ray.attention.triton_attention import uses_triton, why_no_triton
 from eagle_ray.core.graph_protocol import Kind, PaddedInput
+from eagle_ray.core.sampling_batch import ALL_KINDS
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM
 from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.plan_search import PassSizes
-from eagle_ray.sampling.sampler import ALL_KINDS
 from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")

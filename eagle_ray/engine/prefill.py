@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PrefillChunk
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, TopLogprobs
 from eagle_ray.drafters.drafter import Drafter
 from eagle_ray.engine.controlled_sampling import sample_adjusted, synced
@@ -24,7 +25,7 @@ from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.sampler import SLICE_ROWS, SamplingBatch, log_probs_of, sample
+from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of, sample
 
 
 class DraftPrefixState:

@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import WordIds, has_controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import sample
 from eagle_ray.sampling.token_mask import unpack_mask
 
 

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from eagle_ray.attention.prefill_metadata import MAX_GATHERED
 from eagle_ray.core.async_copy import copy_to_device, to_device
-from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PrefillChunk
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.sampling_batch import SamplingBatch, SamplingTable
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.kv.kv_cache import DecodeSlots
-from eagle_ray.sampling.sampler import SamplingBatch, SamplingTable
 from eagle_ray.tree.accept import VerifyResult
 
 GROUP_SHARE = 18  # a group is the batch divided by this; on average half of it is idle, 3 % of the batch

@@ -1,7 +1,7 @@
 """Statistics: intervals of a ratio measured once a round (Student's t on logarithms) and of a difference of means.
 
     >>> ratio_interval([1.9, 2.1, 2.0])
-    Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.84...)
+    Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.83...)
 
 Both sides of a ratio are measured in the same round, so that what slows a whole round down cancels.
 """

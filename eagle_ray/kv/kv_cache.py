@@ -8,64 +8,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.tree.accept import VerifyResult
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeSlots:
-    """The slots of B sequences and their cached lengths, on the device and on the host.
-
-    Attributes:
-        bound: an upper bound of all lengths if the host lacks them, because the previous step is not read yet
-            or
-            because a captured pass is for any lengths. host_lengths then holds bounds, or nothing.
-    """
-
-    slots: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    host_slots: list[int]
-    host_lengths: list[int]
-    bound: int | None = None
-
-    @classmethod
-    def of(cls, slots: list[int], lengths: list[int], device: torch.device | str = "cpu") -> DecodeSlots:
-        both = to_device([slots, lengths], device)
-        return cls(both[0], both[1], slots, lengths)
-
-    @classmethod
-    def with_max_length(cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int) -> DecodeSlots:
-        """Return slots for a captured pass: any lengths up to `bound`, which is at least 1."""
-        return cls(slots, lengths, [], [], bound)
-
-    def select(self, members: Sequence[int]) -> DecodeSlots:
-        """Return these sequences of the batch."""
-        slots, lengths = ([values[i] for i in members] for values in (self.host_slots, self.host_lengths))
-        return DecodeSlots.of(slots, lengths, self.slots.device)
-
-    @property
-    def min_length(self) -> int:
-        return 0 if self.bound is not None else min(self.host_lengths)
-
-    @property
-    def max_length(self) -> int:
-        return self.bound if self.bound is not None else max(self.host_lengths)
-
-    def shifted(self, columns: int) -> DecodeSlots:
-        """Return the same slots with `columns` more tokens in each."""
-        bound = None if self.bound is None else self.bound + columns
-        return DecodeSlots(
-            self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
-        )
 
 
 class KVCache:

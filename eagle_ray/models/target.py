@@ -22,8 +22,9 @@ from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_m
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.cuda_runtime import pin_cuda_numerics
 from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.eagle_heads import LogitsOf

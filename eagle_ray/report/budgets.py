@@ -2,8 +2,7 @@
 
 Only runs with ``speculative.stats: detailed`` store the columns that this needs.
 
-    >>> budgets(read)
-    {'budget': [1, 5, 13], 'steps': [40, 210, 96], 'accepted': [0, 377, 301]}
+    budgets(read)      # {'budget': [1, 5, 13], 'steps': [40, 210, 96], 'accepted': [0, 377, 301]}
 """
 
 from __future__ import annotations

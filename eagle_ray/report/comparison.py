@@ -1,9 +1,7 @@
 """Compare two runs: identical outputs of the rows that both have, and the numbers of both by group.
 
->>> compare(read_run, read_baseline, by="category").identical        # a run with its plain baseline over equal inputs
-48
->>> side_by_side(read_a, read_b, by="category").identical            # any two runs
-479
+compare(read_run, read_baseline, by="category").identical      # 48: a run with its plain baseline, equal inputs
+side_by_side(read_a, read_b, by="category").identical          # 479: any two runs
 """
 
 from __future__ import annotations

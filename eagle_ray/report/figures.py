@@ -1,7 +1,6 @@
 """Figures of the report, as SVG plots of the numbers in ``_summary.json``. A figure without numbers is None.
 
->>> acceptance_by_depth(summary["total"])
-'<svg ...'
+acceptance_by_depth(summary["total"])      # '<svg ...'
 """
 
 from __future__ import annotations

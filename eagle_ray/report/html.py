@@ -2,7 +2,7 @@
 
 The numbers come from ``_summary.json``, the settings from ``_run.json``.
 
-    >>> html = page(read_json(run / "_summary.json"), read_json(run / "_run.json"))
+    html = page(read_json(run / "_summary.json"), read_json(run / "_run.json"))
 """
 
 from __future__ import annotations

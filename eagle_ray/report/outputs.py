@@ -1,7 +1,6 @@
 """Output token ids of every row of a run, by row key, for comparisons of two runs.
 
->>> outputs(read)["q-1", 0]
-[17, 4, 2]
+outputs(read)["q-1", 0]      # [17, 4, 2]
 """
 
 from __future__ import annotations

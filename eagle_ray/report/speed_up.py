@@ -3,8 +3,8 @@
 Rows are paired by key, so a prompt that is slow in both runs does not widen the interval. The interval covers the
 variance between rows. It does not cover other load on the machine during one of the runs.
 
-    >>> speed_ups(read_run, read_baseline, by="category")["code"]
-    SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
+    speed_ups(read_run, read_baseline, by="category")["code"]
+    # SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
 """
 
 from __future__ import annotations

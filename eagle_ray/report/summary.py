@@ -2,9 +2,8 @@
 
 Counts are additive over files, groups and runs. Every ratio is derived from them.
 
-    >>> summary = summarise(read, by="category")
-    >>> summary["code"].mean_acceptance_length
-    4.9
+    summary = summarise(read, by="category")
+    summary["code"].mean_acceptance_length        # 4.9
 """
 
 from __future__ import annotations

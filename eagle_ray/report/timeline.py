@@ -3,8 +3,7 @@
 A row occupies its slot from started_at + queue_s to finished_at. The timeline spreads its tokens evenly from the first
 token to finished_at. It omits the time between attempts: the spans of the attempts follow each other directly.
 
-    >>> timeline(read)["workers"]["host:71"]["tokens_per_s"]
-    [0.0, 151.2, 148.9, 60.3]
+    timeline(read)["workers"]["host:71"]["tokens_per_s"]      # [0.0, 151.2, 148.9, 60.3]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """HTML report of a training run: one self-contained file without scripts.
 
->>> html = training_page(read_json(run / "training.json"))
+html = training_page(read_json(run / "training.json"))
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ With stream_options.include_steps a chunk also says how each token was made: by 
 its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the target's own token at depth 0.
 Step 0 is the prompt's pass, which gives one token of the target.
 
-    >>> Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids
+    Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids; returns
     [{'step': 0, 'num_draft_tokens': 0, 'num_accepted_draft_tokens': 0, 'tokens': [
          {'id': 95, 'text': 'The', 'depth': 0}]},
      {'step': 1, 'num_draft_tokens': 12, 'num_accepted_draft_tokens': 1, 'tokens': [

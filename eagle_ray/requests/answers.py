@@ -5,8 +5,7 @@ A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of
 A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
 request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
-    >>> line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]
-    'Paris.'
+    line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ custom_id becomes id, the body's messages, prompt or input the prompt, its param
 model are passed through; the job's own target is used. An unsupported parameter is refused by name unless its value is
 a no-op; it is never ignored.
 
-    >>> parse_batch_line({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 4}})
+    >>> body = {"prompt": "Hi", "max_tokens": 4}
+    >>> parse_batch_line({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
     {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import CHAT, CHATS, MAX_TOP_LOGPROBS, SAMPLING, Door
-from eagle_ray.requests.refused import REFUSED, is_no_op
+from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
 from eagle_ray.requests.structured import with_own_keys
@@ -24,9 +25,6 @@ from eagle_ray.requests.values import describe_value
 PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response is answered as a chat
 URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
-OWN_KEYS = {"structured_outputs": "json_schema, json_object, regex, choice or grammar"} | {
-    name: row.use for name, row in REFUSED.items() if row.use
-}
 LOGPROBS = ("logprobs", "top_logprobs")
 LENGTHS = ("max_tokens", "max_completion_tokens")
 KNOWN = frozenset({"model", *SAMPLING, *LENGTHS})
@@ -87,8 +85,8 @@ def _body_of(line: Mapping[str, Any], door: Door) -> Mapping[str, Any]:
         if value is None or name in KNOWN_AT[door]:
             continue
         if not is_no_op(name, value, door):
-            fix = f"use {OWN_KEYS[name]}" if name in OWN_KEYS else "leave it out"
-            raise _unsupported(f"body.{name}", f"{describe_value(value)} asks for what this system does not do; {fix}")
+            told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
+            raise _unsupported(f"body.{name}", told)
     return body
 
 

@@ -2,8 +2,7 @@
 
 Rows are dictionaries; absent columns are null.
 
-    >>> rows.of(request, sequences)
-    [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]
+    rows.of(request, sequences)      # [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ANYWHERE = frozenset(Door)
 RESPONSES = frozenset({Door.RESPONSES})
 BODIES = ANYWHERE - {Door.JOB, Door.PYTHON}  # in a data set such a name is likely to be plain data
 ONE_ANSWER = "a response has one answer; send several requests"
-STATELESS = "this server keeps no responses; send the whole conversation"
+STATELESS = "no responses are kept; send the whole conversation"
 TEMPLATE = "give chat_template_kwargs, which the target's template reads"
 
 
@@ -73,7 +73,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused(
             "background",
             no_op=(False,),
-            fix="the response comes with this request; for work without a client use /v1/batches",
+            fix="leave it out; a response comes with its request, and only /v1/batches need no client",
             doors=BODIES,
         ),
         Refused("background_options", doors=BODIES),
@@ -284,10 +284,13 @@ NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a v
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def fix_of(name: str) -> str:
-    """Return what to do about a parameter that is refused."""
-    row = REFUSED.get(name, Refused(name))
-    return row.fix if row.use is None else f"use {row.use}"
+def fix_of(name: str, door: Door = Door.JOB) -> str:
+    """Return what to do about a parameter that a door refuses."""
+    row = _row_at(name, door) or Refused(name)
+    if row.use is None:
+        return row.fix
+    instead = fix_of_response(row.use) if door is Door.RESPONSES else None
+    return instead or f"use {row.use}"
 
 
 def fix_of_response(name: str) -> str | None:

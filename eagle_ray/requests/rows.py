@@ -3,6 +3,7 @@
 Never raises because of a row's content: a bad row is a request with an error, which names file, row, column and the
 fix.
 
+    >>> from eagle_ray.requests.columns import FIRST
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
     >>> location = RowLocation("a.jsonl", "/d/a.jsonl", FIRST)
     >>> parse_row({"id": 7, "prompt": "Hi"}, columns, location).id
@@ -22,22 +23,16 @@ from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.values import (
     Boolean,
-    JsonSchema,
-    Kind,
-    LogitBias,
-    ResponseFormat,
-    Texts,
-    TokenIds,
     WrongValue,
     describe_value,
     json_error,
     json_text,
+    parsed_if_json,
+    whole_number,
 )
-from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts, parse_json
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts
 
-LISTS = (Texts, TokenIds)
 _SAMPLING_KINDS = [(name, parameter.kind_at(Door.JOB)) for name, parameter in SAMPLING.items()]
-READ_AS_JSON = (*LISTS, LogitBias, JsonSchema, ResponseFormat)  # kinds of columns whose texts are JSON, as in CSV files
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 UNCARRIED = "__uncarried__"
@@ -112,7 +107,7 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
             f"column {path.text!r} is an empty text ({describe_value(value)}). Give the row an id of its own, or "
             "null, which makes one from its file and row.",
         )
-    return None if value is None else str(_as_int(value))
+    return None if value is None else str(whole_number(value))
 
 
 def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
@@ -169,15 +164,11 @@ def _token_ids(value: Any, column: str) -> list[int]:
 
 
 def _parse_if_json(value: Any, column: str) -> Any:
-    """Return the value of a JSON text; any other value unchanged. Raises RequestError for half a surrogate in it."""
-    if not isinstance(value, str):
-        return value
+    """Return parsed_if_json of a column's value. Raises RequestError."""
     try:
-        return parse_json(value)
+        return parsed_if_json(value)
     except HalfSurrogate as error:
         raise json_error(f"column {column!r}", error) from None
-    except ValueError:
-        return value
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,12 +176,14 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, kind in _SAMPLING_KINDS:
-        value = row.get(name)
-        if value is None or (value := _sampling_value(value, name, kind)) is None:
+        if (value := row.get(name)) is None:
             continue
-        given[name] = value
         try:
-            values[name] = kind.check(value)
+            given[name] = value = kind.of_column(value)
+            if value is not None:
+                values[name] = kind.check(value)
+        except HalfSurrogate as error:
+            raise json_error(f"column {name!r}", error) from None
         except WrongValue as error:
             raise _bad_sampling(name, error.form, value, error.reason) from None
     if (second := second_form(values)) is not None:
@@ -242,28 +235,3 @@ def _without_null_keys(value: Any) -> Any:
     if isinstance(function, dict):
         kept["function"] = {key: x for key, x in function.items() if x is not None}
     return kept
-
-
-def _sampling_value(value: Any, name: str, kind: Kind) -> Any:
-    """Return a column's value in its parameter's form: JSON texts, Arrow maps and structs are read as such."""
-    if isinstance(value, str) and isinstance(kind, READ_AS_JSON):
-        value = _parsed_text(value, name, kind)
-    if isinstance(kind, LogitBias):
-        value = dict(value) if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value) else value
-        return {k: _as_int(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-    if isinstance(kind, LISTS) and isinstance(value, list):
-        return [_as_int(part) for part in value]
-    return _as_int(value)
-
-
-def _parsed_text(text: str, name: str, kind: Kind) -> Any:
-    """Return the value of a JSON text. A text alone is one stop string or bad word, unless it is a list of texts."""
-    value = _parse_if_json(text, name)
-    if not isinstance(kind, Texts):
-        return value
-    return value if isinstance(value, list) and value and all(isinstance(item, str) for item in value) else text
-
-
-def _as_int(value: Any) -> Any:
-    """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
-    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value

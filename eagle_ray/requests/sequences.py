@@ -3,8 +3,7 @@
 Seeds depend only on the run's seed, the request's id and the sample index, so neither order nor batching nor resuming
 changes what is sampled.
 
-    >>> sequences_of(request, config, tokenizer)
-    [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
+    sequences_of(request, config, tokenizer)      # [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
 """
 
 from __future__ import annotations

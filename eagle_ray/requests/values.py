@@ -24,7 +24,7 @@ from typing import Any
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
-from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json
 
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1
@@ -69,6 +69,10 @@ class Kind(ABC):
     def schema(self) -> Json:
         """Return the JSON schema of a value in a request's body."""
 
+    def of_column(self, value: Any) -> Any:
+        """Return a value of a column, which is not null, as `check` takes it. Raises HalfSurrogate."""
+        return whole_number(value)
+
     def with_form(self, form: str) -> Kind:
         """Return this kind, told in other words."""
         return replace(self, **{"form": form})
@@ -83,6 +87,26 @@ class Kind(ABC):
             return kind.check(value)
         except WrongValue as error:
             raise WrongValue(self.form, error.value, (*steps, *error.steps), error.reason) from None
+
+
+def whole_number(value: Any) -> Any:
+    """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
+
+
+def parsed_if_json(value: Any) -> Any:
+    """Return the value of a JSON text, as CSV files have lists and objects; any other value unchanged.
+
+    Raises HalfSurrogate for half a surrogate pair in it.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except HalfSurrogate:
+        raise
+    except ValueError:
+        return value
 
 
 def is_number(value: Any) -> bool:
@@ -253,6 +277,14 @@ class Texts(Kind):
             raise self.wrong(value)
         return texts
 
+    def of_column(self, value: Any) -> Any:
+        """Return a list of texts. A text alone is one of it, unless it is a JSON list of texts."""
+        if isinstance(value, str):
+            parsed = parsed_if_json(value)
+            is_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
+            value = parsed if is_list else value
+        return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+
     def _as_list(self, value: Any) -> Any:
         if self.is_json:
             try:
@@ -291,6 +323,10 @@ class TokenIds(Kind):
             raise self.wrong(value)
         return value
 
+    def of_column(self, value: Any) -> Any:
+        value = parsed_if_json(value)
+        return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+
     def schema(self) -> Json:
         item = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_TOKEN_ID + 1}
         lengths = {"minItems": self.min_items} if self.min_items else {}
@@ -321,6 +357,15 @@ class LogitBias(Kind):
             checked[int(token)] = float(bias)
         return checked
 
+    def of_column(self, value: Any) -> Any:
+        """Return the biases by token. Arrow has a map as pairs, and a struct's null for a token of other rows."""
+        value = parsed_if_json(value)
+        if isinstance(value, list) and all(isinstance(pair, tuple) for pair in value):
+            value = dict(value)
+        if isinstance(value, dict):
+            return {token: whole_number(bias) for token, bias in value.items() if bias is not None}
+        return value
+
     def schema(self) -> Json:
         return {
             "type": "object",
@@ -338,6 +383,9 @@ class JsonSchema(Kind):
     def check(self, value: Any) -> str:
         return _json_text(self, schema_text, value)
 
+    def of_column(self, value: Any) -> Any:
+        return whole_number(parsed_if_json(value))
+
     def schema(self) -> Json:
         return {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
 
@@ -350,6 +398,9 @@ class ResponseFormat(Kind):
 
     def check(self, value: Any) -> str:
         return _json_text(self, response_format_text, value)
+
+    def of_column(self, value: Any) -> Any:
+        return whole_number(parsed_if_json(value))
 
     def schema(self) -> Json:
         any_schema: Json = {"type": ["object", "boolean"]}
@@ -634,3 +685,34 @@ def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def checked(name: str, kind: Kind, value: Any) -> Any:
+    """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
+    try:
+        return kind.check(value)
+    except WrongValue as error:
+        param = name + "".join(map(_step, error.steps))
+        if error.reason is not None:
+            raise bad_value(param, error.reason) from None
+        subject = "" if param == name else f"{name} "
+        raise bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}") from None
+
+
+def _step(step: str | int) -> str:
+    """Return a step into a parameter as clients write it; one that is no name is left out."""
+    if isinstance(step, int):
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() else ""
+
+
+def bad_value(param: str, problem: str) -> RequestError:
+    return RequestError("bad_value", f"{param}: {problem}", param)
+
+
+def missing(param: str, kind: Kind) -> RequestError:
+    return RequestError("missing", f"{param}: missing; it must be {kind.form}", param)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)

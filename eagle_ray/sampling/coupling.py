@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.sampling.online_newton import OnlineFit
-from eagle_ray.sampling.sampler import SamplingBatch, process
+from eagle_ray.sampling.sampler import process
 
 LARGE_NOISE = 4.0  # 1.8 % of tokens draw more
 NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min-p are worked out on

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise
+from eagle_ray.sampling.sampler import gumbel_noise
 
 NEAR_TIE = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Logits: how far rounding moves the difference of two of them at most, with a margin. fp32 measured: 2 x 2e-5."""

@@ -4,9 +4,9 @@ A request needs a sequence for each prompt and choice, and for each sequence the
 They are held until the request ends. A request that does not fit now is refused with 429, one that never fits with
 400.
 
-    >>> admission = Admission(Need(sequences=24, tokens=65_536))
-    >>> with admission.admit(Need(sequences=2, tokens=600)):
-    ...     ...
+    admission = Admission(Need(sequences=24, tokens=65_536))
+    with admission.admit(Need(sequences=2, tokens=600)):
+        ...
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted 
 Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is restarted, the first
 replica that reports gives it the last known totals.
 
-    >>> print(prometheus_text(merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})])))
+    >>> merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
+    {'prompt_tokens_total': 7}
 """
 
 from __future__ import annotations

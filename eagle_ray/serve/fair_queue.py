@@ -5,9 +5,9 @@ in one queue per client. The client that was served the fewest tokens is next. T
 Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence runs, its prompt and
 max_tokens are reserved; when it ends, its client is charged with the tokens that it used.
 
-    >>> queue = FairQueue(num_clients=2, num_places=5)
-    >>> async with queue.turn(client=1, tokens=300) as turn:
-    ...     turn.used = len((await engine.generate(sequence)).token_ids)
+    queue = FairQueue(num_clients=2, num_places=5)
+    async with queue.turn(client=1, tokens=300) as turn:
+        turn.used = len((await engine.generate(sequence)).token_ids)
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j of a row with
 seed s.
 
-    >>> prepare_generation(request, config, tokenizer).choices
-    [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
+    prepare_generation(request, config, tokenizer).choices
+    # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.requests.parameters import CHAT_NAMES, FORMS, SamplingParams
+from eagle_ray.requests.parameters import CHAT, FORMS, SamplingParams
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
@@ -158,7 +158,7 @@ def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig)
     if not isinstance(request, ChatRequest):
         return NO_OPTIONS
     try:
-        return config.chat.options({name: getattr(request, name) for name in CHAT_NAMES})
+        return config.chat.options({name: getattr(request, name) for name in CHAT})
     except ValueError as error:
         raise RequestError("invalid_chat", str(error)) from None
 

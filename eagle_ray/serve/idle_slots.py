@@ -4,8 +4,8 @@ An eighth of the slots, at least one of several, is never given to lines, so tha
 once: a line may run for minutes. A line is let in if all requests that are admitted, and the line, fit into the others
 together. So lines wait while interactive requests fill the slots, and no interactive request waits behind them.
 
-    >>> await idle_slots.wait(need)
-    >>> await service.answer(asked)   # admits it at once
+    await idle_slots.wait(need)
+    await service.answer(asked)   # admits it at once
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ it. If a later Ray opens the port in another way, the first health check finds i
 
     class Replica(AtNodeAddress): ...
 
-    >>> listeners({os.getpid()})
-    {Listener(pid=4711, protocol='tcp', address='127.0.0.1', port=8000)}
+    listeners({os.getpid()})      # {Listener(pid=4711, protocol='tcp', address='127.0.0.1', port=8000)}
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The body must be JSON by its content type, within the size limit and the time limit; reading ends if the client
 disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are errors.
 
+    >>> from eagle_ray.requests.openai_bodies import CompletionRequest
     >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
     True
-    >>> data = await read_body(request, most=8 << 20)
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ active exception", exit code 134. So Arrow opens local files itself, and objects
 Arrow's errors name no file, and those of damaged pages are OSErrors like those of a storage that is away. `is_damage`
 tells the two apart.
 
-    >>> with open_parquet(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:      # doctest: +SKIP
-    ...     parquet.read(columns=["request_id"])
+    with open_parquet(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:
+        parquet.read(columns=["request_id"])
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read gzip and Zstandard files as if they were not compressed.
 
->>> with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:      # doctest: +SKIP
-...     lines.readline()
+with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:
+    lines.readline()
 """
 
 from __future__ import annotations

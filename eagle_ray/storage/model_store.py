@@ -1,7 +1,7 @@
 """Models in object storage, downloaded once a machine into its cache: s3:// and every other URL that fsspec reads.
 
-    >>> fetch_model("s3://bucket/models/llama-8b", omitted=["*.pth"])                       # doctest: +SKIP
-    PosixPath('/home/me/.cache/eagle_ray/models/llama-8b-5b3c77e0f1d2a401')
+    fetch_model("s3://bucket/models/llama-8b", omitted=["*.pth"])
+    # PosixPath('/home/me/.cache/eagle_ray/models/llama-8b-5b3c77e0f1d2a401')
 
 The directory's name holds the files' names, sizes and ETags, so a model that changed gets another one. It appears when
 it is complete. Of processes that start together, one downloads and the others wait.

@@ -5,9 +5,9 @@ the same functions. Nothing is cached between
 calls, so changes by other machines are visible. All failures are OSErrors; on S3 a StorageError, within a time
 limit.
 
-    >>> output = StoragePath.of("s3://bucket/runs/a")
-    >>> (output / "data").glob("*.parquet")
-    [StoragePath('s3://bucket/runs/a/data/part-001-000000.parquet')]
+    output = StoragePath.of("s3://bucket/runs/a")
+    (output / "data").glob("*.parquet")
+    # [StoragePath('s3://bucket/runs/a/data/part-001-000000.parquet')]
 """
 
 from __future__ import annotations

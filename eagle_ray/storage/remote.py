@@ -3,8 +3,7 @@
 They are input only: without conditional writes, an output could not be exactly-once. Credentials are those of the file
 system's own package. A file's version is its ETag or what the file system has for one, else its size.
 
-    >>> stat("https://host/prompts.jsonl")                                  # doctest: +SKIP
-    FileVersion(size=4096, version='"5f3e..."')
+    stat("https://host/prompts.jsonl")      # FileVersion(size=4096, version='"5f3e..."')
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A report should fail within seconds if the storage is away. A job that has run for hours should outlast a server that
 is away for a minute.
 
-    >>> with extended_retries():
-    ...     file.create(data)
+    with extended_retries():
+        file.create(data)
 """
 
 from __future__ import annotations

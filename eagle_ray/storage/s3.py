@@ -4,8 +4,7 @@ Every request goes through one function with limits on time and retries; failure
 the endpoint. A write is one PUT, because leaving an output stream by an exception would publish a partial object.
 Endpoint, credentials and region come from the standard environment.
 
-    >>> create("s3://bucket/runs/a/_lock", b"mine", None)
-    FileVersion(size=4, version='"8fcb0a1ec9e8ba3e..."')
+    create("s3://bucket/runs/a/_lock", b"mine", None)      # FileVersion(size=4, version='"8fcb0a1ec9e8ba3e..."')
 """
 
 from __future__ import annotations

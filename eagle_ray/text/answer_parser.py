@@ -1,5 +1,6 @@
 """AnswerParser: split the text of an answer into reasoning, content and tool calls, as it grows or at once.
 
+    >>> from eagle_ray.text.chat_options import NO_OPTIONS
     >>> chat_format = ChatFormat("hermes", "qwen3")
     >>> parse_answer("<think>\\nHm.\\n</think>\\n\\nFour.", AnswerParser.of(chat_format, NO_OPTIONS, ""))
     Answer(content='Four.', reasoning='Hm.', calls=())

@@ -3,7 +3,7 @@
     >>> template_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]})
     {'role': 'user', 'content': 'Hi'}
     >>> ChatFormat.of("...<tool_call>...<think>...", "auto", "auto")
-    ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False)
+    ChatFormat(tool_parser='hermes', reasoning_parser='qwen3', reads_tools=False, has_thinking_switch=False)
 
 A template gets each content as one text, and the arguments of a tool call as an object, as transformers documents it;
 OpenAI's format has text parts, and arguments as JSON. A call without arguments has an empty object.

@@ -11,11 +11,13 @@ Answers that must call a tool, or whose calls of strict tools must fit their sch
 llguidance's Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and what it allows is what the
 parser of the form reads:
 
-    >>> tool_grammar(ChatOptions.of({"tools": [add], "tool_choice": "required"}), "llama3_json", {})
+    >>> add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    >>> print(tool_grammar(ChatOptions.of({"tools": [add], "tool_choice": "required"}), "llama3_json", {}))
     start: SPACE answer
     calls: "<|python_tag|>"? call ("; " call)*
     call: object_0
     object_0: "{\\"name\\": \\"add\\", \\"parameters\\": " %json {"type": "object", ...} "}"
+    ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tokenizer: text to ids and back, and the chat template of a target.
 
->>> tokenizer = Tokenizer.load("eagle_ray/assets/tiny/target")
+>>> import eagle_ray
+>>> tokenizer = Tokenizer.load(Path(eagle_ray.__file__).parent / "assets/tiny/target")
 >>> tokenizer.decode(tokenizer.encode("Hello there"))
 'Hello there'
 """

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.requests.messages import WrongMessage, check_messages
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.text.chat_format import template_message
 from eagle_ray.text.strict_json import parse_json
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.chat_mask import encode_conversation
@@ -114,7 +116,7 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
 
 
 def messages_of(row: Row) -> list[Row] | None:
-    """Return a row's conversation as messages, or None if it has none. Raises RequestError for unknown roles."""
+    """Return a row's conversation as messages, or None if it has none. Raises RequestError for one that is wrong."""
     turns = row.get("messages")
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
@@ -125,9 +127,16 @@ def messages_of(row: Row) -> list[Row] | None:
         ]
     if turns is None:
         return None
-    if not all(isinstance(turn, dict) and turn.get("role") in ROLES for turn in turns):
+    if not isinstance(turns, list):
+        raise RequestError("bad_type", "messages must be a list or a text")
+    try:
+        messages = [template_message(message) for message in check_messages(turns)]
+    except WrongMessage as error:
+        code = "unknown_role" if error.code == "bad_role" else error.code
+        raise RequestError(code, f"{error.place('messages')}{error.told}") from None
+    if not all(message["role"] in ROLES for message in messages):
         raise RequestError("unknown_role", "a turn's role is none of system, user and assistant")
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    return [{"role": message["role"], "content": message.get("content")} for message in messages]
 
 
 def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.sampling.sampler import GOLDEN, as_int64, mix64_tensor
+from eagle_ray.core.sampling_batch import as_int64
+from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
 from eagle_ray.tree.draft_tree import DraftTree
 
 

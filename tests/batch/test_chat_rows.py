@@ -7,7 +7,7 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
-from eagle_ray.api.prompt_rows import prompt_rows
+from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.batch.input.plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
@@ -126,7 +126,7 @@ def test_rows_of_each_form_have_the_same_prompt(make_job, tmp_path):
         [asked] = requests_of(plan_input(config))
         assert asked.error is None
         prompts.append(prompt_text_of(asked, config, tokenizer))
-    [asked] = prompt_rows({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
+    [asked] = prompt_requests({"messages": ASK, "tools": [ADD], "chat_template_kwargs": kwargs})
     prompts.append(prompt_text_of(asked, make_job(), tokenizer))
     assert len(set(prompts)) == 1
     assert json.dumps(ADD) in prompts[0] and prompts[0].endswith("</think>\n\n")
@@ -134,7 +134,7 @@ def test_rows_of_each_form_have_the_same_prompt(make_job, tmp_path):
 
 def test_a_rows_own_values_win_over_the_jobs(make_job):
     def options(row, **settings):
-        return prompt_rows({"messages": ASK} | row)[0].chat_options(make_job(**settings))
+        return prompt_requests({"messages": ASK} | row)[0].chat_options(make_job(**settings))
 
     settings = {"chat.tools": [ADD], "chat.chat_template_kwargs": {"a": 1, "b": 1}, "chat.tool_choice": "none"}
     assert options({}, **settings).tools == ()
@@ -193,15 +193,15 @@ def test_a_real_engine_must_call_a_tool_as_its_schema_says(answered, template, f
 
 def test_a_form_begins_after_reasoning_that_the_prompt_has_opened(make_job, tmp_path):
     tokenizer = special_tokenizer(tmp_path / "t", R1, "<think>", "</think>")
-    [asked] = prompt_rows({"messages": ASK, "json_object": True})
+    [asked] = prompt_requests({"messages": ASK, "json_object": True})
     [sequence] = sequences_of(asked, make_job(), tokenizer)
     assert sequence.grammar_spec == GrammarSpec("json_object", after=tokenizer.reasoning_end_id())
-    [asked] = prompt_rows({"prompt": "Hi", "json_object": True})
+    [asked] = prompt_requests({"prompt": "Hi", "json_object": True})
     assert sequences_of(asked, make_job(), tokenizer)[0].grammar_spec == GrammarSpec("json_object")
 
 
 def test_tools_and_a_form_that_both_say_what_the_answer_must_be(make_job, tmp_path):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "t", QWEN3))
-    [asked] = prompt_rows({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
+    [asked] = prompt_requests({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
     with pytest.raises(RequestError, match="json_object: the tools of the request say"):
         sequences_of(asked, make_job(), tokenizer)

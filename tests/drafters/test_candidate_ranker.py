@@ -2,11 +2,11 @@
 
 import torch
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import TreeBuilder
 

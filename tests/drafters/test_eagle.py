@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.engine import Engine
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.helpers.toy_models import head, head3, llama, llama_engine
 

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import torch
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.drafter import VerifyOutput
 from eagle_ray.drafters.experimental.lookahead import FIRST_EARNED, FIRST_GUESSES, LookaheadDrafter
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.drafters.test_lookup import Known, paths

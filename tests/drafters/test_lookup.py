@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.drafters.ngram import LONGEST, NgramIndex
 from eagle_ray.drafters.ppm import interpolate
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.tree.test_draft_tree import check_laws
 

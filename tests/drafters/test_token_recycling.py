@@ -2,12 +2,12 @@
 
 import torch
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.drafter import VerifyOutput
 from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
-from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.drafter import Draft
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.verify import Verifier
 from eagle_ray.kv import kv_cache
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models import target as target_module
 from eagle_ray.models.model_probe import probe
 from eagle_ray.models.target import TargetModel
@@ -31,7 +31,6 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST

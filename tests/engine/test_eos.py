@@ -2,10 +2,10 @@
 
 import pytest
 
+from eagle_ray.core.sampling_batch import SamplingTable
 from eagle_ray.models.draft_model import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingTable
 from tests.engine.test_drafters import engine_for, oracle_of
 from tests.engine.test_lossless import differing, some_prompts
 from tests.helpers.toy_models import LLAMA, llama, llama_engine, run

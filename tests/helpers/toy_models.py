@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.drafters.drafter import Draft
@@ -24,7 +25,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.eagle_heads import Eagle3Head, EagleHead
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
@@ -34,7 +35,6 @@ from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.control_state import WordIds
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_plan import DraftPlan

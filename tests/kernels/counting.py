@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cut_floor, draft_level, fused_layer, kv_commit, log_probs, sample, topk, tree_attention
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.kernels.device import DEVICE

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, TreeMetadata
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.tree_metadata import PackedRows
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.tree_mask import pack_mask
 from tests.kernels.device import DEVICE
 

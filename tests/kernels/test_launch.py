@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.kernels.launch import launch
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import sample
 
 KERNELS = Path(kernel.__file__).parent
 

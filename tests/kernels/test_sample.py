@@ -7,10 +7,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import gumbel
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process, sample
+from eagle_ray.sampling.sampler import gumbel_noise, process, sample
 from tests.kernels.device import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

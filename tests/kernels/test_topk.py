@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.kernels import topk as kernel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from tests.kernels.device import DEVICE
 
 PLAIN = [

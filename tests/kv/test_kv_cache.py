@@ -9,8 +9,9 @@ from eagle_ray.attention import attention_groups
 from eagle_ray.attention.attention_groups import group_sequences
 from eagle_ray.attention.metadata import AttentionParams, TreeMetadata
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.kv.kv_cache import DecodeSlots, KVCache
+from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.accept import VerifyResult
 
 HEADS, DIM = 2, 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.helpers.toy_models import LLAMA, best, random_tree

@@ -7,8 +7,8 @@ import torch
 
 from eagle_ray.attention import backend
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.draft_model import DraftModel

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from eagle_ray.attention.backend import prefill_metadata
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.eagle_heads import Eagle3Head
 from eagle_ray.models.head_checkpoint import load_head, meta_head, save_head
 from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.head_spec import head_config
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.helpers.eagle_formulas import decoder_layer, rms_norm
 from tests.helpers.published_checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write

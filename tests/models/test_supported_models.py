@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.placement import dispatch
 from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elements_per_token, max_exact_position

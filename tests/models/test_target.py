@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_tree import DraftTree

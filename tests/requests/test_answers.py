@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_ray.api.prompt_rows import prompt_rows
+from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.api.request_output import completion_of
 from eagle_ray.build import download
 from eagle_ray.config import load_config
@@ -44,7 +44,7 @@ def finished(request, tokenizer):
     settings = {"input.path": "in", "output.path": "out", "model.target": "embedded:tiny"}
     sampling = {"sampling.logprobs": True, "sampling.top_logprobs": 2}
     config = load_config(None, env={}, overrides=settings | sampling)
-    [asked] = prompt_rows([{"id": "a", "seed": 1} | prompt])
+    [asked] = prompt_requests([{"id": "a", "seed": 1} | prompt])
     [sequence] = sequences_of(asked, config, tokenizer)
     ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
     sequence.output_ids, sequence.finish_reason = ids, "stop"

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.coupling import LARGE_NOISE, Coupling, dropped
-from eagle_ray.sampling.sampler import SamplingBatch, gumbel_noise, process, sample
+from eagle_ray.sampling.sampler import gumbel_noise, process, sample
 
 ROWS, VOCAB = 16, 60
 

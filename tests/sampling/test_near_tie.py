@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import reachable_tokens, rounding_cause
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import sample
 
 VOCAB = 40
 FILTERS = [

@@ -5,18 +5,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.sampling_batch import SamplingBatch, as_int64
 from eagle_ray.requests.parameters import GREEDY_BELOW, MAX_TEMPERATURE, SamplingParams
-from eagle_ray.sampling.sampler import (
-    SamplingBatch,
-    as_int64,
-    gumbel_noise,
-    keyed_hash,
-    mix64,
-    mix64_tensor,
-    process,
-    sample,
-    sample_seed,
-)
+from eagle_ray.sampling.sampler import gumbel_noise, keyed_hash, mix64, mix64_tensor, process, sample, sample_seed
 
 MASK = 2**64 - 1
 

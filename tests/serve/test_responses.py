@@ -193,7 +193,7 @@ def test_a_real_answer_is_the_chats(app):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"store": True}, "store", "keeps no responses"),
+        ({"store": True}, "store", "no responses are kept"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
         ({"background": True}, "background", "/v1/batches"),

@@ -74,9 +74,10 @@ def write(directory: Path, name: str, lines: list[object]) -> str:
 
 def test_openai_and_sharegpt_rows_are_the_same_document(tokenizer, tmp_path):
     turns = [{"from": {"user": "human", "assistant": "gpt"}[t["role"]], "value": t["content"]} for t in CHAT]
-    path = write(tmp_path, "chats.jsonl", [{"messages": CHAT}, {"conversations": turns, "id": 3}])
-    one, other = TextSource([path]).documents(tokenizer)
-    assert one == other == encode_conversation(tokenizer, CHAT)
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+    rows = [{"messages": CHAT}, {"conversations": turns, "id": 3}, {"messages": parts}]
+    one, other, third = TextSource([write(tmp_path, "chats.jsonl", rows)]).documents(tokenizer)
+    assert one == other == third == encode_conversation(tokenizer, CHAT)
 
 
 def test_every_token_of_a_text_counts(tokenizer, tmp_path):
@@ -88,9 +89,10 @@ def test_every_token_of_a_text_counts(tokenizer, tmp_path):
 
 def test_rows_that_cannot_be_used_are_counted_by_reason(tokenizer, tmp_path):
     rows = [{"messages": CHAT}, {"messages": CHAT[:1]}, {"other": 1}, {"messages": [{"role": "robot", "content": "x"}]}]
+    rows += [{"messages": [{"role": "user"}]}, {"messages": [{"role": "tool", "content": "x"}]}, {"messages": 5}]
     source = TextSource([write(tmp_path, "chats.jsonl", rows)])
     assert len(list(source.documents(tokenizer))) == 1
-    assert source.skipped == {"no_answer": 1, "no_text": 1, "unknown_role": 1}
+    assert source.skipped == {"no_answer": 1, "no_text": 1, "unknown_role": 2, "bad_type": 2}
 
 
 def test_a_run_needs_no_tokenizer_if_it_holds_token_ids(tmp_path):

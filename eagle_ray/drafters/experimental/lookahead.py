@@ -26,14 +26,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.ensemble import extra_log_values
 from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.drafters.ngram import LONGEST, Counts, NgramCursor, count
 from eagle_ray.drafters.null import NullDrafter
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge, path_hashes

@@ -17,15 +17,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.null import NullDrafter
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.drafters.calibration_feedback import Offers
 from eagle_ray.drafters.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.drafters.null import NullDrafter
-from eagle_ray.kv.kv_cache import DecodeSlots
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.sampler import SamplingBatch
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import TreeBuilder
 

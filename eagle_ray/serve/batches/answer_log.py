@@ -4,7 +4,7 @@ A part is created only if no part of its number exists, by a writer that has rea
 line that one of them answers. So each custom_id stands in the log once, whatever is killed and however many processes
 believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it and goes on.
 
-    >>> log = AnswerLog(StoragePath.of("/data/batches/all/work/batch_1"))
+    >>> log = AnswerLog(StoragePath.of("batches/all/work/batch_1"))
     >>> log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
     >>> "a" in log.answered
     True

@@ -6,8 +6,8 @@
 `ending` is the last status of a batch that stops early. It is decided once, so a process that takes the batch over in
 the middle of its end comes to the same end.
 
-    >>> record.moved("in_progress", total=120).as_json()["request_counts"]
-    {'total': 120, 'completed': 0, 'failed': 0}
+    record.moved("in_progress", total=120).as_json()["request_counts"]
+    # {'total': 120, 'completed': 0, 'failed': 0}
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ On a local disk all of it is for the user that runs the endpoint alone: uploads 
 
 Only the process that holds a batch's lease changes its record. A client's cancellation is a file of its own.
 
-    >>> store = BatchStore.open("/data/batches")
-    >>> store.find("all", "batch_...").status
-    'in_progress'
+    store = BatchStore.open("/data/batches")
+    store.find("all", "batch_...").status         # 'in_progress'
 """
 
 from __future__ import annotations

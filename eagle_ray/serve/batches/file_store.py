@@ -7,7 +7,7 @@ of creation. Owners have directories of their own: one key's client cannot name 
     OWNER/files/file-ID.json       the description
     OWNER/contents/file-ID/000000  the first chunk
 
-    >>> store = FileStore(StoragePath.of("/data/batches"), "all")
+    >>> store = FileStore(StoragePath.of("batches"), "all")
     >>> store.write([b'{"custom_id": "a"}'], "in.jsonl", "batch").bytes
     18
 """

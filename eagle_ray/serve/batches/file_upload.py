@@ -2,8 +2,7 @@
 
 In memory are a chunk of it and what Serve has read ahead (``serve/body_window.py``), however large and fast it is.
 
->>> await receive_upload(request, store, config.serving.batches)
-StoredFile(id='file-...', bytes=1204, ...)
+    await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
@@ -32,7 +33,7 @@ from eagle_ray.kernels.availability import CHOICE, use_triton
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import sample
 from jobs.bench.gpu.device import release
 from jobs.bench.gpu.embedded_pair import embedded_pair, embedded_prompts
 from jobs.bench.gpu.harness import LARGEST, Harness, Way

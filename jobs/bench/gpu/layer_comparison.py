@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from jobs.bench.embedding_map import ModelShape

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from eagle_ray.kv.kv_cache import DecodeSlots
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.sampler import SamplingBatch, sample
+from eagle_ray.sampling.sampler import sample
 from eagle_ray.tree.accept import VerifyResult
 from jobs.bench.gpu.device import seconds_of
 

@@ -1,6 +1,6 @@
 """Turn the prompts of a call into requests, as a job's reader makes them of input rows.
 
-    >>> [request.prompt for request in prompt_rows(["Once", {"prompt": "Twice", "temperature": 0.5}])]
+    >>> [request.prompt for request in prompt_requests(["Once", {"prompt": "Twice", "temperature": 0.5}])]
     ['Once', 'Twice']
 
 A prompt that cannot be read becomes a request with an error, like a bad row of a job.
@@ -39,7 +39,7 @@ SOURCE = "prompts"  # in place of a file, in messages
 MULTIMODAL = ("multi_modal_data", "mm_processor_kwargs", "prompt_embeds", "encoder_prompt", "decoder_prompt")
 
 
-def prompt_rows(prompts: Prompts) -> list[Request]:
+def prompt_requests(prompts: Prompts) -> list[Request]:
     """Return one request per prompt, whose id is None if the prompt has no id.
 
     Raises ConfigError if the value holds no prompts, or keys without effect.

@@ -1,0 +1,177 @@
+"""SamplingBatch: the sampling parameters of a batch as tensors, gathered from a SamplingTable of the slots.
+
+>>> SamplingBatch.of([SamplingParams(temperature=0.8, seed=7)]).any_sampled
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.graph_protocol import Kind, PaddedInput
+from eagle_ray.requests.parameters import SamplingParams
+
+ALL_KINDS: Kind = (True, True, True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling parameters of B sequences as tensors, and on the host the processors that any of them needs.
+
+    Attributes:
+        temperature: 0 for greedy sequences.
+        ends: tokens after which a sequence is over; -1 is none.
+        end_ids: those of all sequences and their stop tokens, perhaps more.
+        logprobs: whether any sequence requests log-probabilities.
+        num_tops: how many of the likeliest tokens a sequence requests at most.
+        sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
+        is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every sequence, and
+            temperatures decide.
+    """
+
+    temperature: Float[Tensor, " B"]
+    top_p: Float[Tensor, " B"]
+    top_k: Int[Tensor, " B"]
+    min_p: Float[Tensor, " B"]
+    seed: Int[Tensor, " B"]
+    ends: Int[Tensor, "B E"]
+    sampled: list[int]
+    sampled_rows: Int[Tensor, " S"]
+    any_top_p: bool
+    any_top_k: bool
+    any_min_p: bool
+    end_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    num_tops: int = 0
+    is_bound: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        device: torch.device | str = "cpu",
+        eos_ids: Collection[int] = (),
+    ) -> SamplingBatch:
+        """Return the parameters of a batch, in its order. Top-k off is stored as 0."""
+        table = SamplingTable(len(params), device, eos_ids)
+        for i, each in enumerate(params):
+            table.set(i, each)
+        return table.batch(range(len(params)))
+
+    def padded(self, num_sequences: int) -> list[PaddedInput]:
+        """Return what `bound` takes, padded to a number of sequences with greedy ones."""
+        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
+        fills = (0.0, 1.0, 0, 0.0, 0, -1)
+        shapes = [(num_sequences, *x.shape[1:]) for x in columns]
+        return [
+            PaddedInput(column, shape, fill, is_fixed=True)
+            for column, shape, fill in zip(columns, shapes, fills, strict=True)
+        ]
+
+    @classmethod
+    def bound(
+        cls,
+        kind: Kind,
+        temperature: Float[Tensor, " P"],
+        top_p: Float[Tensor, " P"],
+        top_k: Int[Tensor, " P"],
+        min_p: Float[Tensor, " P"],
+        seed: Int[Tensor, " P"],
+        ends: Int[Tensor, "P E"],
+    ) -> SamplingBatch:
+        """Return a batch for a captured pass: any tensors of this kind."""
+        any_sampled, any_top_p, any_top_k, any_min_p = kind
+        rows = list(range(len(seed))) if any_sampled else []
+        every = torch.arange(len(rows), device=seed.device)
+        return cls(
+            temperature, top_p, top_k, min_p, seed, ends, rows, every, any_top_p, any_top_k, any_min_p, is_bound=True
+        )
+
+    @property
+    def kind(self) -> Kind:
+        """Return whether any sequence is sampled, and which processors any needs."""
+        return self.any_sampled, self.any_top_p, self.any_top_k, self.any_min_p
+
+    @property
+    def any_sampled(self) -> bool:
+        return bool(self.sampled)
+
+    @property
+    def any_cut(self) -> bool:
+        """Return whether any sequence filters tokens."""
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
+    def select(self, members: Sequence[int]) -> SamplingBatch:
+        """Return the parameters of some of the sequences."""
+        index = to_device(members, self.seed.device)
+        sampled = set(self.sampled)
+        rows = [i for i, member in enumerate(members) if member in sampled]
+        return replace(
+            self,
+            temperature=self.temperature[index],
+            top_p=self.top_p[index],
+            top_k=self.top_k[index],
+            min_p=self.min_p[index],
+            seed=self.seed[index],
+            ends=self.ends[index],
+            sampled=rows,
+            sampled_rows=to_device(rows, self.seed.device),
+        )
+
+
+class SamplingTable:
+    """The sampling parameters of the sequences in slots, on the host, from which batches are gathered."""
+
+    def __init__(self, num_slots: int, device: torch.device | str = "cpu", eos_ids: Collection[int] = ()):
+        self._device, self._eos_ids = device, np.array(sorted(eos_ids), dtype=np.int64)
+        self._floats = np.zeros((3, num_slots), dtype=np.float32)  # temperature, top_p, min_p
+        self._integers = np.zeros((2 + len(eos_ids), num_slots), dtype=np.int64)  # top_k, seed, ends
+        self._num_logprobs = np.zeros(num_slots, dtype=np.int64)  # of a token, its own included
+        self._stops: dict[int, list[int]] = {}  # by slot
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Store the parameters of the sequence that holds a slot from now on. No seed is 0."""
+        self._floats[:, slot] = 0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p
+        self._integers[:2, slot] = params.top_k, as_int64(params.seed or 0)
+        self._integers[2:, slot] = -1 if params.ignore_eos else self._eos_ids
+        self._num_logprobs[slot] = 1 + params.num_top_logprobs if params.wants_logprobs else 0
+        self._stops.pop(slot, None)
+        if params.stop_token_ids:
+            self._stops[slot] = params.stop_token_ids
+
+    def batch(self, slots: Sequence[int]) -> SamplingBatch:
+        """Return the parameters of the sequences in these slots, in this order."""
+        index = np.array(slots, dtype=np.int64)
+        floats, integers = self._floats.take(index, 1), self._integers.take(index, 1)  # rows that kernels can read
+        rows = np.flatnonzero(floats[0])
+        temperature, top_p, min_p = copy_to_device(torch.from_numpy(floats), self._device)
+        top_k, seed, *ends = copy_to_device(torch.from_numpy(integers), self._device)
+        num_logprobs = int(self._num_logprobs[index].max(initial=0))
+        return SamplingBatch(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            ends=torch.stack(ends, 1) if ends else seed.new_empty(len(index), 0),
+            sampled=rows.tolist(),
+            sampled_rows=copy_to_device(torch.from_numpy(rows), self._device),
+            any_top_p=bool((floats[1, rows] < 1).any()),
+            any_top_k=bool((integers[0, rows] > 0).any()),
+            any_min_p=bool((floats[2, rows] > 0).any()),
+            end_ids=frozenset(self._eos_ids.tolist()).union(*self._stops.values()),
+            logprobs=num_logprobs > 0,
+            num_tops=max(num_logprobs - 1, 0),
+        )
+
+
+def as_int64(x: int) -> int:
+    """Return the signed 64-bit integer with the same bits as x."""
+    return (x + 2**63) % 2**64 - 2**63

@@ -1,0 +1,66 @@
+"""The table of parameters is the one place that lists them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door
+from eagle_ray.requests.refused import REFUSED, fix_of
+
+PACKAGE = Path(__file__).parents[2] / "eagle_ray"
+TABLES = ("requests/parameters.py", "requests/refused.py")
+DATA = {"prompt", "messages", "input", "text", "request_id"}  # names of columns and keys of answers, too
+NAMES = {*SAMPLING, *CHAT, *BODY, *REFUSED} - DATA
+OTHER_LISTS = {
+    "api/llm.py": "the arguments of LLM.chat",
+    "api/python_config.py": "a job's spelling of what Python asks",
+    "core/sequence.py": "parameters that name tokens",
+    "requests/output_rows.py": "columns of an output row",
+    "requests/response_answers.py": "keys of a response",
+    "requests/row_schema.py": "columns that runs of earlier versions lack",
+    "requests/structured.py": "vLLM's names",
+    "sampling/grammar.py": "kinds of grammars",
+    "serve/responses_api/response_events.py": "keys of a response",
+    "text/chat_options.py": "arguments of transformers that are no values of a template",
+}
+
+
+def names_in_lists(path: Path) -> set[str]:
+    """Return the names of parameters in each list, tuple, set and dictionary of a module that has three or more."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        items = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        names = {item.value for item in items if isinstance(item, ast.Constant)} & NAMES
+        found |= names if len(names) > 2 else set()
+    return found
+
+
+def test_no_other_module_lists_parameters():
+    found = {str(path.relative_to(PACKAGE)): names_in_lists(path) for path in PACKAGE.rglob("*.py")}
+    lists = {path: names for path, names in found.items() if names and path not in TABLES}
+    assert not {path: names for path, names in lists.items() if path not in OTHER_LISTS}
+    assert not OTHER_LISTS.keys() - lists.keys(), "these have none any more"
+
+
+@pytest.mark.parametrize("row", [*SAMPLING.values(), *CHAT.values(), *BODY.values()], ids=lambda row: row.name)
+def test_a_row_says_what_it_does_and_what_a_value_must_be_at_each_door(row):
+    assert row.about.endswith(".") and row.doors
+    assert row.defaults.keys() | row.required <= {*row.doors}
+    assert all(row.kind_at(door).form for door in row.doors)
+
+
+def test_a_refused_parameter_is_not_one_of_its_doors():
+    """A row of REFUSED that is also a parameter here is refused at the doors that do not have it."""
+    rows = {**SAMPLING, **CHAT, **BODY}
+    assert not [name for name, row in REFUSED.items() if name in rows and row.doors <= rows[name].doors]
+    assert not [name for name, row in REFUSED.items() if row.use is not None and row.use not in rows]
+
+
+def test_what_to_do_about_a_parameter_is_what_its_door_has():
+    assert (fix_of("max_new_tokens", Door.CHAT), fix_of("random_seed", Door.RESPONSES)) == (
+        "use max_tokens",
+        "use seed",
+    )
+    assert fix_of("max_new_tokens", Door.RESPONSES) == "give max_output_tokens"
+    assert fix_of("x", Door.CHAT) == "leave it out"
