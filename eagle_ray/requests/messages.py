@@ -84,17 +84,12 @@ _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
 
 class WrongMessage(WrongValue):
-    """A list of messages has a wrong part.
-
-    Attributes:
-        code: of the error.
-        told: what is wrong with the part at `steps`, to stand behind its place.
-    """
+    """A list of messages has a wrong part. code: of a row's error."""
 
     def __init__(self, code: str, form: str, value: Any, steps: Steps, told: str | None = None):
         super().__init__(form, value, steps)
-        self.code = code
-        self.told = f" must be {form}, got {describe_value(value)}" if told is None else told
+        self.code, self.is_unsupported = code, code == "unsupported_parameter"
+        self.told: str = f" must be {form}, got {describe_value(value)}" if told is None else told
 
     def place(self, name: str) -> str:
         """Return the place of the wrong part in a list of this name: messages[0].content."""

@@ -601,7 +601,7 @@ STREAM_OPTIONS = Object(
         "include_obfuscation": No(),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
-    about="include_steps is ours: see serve/stream.py.",
+    about="include_steps is this server's own.",
     form="{include_usage: true or false, include_steps: true or false}, with stream",
 )
 

@@ -42,12 +42,15 @@ class WrongValue(ValueError):
         steps: keys and indices that lead to that part; none for the whole value.
         reason: what a reader of JSON, a schema or a text found, if that says more than the form.
         needs_text: the wrong part would have to be a text and is none.
+        told: what is wrong with that part, to stand behind its place, if that says more than the form.
+        is_unsupported: it asks for what this system does not do.
     """
 
     def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
-        self.needs_text = False
+        self.needs_text = self.is_unsupported = False
+        self.told: str | None = None
 
 
 @dataclass(frozen=True)
@@ -685,3 +688,37 @@ def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
     text = repr(value[:61] if isinstance(value, str) else value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def checked(name: str, kind: Kind, value: Any) -> Any:
+    """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
+    try:
+        return kind.check(value)
+    except WrongValue as error:
+        param = name + "".join(map(_step, error.steps))
+        if error.told is not None:
+            code = "unsupported_parameter" if error.is_unsupported else "bad_value"
+            raise RequestError(code, f"{param}{error.told}", param) from None
+        if error.reason is not None:
+            raise bad_value(param, error.reason) from None
+        subject = "" if param == name else f"{name} "
+        raise bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}") from None
+
+
+def _step(step: str | int) -> str:
+    """Return a step into a parameter as clients write it; one that is no name is left out."""
+    if isinstance(step, int):
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() else ""
+
+
+def bad_value(param: str, problem: str) -> RequestError:
+    return RequestError("bad_value", f"{param}: {problem}", param)
+
+
+def missing(param: str, kind: Kind) -> RequestError:
+    return RequestError("missing", f"{param}: missing; it must be {kind.form}", param)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)
