@@ -20,13 +20,13 @@ from typing import Any, ClassVar, TypeVar
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import (
     SAMPLING,
+    TWO_FORMS,
     Door,
-    Group,
     Parameter,
     SamplingParams,
     merged_values,
-    names_in,
     rows_at,
+    two_forms,
 )
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
 from eagle_ray.requests.response_items import chat_values, check_response
@@ -156,10 +156,8 @@ class GenerationBody(OpenBody):
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
             raise bad_value("min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}")
-        forms = [name for name in names_in(Group.FORM) if self.values.get(name)]
-        if len(forms) > 1:
-            both = f"{forms[0]} and {forms[1]} both say what the output must be: give one"
-            raise RequestError("bad_value", both, forms[1])
+        if (both := two_forms(self.values)) is not None:
+            raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
 
 
 class ChatRequest(GenerationBody):

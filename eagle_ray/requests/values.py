@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
+from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json
 
@@ -252,7 +252,6 @@ class Texts(Kind):
     """A list of texts, none of them empty; one text is a list of one.
 
     Attributes:
-        is_json: a text that begins like a JSON list is one, as in CSV files, and no text is a list of one.
         takes_one: whether a text alone is taken.
     """
 
@@ -261,7 +260,6 @@ class Texts(Kind):
     max_items: int | None = None
     max_chars: int | None = None
     takes_one: bool = True
-    is_json: bool = False
     arrow = "list<string>"
 
     def check(self, value: Any) -> list[str]:
@@ -289,11 +287,6 @@ class Texts(Kind):
         return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
 
     def _as_list(self, value: Any) -> Any:
-        if self.is_json:
-            try:
-                return choice_list(value)
-            except (JsonError, json.JSONDecodeError) as error:
-                raise WrongValue(self.form, value, reason=str(error)) from None
         return [value] if isinstance(value, str) and self.takes_one else value
 
     def schema(self) -> Json:
