@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import SAMPLING, TWO_FORMS, Door, Parameter, rows_at, two_forms
+from eagle_ray.requests.parameters import NOT_OF_JOBS, SAMPLING, TWO_FORMS, Door, Parameter, rows_at, two_forms
 from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import OWN, chat_body
 from eagle_ray.requests.rows import InputRow, chat_of, unreadable
@@ -27,7 +27,6 @@ PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response
 URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 LENGTHS = ("max_tokens", "max_completion_tokens")
-NOT_OF_JOBS = ("stream", "stream_options", "return_token_ids", "echo", "best_of")  # what only an endpoint does
 OF_JOBS = {"prompt_logprobs": SAMPLING["prompt_logprobs"]}
 KNOWN_AT: Mapping[Door, Mapping[str, Parameter]] = {
     door: {name: row for name, row in rows_at(door).items() if name not in NOT_OF_JOBS} | OF_JOBS
@@ -100,9 +99,9 @@ def _checked(row: Parameter, value: Any, door: Door) -> Any:
     is_sampling = row.name in SAMPLING and row.name != "logprobs"
     kind: Kind = row.kind_at(Door.JOB if is_sampling else door)
     try:
-        return checked(f"body.{row.name}", kind, value)
+        return checked(row.name, kind, value)
     except RequestError as error:
-        raise RequestError("bad_sampling" if row.name in SAMPLING else "bad_type", str(error)) from None
+        raise RequestError("bad_sampling" if row.name in SAMPLING else "bad_type", f"body.{error}") from None
 
 
 def _chat_body_of(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -692,6 +692,7 @@ BODY: Mapping[str, Parameter] = {
         ),
     )
 }
+NOT_OF_JOBS = ("stream", "stream_options", "return_token_ids", "echo", "best_of")  # of bodies; only a server does them
 
 
 @functools.cache

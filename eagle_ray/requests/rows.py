@@ -213,8 +213,8 @@ def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, 
         except WrongValue as error:
             raise RequestError("bad_type", f"{where} must be {error.form}, got {describe_value(value)}") from None
         except ValueError as error:
-            _, _, problem = str(error).partition(name)
-            raise RequestError("bad_type", f"{where}{problem}") from None
+            part, _, problem = str(error).partition(":")
+            raise RequestError("bad_type", f"{place.format(part)}:{problem}") from None
         if isinstance(parameter.kind, Boolean):
             found[name] = value
         elif value:
