@@ -80,7 +80,8 @@ def _body_of(line: Mapping[str, Any], door: Door) -> dict[str, Any]:
         if value is None:
             continue
         if (row := KNOWN_AT[door].get(name)) is not None:
-            values[name] = _checked(row, value, door)
+            if not row.kind_at(door).is_nothing(value) or door in row.required:
+                values[name] = _checked(row, value, door)
         elif not is_no_op(name, value, door):
             told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
             raise _unsupported(f"body.{name}", told)

@@ -1,7 +1,7 @@
 """Bodies of requests in OpenAI's protocol, read by the table of parameters.
 
 A body has the rows of its door (``parameters.py``). Every other parameter is refused by name unless its value asks for
-nothing; it is never ignored (``refused.py``). null always means absent.
+nothing; it is never ignored (``refused.py``). null always means absent, as does what asks for nothing by its kind.
 
     >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
     >>> body.prompts, body.echo, body.temperature
@@ -82,7 +82,9 @@ class Body:
         values: Json = {}
         for name, (kind, is_required) in cls._kinds.items():
             if name in given:
-                values[name] = checked(name, kind, given.pop(name))
+                value = given.pop(name)
+                if is_required or not kind.is_nothing(value):
+                    values[name] = checked(name, kind, value)
             elif is_required:
                 raise missing(name, kind)
         body = cls(values, given)

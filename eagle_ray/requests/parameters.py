@@ -72,6 +72,7 @@ MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
 LOGPROBS = "message.output_text.logprobs"  # what a response may include
 RESPONSE_TOOLS_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
+EMPTY: tuple[Any, ...] = ("", [], {})
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 
 
@@ -182,10 +183,10 @@ def _checked(cls: Class) -> Class:
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for name, row in rows.items():
-            value = plain_value(given.get(name))
+            value, kind = plain_value(given.get(name)), row.kind_at(Door.PYTHON)
             try:
-                if value is not None:
-                    values[name] = row.kind_at(Door.PYTHON).check(value)
+                if not kind.is_nothing(value):
+                    values[name] = kind.check(value)
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
@@ -304,7 +305,11 @@ class SamplingParams:
         Group.RETURNED,
         python=_COUNTED,
         doors=EVERYWHERE - {Door.RESPONSES},
-        kinds={Door.COMPLETIONS: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}")},
+        kinds={
+            Door.COMPLETIONS: Integer(
+                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True
+            )
+        },
         defaults={Door.CHAT: False},
     )
     top_logprobs: int = parameter(
@@ -368,9 +373,8 @@ class SamplingParams:
         "Other spellings are not found.",
         Group.CONTROL,
         http=Texts(
-            takes_one=False,
             max_items=MAX_ITEMS,
-            form=f"a list of at most {MAX_ITEMS} texts, none of them empty",
+            form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
         ),
     )
     min_tokens: int = parameter(
@@ -515,8 +519,8 @@ CHAT: Mapping[str, Parameter] = {
             Group.CHAT,
             _CHAT_DOORS,
             {
-                Door.CHAT: Either((_TEXT, AnyObject()), form=CHOICE_FORM),
-                Door.RESPONSES: Either((_TEXT, AnyObject()), form=RESPONSE_CHOICE_FORM),
+                Door.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
+                Door.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
             },
         ),
         Parameter(

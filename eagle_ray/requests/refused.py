@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.requests.parameters import CHATS, ROW_PARAMETERS, Door
+from eagle_ray.requests.parameters import CHATS, EMPTY, LOGPROBS, ROW_PARAMETERS, Door
 from eagle_ray.text.strict_json import parse_json
 
 ANYWHERE = frozenset(Door)
@@ -147,6 +147,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("logit_processors"),
         Refused("logits_processors"),
         Refused("logprob_token_ids"),
+        Refused("logprobs", no_op=(False,), fix_of_response=f"give include: [{LOGPROBS!r}]", doors=RESPONSES),
         Refused("lora_path"),
         Refused("lora_request"),
         Refused("max_completion_tokens", use="max_tokens"),
@@ -279,7 +280,6 @@ REFUSED: Mapping[str, Refused] = {
         Refused("xtc_threshold", no_op=(0.1,)),
     )
 }
-EMPTY: tuple[Any, ...] = ("", [], {})
 NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 

@@ -179,7 +179,7 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
             continue
         try:
             value = kind.of_column(value)
-            if value is not None:
+            if not kind.is_nothing(value):
                 values[name] = kind.check(value)
         except HalfSurrogate as error:
             raise json_error(f"column {name!r}", error) from None

@@ -72,6 +72,14 @@ class Kind(ABC):
     def schema(self) -> Json:
         """Return the JSON schema of a value in a request's body."""
 
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        """Return the values that ask for nothing, besides null, where a parameter may be absent."""
+        return ()
+
+    def is_nothing(self, value: Any) -> bool:
+        return value is None or any(type(value) is type(nothing) and value == nothing for nothing in self.nothings)
+
     def of_column(self, value: Any) -> Any:
         """Return a value of a column, which is not null, as `check` takes it. Raises HalfSurrogate."""
         return whole_number(value)
@@ -150,6 +158,7 @@ class Integer(Kind):
         high: a bound that the form names.
         off: another value that is `low`.
         max_integer: a bound that an error adds to the form.
+        takes_false: false asks for nothing.
     """
 
     low: int | None
@@ -157,7 +166,12 @@ class Integer(Kind):
     form: str = ""
     off: int | None = None
     max_integer: int = MAX_INTEGER
+    takes_false: bool = False
     arrow = "int64"
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return (False,) if self.takes_false else ()
 
     def check(self, value: Any) -> int:
         if not is_integer(value):
@@ -228,6 +242,10 @@ class Text(Kind):
     can_be_empty: bool = False
     known: str | None = None
 
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return () if self.can_be_empty else ("",)
+
     def check(self, value: Any) -> str:
         if not isinstance(value, str):
             error = self.wrong(value)
@@ -261,6 +279,10 @@ class Texts(Kind):
     max_chars: int | None = None
     takes_one: bool = True
     arrow = "list<string>"
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("",) if self.takes_one else ()
 
     def check(self, value: Any) -> list[str]:
         texts = self._as_list(value)
@@ -376,6 +398,10 @@ class JsonSchema(Kind):
 
     form: str = ""
 
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("",)  # {} is a schema
+
     def check(self, value: Any) -> str:
         return _json_text(self, schema_text, value)
 
@@ -391,6 +417,10 @@ class ResponseFormat(Kind):
     """OpenAI's response_format, as an object or as JSON text; it is kept as text."""
 
     form: str = ""
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("", {})
 
     def check(self, value: Any) -> str:
         return _json_text(self, response_format_text, value)
@@ -532,10 +562,18 @@ class Metadata(Kind):
 
 @dataclass(frozen=True)
 class Either(Kind):
-    """A value of the first of these kinds that it fits. A value that fits none is told whole."""
+    """A value of the first of these kinds that it fits. A value that fits none is told whole.
+
+    empties: values that ask for nothing.
+    """
 
     kinds: tuple[Kind, ...]
     form: str = ""
+    empties: tuple[Any, ...] = ()
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return self.empties
 
     def check(self, value: Any) -> Any:
         for kind in self.kinds:

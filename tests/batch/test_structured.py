@@ -116,7 +116,7 @@ def test_a_response_format_is_refused_if_it_asks_for_more(form):
     [
         ({"json_schema": "{"}, "'json_schema' must be a JSON schema, as an object or as JSON text"),
         ({"json_schema": "[]"}, "'json_schema' must be a JSON schema"),
-        ({"regex": ""}, "'regex' must be a regular expression"),
+        ({"regex": "", "choice": "yes"}, "'choice' must be a list of texts"),
         ({"choice": "yes"}, "'choice' must be a list of texts, none of them empty"),
         ({"choice": []}, "'choice' must be a list of texts"),
         ({"response_format": {"type": "xml"}}, "'response_format' must be OpenAI's"),

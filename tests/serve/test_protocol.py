@@ -49,7 +49,7 @@ def refused(kind, body):
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"bad_words": ["no", ""]}, "bad_words[1]"),
+        ({"bad_words": ["no", ""]}, "bad_words"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
