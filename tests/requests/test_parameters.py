@@ -117,3 +117,20 @@ def test_an_empty_tool_choice_and_logprobs_that_are_false_ask_for_nothing():
     assert not ResponsesRequest.read({"input": "Hi", "logprobs": False}).chat().logprobs
     with pytest.raises(RequestError, match="give include"):
         ResponsesRequest.read({"input": "Hi", "logprobs": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("guided_json", "Use json_schema."),
+        ("topP", "Did you mean top_p?"),
+        ("max_completion_tokens", "Use max_tokens."),
+        ("add_special_tokens", "Leave it out."),
+    ],
+)
+def test_python_is_told_what_rows_are_told_about_a_parameter_that_is_not_one(name, hint):
+    wrong = {name: {"a": 1}}
+    for ask in (lambda: SamplingParams(**wrong), lambda: prompt_requests([{"prompt": "Hi", **wrong}])):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        assert name in str(error.value) and str(error.value).endswith(hint)

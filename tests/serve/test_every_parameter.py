@@ -251,7 +251,7 @@ def own_values(path: str, name: str) -> tuple[Any, ...]:
     row = refused_at(kind.door).get(name)
     if name in kind.rows() or row is None:
         return ()
-    return row.no_op_at(kind.door) + (() if row.asks_if_empty_at(kind.door) else EMPTY)
+    return row.no_op_at(kind.door) + (("",) if row.asks_if_empty_at(kind.door) else EMPTY)
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)
