@@ -190,7 +190,7 @@ def _checked(cls: Class) -> Class:
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
-                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}")
+                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}{error.why}")
         if (both := two_forms(values)) is not None:
             wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [

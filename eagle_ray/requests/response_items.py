@@ -220,8 +220,7 @@ def _response_format(text: Json) -> str | None:
     is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
     try:
         return str(response_format_text({"type": "json_schema", "json_schema": form} if is_schema else form))
-    except JsonError as error:
-        raise bad_value("text.format", str(error)) from None
-    except ValueError:
+    except ValueError as error:
         rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
-        raise _wrong("text.format", rule, form) from None
+        why = f" ({error})" if isinstance(error, JsonError) else ""
+        raise bad_value("text.format", f"{rule}, got {reprlib.repr(form)}{why}") from None

@@ -184,8 +184,7 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
         except HalfSurrogate as error:
             raise json_error(f"column {name!r}", error) from None
         except WrongValue as error:
-            found = f" ({error.reason})" if error.reason else ""
-            told = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{found}"
+            told = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
             raise RequestError("bad_sampling", told) from None
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")

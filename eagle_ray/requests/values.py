@@ -40,7 +40,7 @@ class WrongValue(ValueError):
         form: what it must be.
         value: the wrong part of it.
         steps: keys and indices that lead to that part; none for the whole value.
-        reason: what a reader of JSON, a schema or a text found, if that says more than the form.
+        reason: what a reader of JSON, a schema or a text found, if there is one.
         needs_text: the wrong part would have to be a text and is none.
         told: what is wrong with that part, to stand behind its place, if that says more than the form.
         is_unsupported: it asks for what this system does not do.
@@ -51,6 +51,11 @@ class WrongValue(ValueError):
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
         self.needs_text = self.is_unsupported = False
         self.told: str | None = None
+
+    @property
+    def why(self) -> str:
+        """Return the reason in brackets, to stand behind the value; empty without one."""
+        return "" if self.reason is None else f" ({self.reason})"
 
 
 @dataclass(frozen=True)
@@ -730,10 +735,9 @@ def checked(name: str, kind: Kind, value: Any) -> Any:
         if error.told is not None:
             code = "unsupported_parameter" if error.is_unsupported else "bad_value"
             raise RequestError(code, f"{param}{error.told}", param) from None
-        if error.reason is not None:
-            raise bad_value(param, error.reason) from None
         subject = "" if param == name else f"{name} "
-        raise bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}") from None
+        told = f"{subject}must be {error.form}, got {reprlib.repr(error.value)}{error.why}"
+        raise bad_value(param, told) from None
 
 
 def _step(step: str | int) -> str:

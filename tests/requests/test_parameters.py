@@ -134,3 +134,9 @@ def test_python_is_told_what_rows_are_told_about_a_parameter_that_is_not_one(nam
         with pytest.raises(ConfigError) as error:
             ask()
         assert name in str(error.value) and str(error.value).endswith(hint)
+
+
+def test_a_text_that_is_no_json_has_the_form_and_the_reason_at_every_door():
+    for _, found in found_at_every_door("json_schema", "{'a'"):
+        assert "must be a JSON schema, as an object or as JSON text" in str(found)
+        assert "(Expecting property name enclosed in double quotes" in str(found)
