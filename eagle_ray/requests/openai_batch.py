@@ -20,7 +20,7 @@ from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import chat_body
 from eagle_ray.requests.rows import InputRow, unreadable
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.requests.values import describe_value
+from eagle_ray.requests.values import describe_value, unsupported
 
 PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response is answered as a chat
 URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
@@ -59,7 +59,7 @@ def _id_of(line: Mapping[str, Any]) -> Any:
 
 def _door_of(line: Mapping[str, Any]) -> Door:
     if unknown := line.keys() - LINE_KEYS:
-        raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
+        raise unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
     if (url := line.get("url")) not in list(URLS):
@@ -86,7 +86,7 @@ def _body_of(line: Mapping[str, Any], door: Door) -> Mapping[str, Any]:
             continue
         if not is_no_op(name, value, door):
             told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
-            raise _unsupported(f"body.{name}", told)
+            raise unsupported(f"body.{name}", told)
     return body
 
 
@@ -107,7 +107,7 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
-        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
+        raise unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
@@ -130,7 +130,7 @@ def _logprobs(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
     value, num_tops = (body.get(name) for name in LOGPROBS)
     if door is Door.COMPLETIONS:
         if not is_no_op("top_logprobs", num_tops, door):
-            raise _unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
+            raise unsupported("body.top_logprobs", "completions have the number of alternatives in logprobs")
         if value is None:
             return {}
         if type(value) is int and 0 <= value <= MAX_TOP_LOGPROBS:
@@ -142,7 +142,3 @@ def _logprobs(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
     if num_tops and not value:
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
     return {name: x for name, x in zip(LOGPROBS, (value, num_tops), strict=True) if x is not None}
-
-
-def _unsupported(parameter: str, fix: str) -> RequestError:
-    return RequestError("unsupported_parameter", f"{parameter} is not supported: {fix}")
