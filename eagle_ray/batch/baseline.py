@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle_ray.batch.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
@@ -33,7 +33,6 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequence_of
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import gumbel_noise, process
@@ -191,8 +190,7 @@ def controlled_logits(
     before = sequence.controls
     if before is None:
         return logits
-    sampling, bad_word_ids = sequence.sampling, sequence.bad_word_ids
-    state = ControlState(sampling, bad_word_ids, sequence.prompt_ids, before.ends, len(logits), grammar)
+    state = new_controls(sequence, before.ends, len(logits), grammar)
     state.sync(output_ids)
     adjusted = logits.to(torch.float32, copy=True)[None]
     Adjustments.of([(state, [[]])]).apply(adjusted)

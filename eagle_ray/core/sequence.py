@@ -6,7 +6,7 @@ Knows ids, counts and times.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -199,8 +199,19 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     if sampling.min_tokens and allowed is not None and not set(allowed) - ends - singles_of(bad_word_ids):
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
         raise RequestError("invalid_sampling", message)
-    prompt_ids, grammar = sequence.prompt_ids, sequence.grammar
-    sequence.controls = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size, grammar)
+    sequence.controls = new_controls(sequence, ends, vocab_size, sequence.grammar)
+
+
+def new_controls(
+    sequence: Sequence, ends: Collection[int], vocab_size: int, grammar: GrammarState | None
+) -> ControlState:
+    """Return the state of the sequence's controls before its first token.
+
+    Args:
+        ends: EOS and stop tokens.
+        grammar: what the output must be, before its first token; it advances.
+    """
+    return ControlState(sequence.sampling, sequence.bad_word_ids, sequence.prompt_ids, ends, vocab_size, grammar)
 
 
 def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
