@@ -34,7 +34,7 @@ from pydantic import (
 
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.requests.parameters import SAMPLING, Door, Group, Parameter, names_in, second_form
+from eagle_ray.requests.parameters import SAMPLING, Door, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
@@ -257,7 +257,8 @@ class SamplingConfig(_SamplingKeys):
     @field_validator(*names_in(Group.FORM), check_fields=False)
     @classmethod
     def _only_one(cls, value: Any, info: ValidationInfo) -> Any:
-        if second_form({**info.data, info.field_name or "": value}) == info.field_name:
+        both = two_forms({**info.data, info.field_name or "": value})
+        if both is not None and both[1] == info.field_name:
             raise ValueError("another key says what outputs must be")
         return value
 

@@ -20,13 +20,13 @@ from typing import Any, ClassVar, TypeVar
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import (
     SAMPLING,
+    TWO_FORMS,
     Door,
-    Group,
     Parameter,
     SamplingParams,
     merged_values,
-    names_in,
     rows_at,
+    two_forms,
 )
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
 from eagle_ray.requests.response_items import chat_values, check_response
@@ -37,7 +37,6 @@ from eagle_ray.text.chat_format import template_message
 Json = dict[str, Any]
 MAX_SEQUENCES = 1024  # of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
-NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +156,8 @@ class GenerationBody(OpenBody):
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
             raise bad_value("min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}")
-        forms = [name for name in names_in(Group.FORM) if self.values.get(name)]
-        if len(forms) > 1:
-            both = f"{forms[0]} and {forms[1]} both say what the output must be: give one"
-            raise RequestError("bad_value", both, forms[1])
+        if (both := two_forms(self.values)) is not None:
+            raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
 
 
 class ChatRequest(GenerationBody):
@@ -184,7 +181,6 @@ class ChatRequest(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        _check_conversation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
@@ -269,26 +265,12 @@ class TokenizeRequest(OpenBody):
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
             raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
         super().check()
-        _check_conversation(self.messages or [])
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     door = Door.DETOKENIZE
-
-
-def _check_conversation(messages: list[Json]) -> None:
-    """Raise RequestError for the first message that no chat template can read."""
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        for name, values in NO_TEXT.items():
-            if name in message and message[name] not in values:
-                raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")
-        if message.get("tool_calls") and message["role"] != "assistant":
-            raise bad_value(f"{where}.tool_calls", f"only of the assistant, not of role {message['role']}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise bad_value(f"{where}.content", "must be a text, got null")
 
 
 def _template_message(message: Json) -> Json:

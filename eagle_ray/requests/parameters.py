@@ -190,9 +190,8 @@ def _checked(cls: Class) -> Class:
                     values[name] = None
             except WrongValue as error:
                 wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}")
-        if (second := second_form(values)) is not None:
-            form = rows[second].kind_at(Door.PYTHON).form
-            wrong.append(f"{cls.__name__}.{second}: must be {form}, got {reprlib.repr(given[second])}")
+        if (both := two_forms(values)) is not None:
+            wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [
             f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}" for name in given if name not in rows
         ]
@@ -414,7 +413,6 @@ class SamplingParams:
         Texts(
             min_items=1,
             takes_one=False,
-            is_json=True,
             form="a list of texts, none of them empty",
         ),
         "Texts of which an output must be one.",
@@ -562,9 +560,13 @@ def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     return kept | own
 
 
-def second_form(values: Mapping[str, Any]) -> str | None:
-    """Return the second name, in the table's order, that says what an output must be; None if at most one does."""
-    return next(iter([name for name in FORMS if values.get(name)][1:]), None)
+TWO_FORMS = "both say what the output must be: give one"
+
+
+def two_forms(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first two names, in the table's order, that say what an output must be; None if at most one does."""
+    given = [name for name in FORMS if values.get(name)]
+    return (given[0], given[1]) if len(given) > 1 else None
 
 
 def body_parameter(

@@ -262,7 +262,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("tool_choice", no_op=("auto", "none"), doors=frozenset({Door.COMPLETIONS})),
         Refused("tools", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
         Refused("top_a"),
-        Refused("top_logprobs", no_op=(0,), doors=frozenset({Door.COMPLETIONS})),
+        Refused("top_logprobs", no_op=(0,), fix="give their number as logprobs", doors=frozenset({Door.COMPLETIONS})),
         Refused("top_n_tokens"),
         Refused("truncate_prompt_tokens"),
         Refused("truncation", no_op=("disabled",), doors=BODIES),
@@ -287,6 +287,8 @@ _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def fix_of(name: str, door: Door = Door.JOB) -> str:
     """Return what to do about a parameter that a door refuses."""
     row = _row_at(name, door) or Refused(name)
+    if row.has_fix_at(door) and row.fix_of_response is not None:
+        return row.fix_of_response
     if row.use is None:
         return row.fix
     instead = fix_of_response(row.use) if door is Door.RESPONSES else None

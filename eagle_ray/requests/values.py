@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
+from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json
 
@@ -42,12 +42,15 @@ class WrongValue(ValueError):
         steps: keys and indices that lead to that part; none for the whole value.
         reason: what a reader of JSON, a schema or a text found, if that says more than the form.
         needs_text: the wrong part would have to be a text and is none.
+        told: what is wrong with that part, to stand behind its place, if that says more than the form.
+        is_unsupported: it asks for what this system does not do.
     """
 
     def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
-        self.needs_text = False
+        self.needs_text = self.is_unsupported = False
+        self.told: str | None = None
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,6 @@ class Texts(Kind):
     """A list of texts, none of them empty; one text is a list of one.
 
     Attributes:
-        is_json: a text that begins like a JSON list is one, as in CSV files, and no text is a list of one.
         takes_one: whether a text alone is taken.
     """
 
@@ -258,7 +260,6 @@ class Texts(Kind):
     max_items: int | None = None
     max_chars: int | None = None
     takes_one: bool = True
-    is_json: bool = False
     arrow = "list<string>"
 
     def check(self, value: Any) -> list[str]:
@@ -286,11 +287,6 @@ class Texts(Kind):
         return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
 
     def _as_list(self, value: Any) -> Any:
-        if self.is_json:
-            try:
-                return choice_list(value)
-            except (JsonError, json.JSONDecodeError) as error:
-                raise WrongValue(self.form, value, reason=str(error)) from None
         return [value] if isinstance(value, str) and self.takes_one else value
 
     def schema(self) -> Json:
@@ -630,7 +626,7 @@ class Object(Kind):
         if others and not self.is_open:
             key, inner = next(iter(others.items()))
             raise self.wrong(inner, key)
-        return checked | others
+        return given | checked
 
     def schema(self) -> Json:
         return {"$ref": f"#/components/schemas/{self.name}"}
@@ -683,7 +679,7 @@ def json_error(where: str, error: ValueError) -> RequestError:
 
 def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
-    text = repr(value)
+    text = repr(value[:61] if isinstance(value, str) else value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
@@ -693,6 +689,9 @@ def checked(name: str, kind: Kind, value: Any) -> Any:
         return kind.check(value)
     except WrongValue as error:
         param = name + "".join(map(_step, error.steps))
+        if error.told is not None:
+            code = "unsupported_parameter" if error.is_unsupported else "bad_value"
+            raise RequestError(code, f"{param}{error.told}", param) from None
         if error.reason is not None:
             raise bad_value(param, error.reason) from None
         subject = "" if param == name else f"{name} "

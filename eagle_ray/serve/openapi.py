@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
-from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, TEXT_PART
+from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, NO_TEXT, TEXT_PART
 from eagle_ray.requests.openai_bodies import (
-    NO_TEXT,
     Body,
     ChatRequest,
     CompletionRequest,

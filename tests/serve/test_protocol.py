@@ -218,7 +218,7 @@ NAMES = {f"x{i}": 1 for i in range(5000)}
         (CompletionRequest, {"prompt": "Hi", "logit_bias": NAMES}, "logit_bias.x0"),
         (CompletionRequest, {"prompt": "Hi", "metadata": NAMES}, "metadata.x0"),
         (CompletionRequest, {"prompt": "Hi", "stream": True, "stream_options": NAMES}, "stream_options.x0"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content[0]"),
         (DetokenizeRequest, {"tokens": [1], **NAMES}, "x0"),
     ],
 )
