@@ -146,7 +146,3 @@ def _parameters_of(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
     if found.get("top_logprobs") and not found.get("logprobs"):
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
     return found | chat_of(body, "body.{}")
-
-
-def _unsupported(parameter: str, fix: str) -> RequestError:
-    return RequestError("unsupported_parameter", f"{parameter} is not supported: {fix}")

@@ -156,7 +156,7 @@ def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
 def controls_json(sampling: SamplingParams) -> str | None:
     """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
-    own = {name: value for name, value in values.items() if (value or None) != (SAMPLING[name].default or None)}
+    own = {name: value for name, value in values.items() if value not in (None, "", SAMPLING[name].default)}
     return json.dumps(own, ensure_ascii=False) if own else None
 
 
