@@ -88,8 +88,8 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenR
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
     requests = {row["request_id"]: row for row in requests_of(plan.without_passthrough) if row["request_id"] in ids}
-    found = {}
-    for key in map(np.void.item, keys):
+    found: dict[KeyTuple, ChosenRow] = {}
+    for key in keys.tolist():
         id_, sample, turn = key
         answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
         request = turn_request(requests[outputs[key]["request_id"]], answers)
