@@ -39,7 +39,7 @@ def parse_batch_line(line: InputRow) -> InputRow:
     """Return the columns of one parsed line. A bad line keeps its id; its error replaces the prompt."""
     if isinstance(line, RequestError):
         return line
-    row: InputRow = {"id": _id_of(line), "url": None, "model": None}
+    row: dict[str, Any] = {"id": _id_of(line), "url": None, "model": None}
     try:
         if (error := unreadable(line)) is not None:
             raise error
@@ -48,7 +48,7 @@ def parse_batch_line(line: InputRow) -> InputRow:
         body = _body_of(line, door)
         row["model"] = body.get("model")
         if door is Door.RESPONSES:
-            body, door = _chat_body_of(body), Door.CHAT
+            body, door = dict(_chat_body_of(body)), Door.CHAT
         return row | _prompt_of(body, PROMPT_NAMES[door]) | _parameters_of(body, door)
     except RequestError as error:
         return row | {"prompt": error}

@@ -100,6 +100,8 @@ def _remedy(column: str) -> str:
     name = match_unsupported(column)
     if "." in column and name is None:
         return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY_HINT
-    instead = name if name in ROW_PARAMETERS else REFUSED[name].use if name in REFUSED else None
+    instead = name
+    if name is not None and name not in ROW_PARAMETERS:
+        instead = REFUSED[name].use if name in REFUSED else None
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
     return f"{change}, or treat it as data {CARRY_HINT}"
