@@ -3,13 +3,16 @@
     configs/KEYS.md              every key of a job, of an endpoint and of training, its default and its allowed values
     configs/PARAMETERS.md        every parameter of a request, its values and where it may stand; those that are refused
     eagle_ray/batch/COLUMNS.md   every column of the output files, and its type
+    configs/example.yaml         the keys of `sampling`; the rest of the file is written by hand
 
 tests/test_reference_tables.py fails if a file differs from the code.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from eagle_ray.config import JobConfig, TrainConfig
+from eagle_ray.config.job import SamplingConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, Parameter
 from eagle_ray.requests.refused import REFUSED, Refused
@@ -32,6 +36,9 @@ DOORS = {
     Door.COMPLETIONS: "completions",
     Door.RESPONSES: "responses",
 }  # and what heads their columns; batch files have those of their lines' urls
+EXAMPLE = ROOT / "configs" / "example.yaml"
+EXAMPLE_COLUMN = 33  # of comments
+EXAMPLE_CHARS = 120  # of a line
 MADE = "Made by `python -m jobs.reference_tables` from the code."
 
 
@@ -47,6 +54,7 @@ def tables() -> dict[Path, str]:
         ROOT / "configs" / "KEYS.md": keys_page(),
         ROOT / "configs" / "PARAMETERS.md": parameters_page(),
         ROOT / "eagle_ray" / "batch" / "COLUMNS.md": columns_page(),
+        EXAMPLE: with_sampling_keys(EXAMPLE.read_text()),
     }
 
 
@@ -119,6 +127,24 @@ def columns_page() -> str:
         "prefix `input_`."
     )
     return f"# Output columns\n\n{MADE} {text}\n\n{head}" + "\n".join(rows) + "\n"
+
+
+def with_sampling_keys(example: str) -> str:
+    """Return the example with a line for each key of `sampling`, after the comments that begin the section."""
+    before, mark, rest = example.partition("\nsampling:")
+    section, end, after = rest.partition("\n\n")
+    head, *lines = section.splitlines()
+    comments = list(itertools.takewhile(lambda line: line.lstrip().startswith("#"), lines))
+    return before + mark + "\n".join([head, *comments, *sampling_lines()]) + end + after
+
+
+def sampling_lines() -> Iterator[str]:
+    width = EXAMPLE_CHARS - EXAMPLE_COLUMN - len("# ")
+    for name, field in SamplingConfig.model_fields.items():
+        key = f"  {name}: {json.dumps(field.get_default(call_default_factory=True))}"
+        about = textwrap.wrap(SAMPLING[name].about, width, break_on_hyphens=False)
+        for i, line in enumerate(about):
+            yield f"{'' if i else key:<{EXAMPLE_COLUMN - 1}} # {line}"
 
 
 def escaped(text: str) -> str:

@@ -21,7 +21,7 @@ from eagle_ray.requests.refused import fix_of, is_no_op
 from eagle_ray.requests.response_items import OWN, chat_body
 from eagle_ray.requests.rows import InputRow, chat_of, unreadable
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.requests.values import Kind, checked, describe_value
+from eagle_ray.requests.values import Kind, checked, describe_value, unsupported
 
 PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response is answered as a chat
 URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
@@ -38,7 +38,7 @@ def parse_batch_line(line: InputRow) -> InputRow:
     """Return the columns of one parsed line. A bad line keeps its id; its error replaces the prompt."""
     if isinstance(line, RequestError):
         return line
-    row: InputRow = {"id": _id_of(line), "url": None, "model": None}
+    row: dict[str, Any] = {"id": _id_of(line), "url": None, "model": None}
     try:
         if (error := unreadable(line)) is not None:
             raise error
@@ -47,7 +47,7 @@ def parse_batch_line(line: InputRow) -> InputRow:
         body = _body_of(line, door)
         row["model"] = body.get("model")
         if door is Door.RESPONSES:
-            body, door = _chat_body_of(body), Door.CHAT
+            body, door = dict(_chat_body_of(body)), Door.CHAT
         return row | _prompt_of(body, PROMPT_NAMES[door]) | _parameters_of(body, door)
     except RequestError as error:
         return row | {"prompt": error}
@@ -62,7 +62,7 @@ def _id_of(line: Mapping[str, Any]) -> Any:
 
 def _door_of(line: Mapping[str, Any]) -> Door:
     if unknown := line.keys() - LINE_KEYS:
-        raise _unsupported(min(unknown), "a line holds custom_id, method, url and body")
+        raise unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
     if (url := line.get("url")) not in list(URLS):
@@ -84,7 +84,7 @@ def _body_of(line: Mapping[str, Any], door: Door) -> dict[str, Any]:
                 values[name] = _checked(row, value, door)
         elif not is_no_op(name, value, door):
             told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
-            raise _unsupported(f"body.{name}", told)
+            raise unsupported(f"body.{name}", told)
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"body.{both[0]} and body.{both[1]} {TWO_FORMS}")
     return values
@@ -126,7 +126,7 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, str | list) or (
         isinstance(value, list) and any(type(token) is not int for token in value)
     ):
-        raise _unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
+        raise unsupported("body.prompt", f"give one text or one list of token ids, not {describe_value(value)}")
     if not value:
         raise RequestError("prompt_empty", "body.prompt is empty: write a prompt, or drop the line")
     return {name if isinstance(value, str) else "prompt_token_ids": value}
@@ -146,7 +146,3 @@ def _parameters_of(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
     if found.get("top_logprobs") and not found.get("logprobs"):
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
     return found | chat_of(body, "body.{}")
-
-
-def _unsupported(parameter: str, fix: str) -> RequestError:
-    return RequestError("unsupported_parameter", f"{parameter} is not supported: {fix}")

@@ -121,6 +121,7 @@ class OutputRows:
         """Return durations from the engine's timestamps; started_at is when the engine admitted the request."""
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
+        assert arrived is not None and admitted is not None and first_token is not None and finished is not None
         return {
             "queue_s": admitted - arrived,
             "prefill_s": first_token - admitted,
@@ -156,7 +157,7 @@ def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
 def controls_json(sampling: SamplingParams) -> str | None:
     """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
-    own = {name: value for name, value in values.items() if (value or None) != (SAMPLING[name].default or None)}
+    own = {name: value for name, value in values.items() if value not in (None, "", SAMPLING[name].default)}
     return json.dumps(own, ensure_ascii=False) if own else None
 
 

@@ -40,7 +40,7 @@ def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]
         if message["role"] == "assistant" and "tool_calls" not in message:
             message.setdefault("content", "")  # of an answer that was cut off in its reasoning
     if not any(message["role"] != "system" for message in messages):
-        raise RequestError("bad_value", "input: must be a text or at least one item, got []")
+        raise bad_value("input", "must be a text or at least one item, got []")
     return messages
 
 
@@ -89,7 +89,7 @@ def _add_call(messages: list[Json], item: Json, where: str) -> None:
     try:
         template_arguments(values["arguments"])
     except HalfSurrogate as error:
-        raise RequestError("bad_value", f"{where}.arguments: {error}") from None
+        raise bad_value(f"{where}.arguments", str(error)) from None
     function = {"name": values["name"], "arguments": values["arguments"]}
     call = {"id": values["call_id"], "type": "function", "function": function}
     _assistant_turn(messages).setdefault("tool_calls", []).append(call)

@@ -44,6 +44,8 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
     asked: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
+        if isinstance(row, RequestError):
+            raise row
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
