@@ -17,7 +17,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import NOT_OF_JOBS, SAMPLING, TWO_FORMS, Door, Parameter, rows_at, two_forms
-from eagle_ray.requests.refused import fix_of, is_no_op
+from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.response_items import OWN, chat_body
 from eagle_ray.requests.rows import InputRow, chat_of, unreadable
 from eagle_ray.requests.structured import with_own_keys
@@ -83,8 +83,7 @@ def _body_of(line: Mapping[str, Any], door: Door) -> dict[str, Any]:
             if not row.kind_at(door).is_nothing(value) or door in row.required:
                 values[name] = _checked(row, value, door)
         elif not is_no_op(name, value, door):
-            told = f"{describe_value(value)} asks for what this system does not do; {fix_of(name, door)}"
-            raise unsupported(f"body.{name}", told)
+            raise unsupported(f"body.{name}", refusal(name, value, door))
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"body.{both[0]} and body.{both[1]} {TWO_FORMS}")
     return values

@@ -12,7 +12,6 @@ A RequestError has the parameter at fault. Reading ends at the first wrong value
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -28,7 +27,7 @@ from eagle_ray.requests.parameters import (
     rows_at,
     two_forms,
 )
-from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
+from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.response_items import chat_values, check_response
 from eagle_ray.requests.structured import with_own_keys
 from eagle_ray.requests.values import Kind, bad_value, checked, missing, unsupported
@@ -103,11 +102,7 @@ class OpenBody(Body):
     def check(self) -> None:
         for name, value in self.others.items():
             if not is_no_op(name, value, self.door):
-                raise unsupported(name, self.refusal(name, value))
-
-    def refusal(self, name: str, value: Any) -> str:
-        """Return why the value of a parameter of other systems is refused."""
-        return f"{reprlib.repr(value)} asks for what this server does not do; {fix_of(name, self.door)}"
+                raise unsupported(name, refusal(name, value, self.door))
 
 
 class GenerationBody(OpenBody):
@@ -233,9 +228,6 @@ class ResponsesRequest(GenerationBody):
     @property
     def wanted_tokens(self) -> int | None:
         return self.values.get("max_output_tokens")
-
-    def refusal(self, name: str, value: Any) -> str:
-        return fix_of_response(name) or super().refusal(name, value)
 
     def check(self) -> None:
         super().check()

@@ -12,6 +12,7 @@ Some of them are parameters of this system at other doors (``Door``): at those t
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,11 @@ class Refused:
         """Return whether it is a parameter of chats that a response has in another form."""
         return self.fix_of_response is not None and door is Door.RESPONSES
 
-    def asks_if_empty_at(self, door: Door) -> bool:
-        return self.asks_if_empty or self.has_fix_at(door)
+    def empties_at(self, door: Door) -> tuple[Any, ...]:
+        """Return the empty values that ask for nothing: none of a parameter that the door has in another form."""
+        if self.has_fix_at(door):
+            return ()
+        return ("",) if self.asks_if_empty else EMPTY
 
     def no_op_at(self, door: Door) -> tuple[Any, ...]:
         return self.no_op_of_chat if self.no_op_of_chat is not None and door in CHATS else self.no_op
@@ -159,7 +163,6 @@ REFUSED: Mapping[str, Refused] = {
         Refused(
             "max_tokens",
             fix_of_response="give max_output_tokens",
-            asks_if_empty=True,
             doors=RESPONSES,
         ),
         Refused("max_tokens_to_sample", use="max_tokens"),
@@ -181,7 +184,6 @@ REFUSED: Mapping[str, Refused] = {
             "n",
             no_op=(1,),
             fix_of_response="a response has one answer; send several requests",
-            asks_if_empty=True,
             doors=RESPONSES,
         ),
         Refused("n_keep", no_op=(0,)),
@@ -291,14 +293,16 @@ def fix_of(name: str, door: Door = Door.JOB) -> str:
         return row.fix_of_response
     if row.use is None:
         return row.fix
-    instead = fix_of_response(row.use) if door is Door.RESPONSES else None
-    return instead or f"use {row.use}"
+    used = _row_at(row.use, door)
+    return used.fix_of_response if used is not None and used.fix_of_response is not None else f"use {row.use}"
 
 
-def fix_of_response(name: str) -> str | None:
-    """Return what to do about a parameter of chats in a response; None for other parameters."""
-    row = _row_at(name, Door.RESPONSES)
-    return None if row is None else row.fix_of_response
+def refusal(name: str, value: Any, door: Door) -> str:
+    """Return why the value of a parameter that a door does not have is refused, and what to do about it."""
+    row, fix = _row_at(name, door), fix_of(name, door)
+    if row is not None and row.has_fix_at(door):
+        return fix
+    return f"{reprlib.repr(value)} asks for what this system does not do; {fix}"
 
 
 def match_unsupported(column: Any) -> str | None:
@@ -348,7 +352,7 @@ def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
     if row.is_label:
         return True
     if value in EMPTY:
-        return value == "" or not row.asks_if_empty_at(door)
+        return value in row.empties_at(door)
     return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
 
 

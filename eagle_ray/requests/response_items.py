@@ -15,7 +15,7 @@ from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Door
-from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
+from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.requests.values import bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_arguments
@@ -146,14 +146,9 @@ def _text(content: Any, where: str) -> str:
 def chat_body(body: Mapping[str, Any]) -> Json:
     """Return the body of a chat completion that answers a response's body; null values are not given.
 
-    Raises RequestError for a parameter of responses alone that is wrong, and for one of chats. Others are left to the
-    reader of the chat's body, which refuses unknown ones.
+    Raises RequestError for a parameter of responses alone that is wrong. Others have been checked.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        fix = fix_of_response(name)
-        if fix is not None and not is_no_op(name, value, Door.RESPONSES):
-            raise unsupported(name, fix)
     for name, row in OWN.items():
         if name in given:
             given[name] = checked(name, row.kind, given[name])

@@ -14,7 +14,7 @@ import pytest
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_batch import parse_batch_line
 from eagle_ray.requests.openai_bodies import TokenizeRequest
-from eagle_ray.requests.parameters import EMPTY, Door
+from eagle_ray.requests.parameters import Door
 from eagle_ray.requests.refused import REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_errors import ApiError, api_error
@@ -251,7 +251,7 @@ def own_values(path: str, name: str) -> tuple[Any, ...]:
     row = refused_at(kind.door).get(name)
     if name in kind.rows() or row is None:
         return ()
-    return row.no_op_at(kind.door) + (("",) if row.asks_if_empty_at(kind.door) else EMPTY)
+    return row.no_op_at(kind.door) + row.empties_at(kind.door)
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)

@@ -212,7 +212,7 @@ def test_a_response_is_the_chat_that_answers_it(requests):
         ({"previous_response_id": "r"}, "unsupported_parameter", "body.previous_response_id is not supported"),
         ({"store": True}, "unsupported_parameter", "body.store is not supported"),
         ({"background": 0}, "unsupported_parameter", "body.background"),
-        ({"max_tokens": -1}, "unsupported_parameter", "body.max_tokens is not supported: -1 (int) asks for"),
+        ({"max_tokens": -1}, "unsupported_parameter", "body.max_tokens is not supported: give max_output_tokens"),
         ({"max_completion_tokens": 5}, "unsupported_parameter", "give max_output_tokens"),
         ({"logprobs": True}, "unsupported_parameter", "body.logprobs"),
         ({"metadata": "x"}, "bad_type", "body.metadata: must be an object"),
