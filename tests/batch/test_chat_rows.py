@@ -79,7 +79,7 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
         assert by_id[id_, 0]["tool_calls"] is None and "add" not in by_id[id_, 0]["prompt"]
     assert [by_id["text", 0][name] for name in names] == [None, None, "stop"]
     errors = {id_: by_id[id_, 0]["error_message"] for id_ in ("bad", "choice", "prompt")}
-    assert "column tools[0]: must be" in errors["bad"] and "line 5" in errors["bad"]
+    assert "column 'tools[0]': must be" in errors["bad"] and "line 5" in errors["bad"]
     assert "tool_choice: must be none, auto" in errors["choice"]
     assert "tools: only with messages" in errors["prompt"]
 
