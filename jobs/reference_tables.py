@@ -1,6 +1,7 @@
 """Write the tables of configuration keys and output columns from the code: python -m jobs.reference_tables
 
     configs/KEYS.md              every key of a job, of an endpoint and of training, its default and its allowed values
+    configs/PARAMETERS.md        every parameter of a request, its values and where it may stand; those that are refused
     eagle_ray/batch/COLUMNS.md   every column of the output files, and its type
     configs/example.yaml         the keys of `sampling`; the rest of the file is written by hand
 
@@ -23,10 +24,18 @@ from pydantic_core import PydanticUndefined
 from eagle_ray.config import JobConfig, TrainConfig
 from eagle_ray.config.job import SamplingConfig
 from eagle_ray.config.serve import ServeConfig
-from eagle_ray.requests.parameters import SAMPLING
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, Parameter
+from eagle_ray.requests.refused import REFUSED, Refused
 from eagle_ray.requests.row_schema import output_schema
 
 ROOT = Path(__file__).resolve().parents[1]
+DOORS = {
+    Door.JOB: "job, row",
+    Door.PYTHON: "SamplingParams",
+    Door.CHAT: "chat",
+    Door.COMPLETIONS: "completions",
+    Door.RESPONSES: "responses",
+}  # and what heads their columns; batch files have those of their lines' urls
 EXAMPLE = ROOT / "configs" / "example.yaml"
 EXAMPLE_COLUMN = 33  # of comments
 EXAMPLE_CHARS = 120  # of a line
@@ -43,6 +52,7 @@ def tables() -> dict[Path, str]:
     """Return the text of each file."""
     return {
         ROOT / "configs" / "KEYS.md": keys_page(),
+        ROOT / "configs" / "PARAMETERS.md": parameters_page(),
         ROOT / "eagle_ray" / "batch" / "COLUMNS.md": columns_page(),
         EXAMPLE: with_sampling_keys(EXAMPLE.read_text()),
     }
@@ -71,6 +81,34 @@ def key_rows(model: type[BaseModel], section: str = "") -> Iterator[str]:
             yield f"| `{key}` | {default_text(field)} | {escaped(field.description or '')} |"
 
 
+def parameters_page() -> str:
+    heads = "".join(f" {head} |" for head in DOORS.values())
+    lines = [
+        "# What a request may say",
+        f"{MADE} One row for each parameter: where it may stand (a dot), its value in a job or else where it first may "
+        "stand, its default there, and what it does.",
+        f"| parameter |{heads} value | default | |\n|---|{'---|' * len(DOORS)}---|---|---|\n"
+        + "\n".join(parameter_row(row) for row in {**SAMPLING, **CHAT, **BODY}.values() if row.doors & DOORS.keys()),
+        "## Parameters of other systems",
+        "They are refused by name, unless their value asks for nothing: null, an empty one, or one of these.",
+        "| parameter | asks for nothing | otherwise |\n|---|---|---|\n" + "\n".join(map(refused_row, REFUSED.values())),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def parameter_row(row: Parameter) -> str:
+    door = next(door for door in DOORS if door in row.doors)
+    places = "".join(" · |" if door in row.doors else " |" for door in DOORS)
+    default = "" if row.default is None else f"`{escaped(json.dumps(row.default))}`"
+    return f"| `{row.name}` |{places} {escaped(row.kind_at(door).form)} | {default} | {escaped(row.about)} |"
+
+
+def refused_row(row: Refused) -> str:
+    values = ", ".join(f"`{escaped(json.dumps(value))}`" for value in row.no_op)
+    fix = "ignored: it is a label" if row.is_label else f"use `{row.use}`" if row.use else row.fix
+    return f"| `{row.name}` | {values} | {escaped(fix)} |"
+
+
 def default_text(field: FieldInfo) -> str:
     default: Any = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
@@ -85,8 +123,8 @@ def columns_page() -> str:
     head = "| column | Arrow type | null |\n|---|---|---|\n"
     text = (
         "README.md of this directory says what they mean. Every other input column follows with its type. One that is "
-        "named like a column below, or like a field of a request (see REQUEST in output/schema.py), gets the prefix "
-        "`input_`."
+        "named like a column below, or like a field of a request (see REQUEST in requests/row_schema.py), gets the "
+        "prefix `input_`."
     )
     return f"# Output columns\n\n{MADE} {text}\n\n{head}" + "\n".join(rows) + "\n"
 

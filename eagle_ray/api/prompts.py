@@ -19,7 +19,7 @@ from eagle_ray.batch.input.plan import request_columns
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
-from eagle_ray.requests.refused import has_effect, match_unsupported
+from eagle_ray.requests.refused import has_effect, match_unsupported, python_hint
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.values import plain_value
@@ -95,4 +95,5 @@ def check_keys(row: Mapping[str, Any]) -> None:
     for name, value in row.items():
         parameter = name if name in MULTIMODAL else match_unsupported(name)
         if parameter is not None and has_effect(parameter, value):
-            raise ConfigError(f"prompts: {name!r} is not supported and would change the output. Leave it out.")
+            fix = python_hint(name) or "Leave it out."
+            raise ConfigError(f"prompts: {name!r} is not supported and would change the output. {fix}")

@@ -46,7 +46,7 @@ class EngineActor:
     def __init__(
         self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
     ):
-        self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id())
+        self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         self._progress.report_start()
         try:
             self._worker = WorkerProcess(config, run, passthrough, threads, self._progress.log)
@@ -117,7 +117,7 @@ class ProgressClient:
 
     def report_failure(self, error: Exception, is_local: bool) -> bool:
         """Report a failed start; return whether it ends the job."""
-        return self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local)
+        return bool(self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local))
 
     def report_exit(self, worker_id: str, reason: str) -> None:
         self.flush()

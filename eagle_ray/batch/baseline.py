@@ -138,6 +138,7 @@ class BaselineComparison:
         near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
         """
         stored, expected = row.output_ids, plain.output_ids
+        assert stored is not None, "rows without their ids are not verified"
         if stored == expected:
             return None
         shorter = min(len(stored), len(expected))

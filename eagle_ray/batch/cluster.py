@@ -48,7 +48,7 @@ RECONNECT_AFTER_S = 0.01
 ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
-LOCAL_OPTIONS = {
+LOCAL_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
     "_node_ip_address": LOOPBACK_ADDRESS,  # Ray's servers listen there alone
@@ -192,7 +192,7 @@ def _take_ray_messages() -> None:
     """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
     worker = ray._private.worker
     worker.print_to_stdstream = ray_messages.receive
-    worker._unhandled_error_handler = lambda error: log.debug("Ray: unhandled error: %s", error)
+    worker._unhandled_error_handler = lambda e: log.debug("Ray: unhandled error: %s", e)
 
 
 @contextmanager
@@ -244,7 +244,9 @@ def check_alive() -> None:
     Ray reports that only after a minute, and then ends this process at once.
     """
     node = ray._private.worker._global_node
-    gone = {name for name, _ in node.dead_processes()} if node else set()
+    if node is None:
+        return
+    gone = {name for name, _ in node.dead_processes()}
     for name in ESSENTIAL:
         if name in gone:
             raise ClusterError(

@@ -18,6 +18,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -35,9 +36,9 @@ def tell(config: JobConfig, ending: RunResult) -> None:
     """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
     hooks, facts = config.on_finish, facts_of(config, ending)
     if hooks.command is not None:
-        _attempt(f"command {hooks.command[0]!r}", lambda: _run(hooks.command, facts, hooks.timeout_s))
+        _attempt(f"command {hooks.command[0]!r}", partial(_run, hooks.command, facts, hooks.timeout_s))
     if hooks.webhook is not None:
-        _attempt(f"webhook {shown(hooks.webhook)}", lambda: _post(hooks.webhook, facts, hooks.timeout_s))
+        _attempt(f"webhook {shown(hooks.webhook)}", partial(_post, hooks.webhook, facts, hooks.timeout_s))
 
 
 def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:

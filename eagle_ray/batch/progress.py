@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -161,7 +162,8 @@ class Progress:
     @property
     def engine_s(self) -> float:
         """Return the mean seconds that a worker's engine was inside its steps."""
-        return self._sum("engine_s") / len(self.workers) if self.workers else 0.0
+        seconds = sum(report.engine_s for report in self.workers.values())
+        return seconds / len(self.workers) if self.workers else 0.0
 
     @property
     def work(self) -> dict[str, int]:
@@ -187,7 +189,7 @@ class Progress:
         """Return why kernels or CUDA graphs do not run on CUDA devices, by worker."""
         return {name: report.fallbacks for name, report in self.workers.items() if report.fallbacks}
 
-    def _sum(self, name: str) -> float:
+    def _sum(self, name: str) -> int:
         return sum(getattr(report, name) for report in self.workers.values())
 
 
@@ -274,8 +276,9 @@ class ProgressActor:
 def start_progress(num_workers: int) -> ActorHandle:
     """Start the actor on the driver's own node: if that node dies, so does the job."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-    return ray.remote(**options)(ProgressActor).remote(num_workers)
+    actor = ray.remote(ProgressActor)
+    options = actor.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+    return cast(ActorHandle, options.remote(num_workers))
 
 
 def _sum(answers: pa.Table, column: str) -> int:

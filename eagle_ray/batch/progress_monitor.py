@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import cast
 
 import ray
 from ray.actor import ActorHandle
@@ -170,7 +171,7 @@ class ProgressMonitor:
             self._gcs.check()
             if self._run.output.is_local:  # on S3 a request: only where the progress file is written
                 self._run.check_current()
-            progress: Progress = ray.get(self._actor.snapshot.remote(), timeout=30)
+            progress = cast(Progress, ray.get(self._actor.snapshot.remote(), timeout=30))
         except JobError as error:
             self._stop(error)
             return None
@@ -218,7 +219,7 @@ class ProgressMonitor:
     def _count_files(self) -> None:
         """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
         try:
-            reported = ray.get(self._actor.files.remote(), timeout=30)
+            reported = cast(dict[str, int], ray.get(self._actor.files.remote(), timeout=30))
             self._rows_in_files = count_rows(self._run.data, self._run.attempt, reported)
         except (OSError, JobError, ray.exceptions.RayError) as error:  # the rows matter, not this
             log.debug("the files cannot be counted now: %s", error)
@@ -311,7 +312,7 @@ def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> 
     total = 0
     for file in data.glob(f"**/part-{attempt:03d}-*.parquet"):
         name = file.relative_to(data)
-        if name in reported:
+        if name is not None and name in reported:
             total += reported[name]
         else:
             with open_part(file) as parquet:

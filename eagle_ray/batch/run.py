@@ -61,6 +61,7 @@ from eagle_ray.batch.output.manifest import (
     SUCCESS,
     SUMMARY,
     RunHandle,
+    manifest_of,
     open_run,
     output_of,
     read_manifest,
@@ -316,7 +317,7 @@ def _checking_input(plan: InputPlan) -> Iterator[None]:
 
 def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
     """Write ``report.html`` from a summary and the run's manifest."""
-    (output / REPORT).write_atomic(page(summary, read_manifest(output)).encode())
+    (output / REPORT).write_atomic(page(summary, manifest_of(output)).encode())
 
 
 def _drop_error_rows(config: JobConfig, run: RunHandle, asked: ExpectedRows) -> None:

@@ -118,7 +118,9 @@ def interrupt() -> None:
     Outside ``interruptible`` it acts like Ctrl-C.
     """
     is_expected = signal.getsignal(FROM_WITHIN) is _interrupted
-    signal.pthread_kill(threading.main_thread().ident, FROM_WITHIN if is_expected else signal.SIGINT)
+    main = threading.main_thread().ident
+    assert main is not None, "the main thread has started"
+    signal.pthread_kill(main, FROM_WITHIN if is_expected else signal.SIGINT)
 
 
 def is_interrupted() -> bool:

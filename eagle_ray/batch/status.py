@@ -145,7 +145,7 @@ def status_text(status: RunStatus) -> str:
         lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {why}{hint}"]
     else:
         lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
-    if status.state == "killed":
+    if status.state == "killed" and status.process is not None:
         process = f"process {status.process.pid} is gone from {status.process.host}"
         lines.append(f"{process} and recorded no outcome (killed, or its disk was full). {again}")
     if status.state == "silent":

@@ -87,8 +87,8 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenR
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
     requests = {request.id: request for request in requests_of(plan.without_passthrough) if request.id in ids}
-    found = {}
-    for key in map(np.void.item, keys):
+    found: dict[KeyTuple, ChosenRow] = {}
+    for key in keys.tolist():
         id_, sample, turn = key
         answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
         request = requests[outputs[key]["request_id"]].next_turn(answers)

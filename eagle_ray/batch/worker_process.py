@@ -115,8 +115,9 @@ class WorkerProcess:
         await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
         return await asyncio.wrap_future(future)
 
-    def counters(self) -> EngineCounters | None:
-        """Return the engine's counters as of the latest reply; None before it is ready."""
+    def counters(self) -> EngineCounters:
+        """Return the engine's counters as of the latest reply, once it is ready."""
+        assert self._counters is not None, "the worker is not ready"
         return self._counters
 
     def close(self) -> None:
@@ -135,7 +136,8 @@ class WorkerProcess:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            number, future = next(self._numbers), Future()
+            number = next(self._numbers)
+            future: Future[pa.Table | None] = Future()
             self._pending[number] = future
             return number, future
 

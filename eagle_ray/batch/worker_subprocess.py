@@ -48,7 +48,7 @@ class WorkerSubprocess:
         self._channel, self._loop = channel, asyncio.new_event_loop()
         self._send_lock = threading.Lock()  # lines are logged by any thread
 
-    def run(self, make_worker: Callable[..., Any]) -> NoReturn:
+    def run(self, make_worker: Callable[..., Any]) -> None:
         arguments, _ = self._channel.receive()
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
         try:
@@ -95,7 +95,7 @@ class WorkerSubprocess:
             self._channel.send(reply, table)
 
 
-def main(make_worker: Callable[..., Any]) -> NoReturn:
+def main(make_worker: Callable[..., Any]) -> None:
     """Run a worker. make_worker: called with a Worker's arguments; returns an object with a Worker's methods."""
     faulthandler.enable()  # as in Ray's own workers
     log.setLevel(logging.INFO)

@@ -34,7 +34,7 @@ from pydantic import (
 
 from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.requests.parameters import SAMPLING, Door, Group, Parameter, names_in, second_form
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
@@ -236,6 +236,15 @@ def _section_field(row: Parameter) -> tuple[Any, Any]:
     return Annotated[Any, PlainValidator(kind.check)], Field(default=row.default, description=kind.form)
 
 
+def _given(section: type[BaseModel], data: Any) -> Any:
+    """Return a section without the keys whose values ask for nothing, such as null: they are not given."""
+    if not isinstance(data, dict):
+        return data
+    rows = {**SAMPLING, **CHAT}
+    kinds = {name: rows[name].kind_at(Door.CHAT) for name in section.model_fields}
+    return {name: value for name, value in data.items() if name not in kinds or not kinds[name].is_nothing(value)}
+
+
 _KEYS = {name: _section_field(row) for name, row in SAMPLING.items() if name != "seed"}
 _SamplingKeys: Any = create_model("_SamplingKeys", __base__=StrictModel, **_KEYS)  # type: ignore[call-overload]
 
@@ -248,16 +257,14 @@ class SamplingConfig(_SamplingKeys):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Leave out what is null: it is not given."""
-        if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+    def _without_nothings(cls, data: Any) -> Any:
+        return _given(cls, data)
 
     @field_validator(*names_in(Group.FORM), check_fields=False)
     @classmethod
     def _only_one(cls, value: Any, info: ValidationInfo) -> Any:
-        if second_form({**info.data, info.field_name or "": value}) == info.field_name:
+        both = two_forms({**info.data, info.field_name or "": value})
+        if both is not None and both[1] == info.field_name:
             raise ValueError("another key says what outputs must be")
         return value
 
@@ -277,6 +284,11 @@ class ChatConfig(StrictModel):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_template_kwargs)] = Field(
         default={}, description=KWARGS_FORM
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothings(cls, data: Any) -> Any:
+        return _given(cls, data)
 
     def options(self, own: Mapping[str, Any]) -> ChatOptions:
         """Return the options of a row or a request with these values of its own; null ones are not given.

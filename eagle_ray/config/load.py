@@ -395,7 +395,8 @@ def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], s
         return TABLE_FORMATS[value]
     if key in SECRET:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
-    return f"{key}: must be {allowed}, got {value!r}{_origin(key, settings)}"
+    why = "" if wrong is None else wrong.why
+    return f"{key}: must be {allowed}, got {value!r}{why}{_origin(key, settings)}"
 
 
 def _allowed(root: type[BaseModel], key: str) -> str:

@@ -1,8 +1,9 @@
-"""Messages of a conversation: check those of a row, and write them as chat templates read them.
+"""Messages of a conversation: check those of a request, and write them as chat templates read them.
 
 A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, from the assistant, ``tool_calls`` and no
-text. They are stored as the row has them. A template gets each content as one text, as over HTTP, and the arguments of
-a tool call as an object, as transformers documents it; OpenAI's format has them as JSON.
+text. Its other keys go to the template. Messages are stored as the row has them, without nulls. A template gets each
+content as one text, as over HTTP, and the arguments of a tool call as an object, as transformers documents it; OpenAI's
+format has them as JSON.
 
     >>> parse_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "messages")
     '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
@@ -31,7 +33,7 @@ from eagle_ray.requests.values import (
     json_error,
     json_text,
 )
-from eagle_ray.text.chat_format import template_arguments, template_message
+from eagle_ray.text.chat_format import template_message
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,7 +50,11 @@ MEDIA = {
     "input_file": "files",
 }
 _TEXT = Text(can_be_empty=True)
-TEXT_PART = Object("TextPart", {"type": OneOf(("text",)), "text": _TEXT}, required=("type", "text"))
+TEXT_PART = Object(
+    "TextPart",
+    {"type": OneOf(("text",)), "text": _TEXT, "cache_control": AnyObject(form="a hint of other systems, not read")},
+    required=("type", "text"),
+)
 CALLED_FUNCTION = Object(
     "CalledFunction",
     {"name": _TEXT, "arguments": Either((CallArguments(), AnyObject()))},
@@ -63,31 +69,27 @@ CALLED_TOOL = Object(
     is_open=True,
     about="A tool call of an earlier answer.",
 )
+CALLED_TOOLS = ListOf(CALLED_TOOL, form='a list of {"id", "type": "function", "function": {"name", "arguments"}}')
 MESSAGE = Object(
     "Message",
-    {"role": OneOf(ROLES), "content": Either((_TEXT, ListOf(TEXT_PART))), "tool_calls": ListOf(CALLED_TOOL)},
+    {"role": OneOf(ROLES), "content": Either((_TEXT, ListOf(TEXT_PART))), "tool_calls": CALLED_TOOLS},
     required=("role",),
     is_open=True,
     about="A message. Other keys go to the chat template, as in jobs, unless a text cannot hold them.",
 )
-MESSAGES = ListOf(MESSAGE, min_items=1, form="a list of messages {role, content}")
+NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
 TEXT_PART_FORM = '{"type": "text", "text": "..."}, the only kind of part that is read'
 Steps = tuple[str | int, ...]
 _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 
 
 class WrongMessage(WrongValue):
-    """A list of messages has a wrong part.
-
-    Attributes:
-        code: of the error.
-        told: what is wrong with the part at `steps`, to stand behind its place.
-    """
+    """A list of messages has a wrong part. code: of a row's error."""
 
     def __init__(self, code: str, form: str, value: Any, steps: Steps, told: str | None = None):
         super().__init__(form, value, steps)
-        self.code = code
-        self.told = f" must be {form}, got {describe_value(value)}" if told is None else told
+        self.code, self.is_unsupported = code, code == "unsupported_parameter"
+        self.told: str = f" must be {form}, got {describe_value(value)}" if told is None else told
 
     def place(self, name: str) -> str:
         """Return the place of the wrong part in a list of this name: messages[0].content."""
@@ -100,6 +102,19 @@ def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
     Raises WrongMessage with the place of the first wrong part.
     """
     return [_checked_message(message, (i,)) for i, message in enumerate(messages)]
+
+
+@dataclass(frozen=True)
+class Messages(ListOf):
+    """The messages of a conversation, at least one. Their errors are WrongMessage."""
+
+    def check(self, value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) < self.min_items:
+            raise self.wrong(value)
+        return check_messages(value)
+
+
+MESSAGES = Messages(MESSAGE, min_items=1, form="a list of messages {role, content}")
 
 
 def parse_messages(value: Any, column: str) -> str:
@@ -148,25 +163,34 @@ def _checked_message(message: Any, at: Steps) -> dict[str, Any]:
         form = ", ".join(ROLES)
         raise WrongMessage("bad_role", form, role, (*at, "role"), f" must be {form}; got {describe_value(role)}")
     kept = {key: value for key, value in message.items() if value is not None}
-    _check_arguments(kept.get("tool_calls"), (*at, "tool_calls"))
+    for name, values in NO_TEXT.items():
+        if name in kept and kept[name] not in values:
+            told = " is not supported: this system reads and writes text alone; leave it out"
+            raise WrongMessage("unsupported_parameter", "absent", kept[name], (*at, name), told)
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _checked_calls(kept["tool_calls"], (*at, "tool_calls"))
+        if kept["tool_calls"] and role != "assistant":
+            told = f": only of the assistant, not of role {role}"
+            raise WrongMessage("bad_type", "absent", kept["tool_calls"], (*at, "tool_calls"), told)
     if isinstance(content, list):
         return kept | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
-    if content is None and role == "assistant" and message.get("tool_calls"):
+    if content is None and kept.get("tool_calls"):
         return kept | ({"content": None} if "content" in message else {})
     if not isinstance(content, str):
         raise WrongMessage("bad_type", "a text", content, (*at, "content"))
     return kept
 
 
-def _check_arguments(calls: Any, at: Steps) -> None:
-    for i, call in enumerate(calls if isinstance(calls, list) else ()):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        try:
-            template_arguments(arguments)
-        except HalfSurrogate as error:
-            steps = (*at, i, "function", "arguments")
-            raise WrongMessage("bad_encoding", "UTF-8 text", arguments, steps, f": {error}") from None
+def _checked_calls(calls: Any, at: Steps) -> list[Any]:
+    try:
+        return CALLED_TOOLS.check(calls)
+    except WrongValue as error:
+        if error.reason is not None:
+            told = f": {error.reason}"
+            raise WrongMessage("bad_encoding", error.form, error.value, (*at, *error.steps), told) from None
+        subject = ": tool_calls" if error.steps else ""
+        told = f"{subject} must be {error.form}, got {describe_value(error.value)}"
+        raise WrongMessage("bad_type", error.form, error.value, (*at, *error.steps), told) from None
 
 
 def _text_part(part: Any, at: Steps) -> dict[str, Any]:
@@ -174,6 +198,7 @@ def _text_part(part: Any, at: Steps) -> dict[str, Any]:
     if isinstance(kind, str) and kind in MEDIA:
         told = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
         raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, told)
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at)
-    return {key: value for key, value in part.items() if value is not None}
+    try:
+        return TEXT_PART.check(part)
+    except WrongValue:
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at) from None

@@ -1,7 +1,7 @@
 """Bodies of requests in OpenAI's protocol, read by the table of parameters.
 
 A body has the rows of its door (``parameters.py``). Every other parameter is refused by name unless its value asks for
-nothing; it is never ignored (``refused.py``). null always means absent.
+nothing; it is never ignored (``refused.py``). null always means absent, as does what asks for nothing by its kind.
 
     >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
     >>> body.prompts, body.echo, body.temperature
@@ -19,27 +19,24 @@ from typing import Any, ClassVar, TypeVar
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import (
-    LOGPROBS,
     SAMPLING,
+    TWO_FORMS,
     Door,
-    Group,
     Parameter,
     SamplingParams,
     merged_values,
-    names_in,
     rows_at,
+    two_forms,
 )
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
-from eagle_ray.requests.response_items import chat_choice, chat_tool, messages_of, response_format_of
-from eagle_ray.requests.structured import response_format_text, with_own_keys
-from eagle_ray.requests.values import Kind, WrongValue
+from eagle_ray.requests.response_items import chat_values, check_response
+from eagle_ray.requests.structured import with_own_keys
+from eagle_ray.requests.values import Kind, bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_message
-from eagle_ray.text.strict_json import JsonError
 
 Json = dict[str, Any]
 MAX_SEQUENCES = 1024  # of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
-NO_TEXT: dict[str, tuple[Any, ...]] = {"function_call": (), "audio": (), "refusal": ("",)}  # keys of a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +82,11 @@ class Body:
         values: Json = {}
         for name, (kind, is_required) in cls._kinds.items():
             if name in given:
-                try:
-                    values[name] = kind.check(given.pop(name))
-                except WrongValue as error:
-                    raise _wrong(name, error) from None
+                value = given.pop(name)
+                if is_required or not kind.is_nothing(value):
+                    values[name] = checked(name, kind, value)
             elif is_required:
-                raise RequestError("missing", f"{name}: missing; it must be {kind.form}", name)
+                raise missing(name, kind)
         body = cls(values, given)
         body.check()
         return body
@@ -99,29 +95,6 @@ class Body:
         """Check rules of several parameters. Raises RequestError."""
         for name in self.others:
             raise unsupported(name, "leave it out")
-
-
-def _wrong(name: str, error: WrongValue) -> RequestError:
-    param = name + "".join(map(_step, error.steps))
-    if error.reason is not None:
-        return RequestError("bad_value", f"{param}: {error.reason}", param)
-    subject = "" if param == name else f"{name} "
-    return bad_value(param, f"{subject}must be {error.form}, got {reprlib.repr(error.value)}")
-
-
-def _step(step: str | int) -> str:
-    """Return a step into a parameter as clients write it; one that is no name is left out."""
-    if isinstance(step, int):
-        return f"[{step}]"
-    return f".{step}" if step.isidentifier() else ""
-
-
-def bad_value(param: str, problem: str) -> RequestError:
-    return RequestError("bad_value", f"{param}: {problem}", param)
-
-
-def unsupported(param: str, fix: str) -> RequestError:
-    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)
 
 
 class OpenBody(Body):
@@ -185,10 +158,8 @@ class GenerationBody(OpenBody):
         min_tokens, wanted = self.min_tokens, self.wanted_tokens
         if min_tokens and wanted is not None and min_tokens > wanted:
             raise bad_value("min_tokens", f"must be at most max_tokens ({wanted}), got {min_tokens}")
-        forms = [name for name in names_in(Group.FORM) if self.values.get(name)]
-        if len(forms) > 1:
-            both = f"{forms[0]} and {forms[1]} both say what the output must be: give one"
-            raise RequestError("bad_value", both, forms[1])
+        if (both := two_forms(self.values)) is not None:
+            raise RequestError("bad_value", f"{both[0]} and {both[1]} {TWO_FORMS}", both[1])
 
 
 class ChatRequest(GenerationBody):
@@ -212,7 +183,6 @@ class ChatRequest(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        _check_conversation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
@@ -264,10 +234,6 @@ class ResponsesRequest(GenerationBody):
     def wanted_tokens(self) -> int | None:
         return self.values.get("max_output_tokens")
 
-    @property
-    def has_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
-
     def refusal(self, name: str, value: Any) -> str:
         return fix_of_response(name) or super().refusal(name, value)
 
@@ -275,28 +241,12 @@ class ResponsesRequest(GenerationBody):
         super().check()
         if self.has_stream_options:
             raise unsupported("stream_options", "the last event has the usage; leave it out")
-        for name, value in (self.reasoning or {}).items():
-            if value is not None:
-                raise unsupported(f"reasoning.{name}", fix_of("reasoning", self.door))
-        if other := [name for name in self.include or () if name != LOGPROBS]:
-            raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
-        if self.top_logprobs and not self.has_logprobs:
-            raise bad_value("top_logprobs", f"only with include: [{LOGPROBS!r}]")
+        check_response(self.values)
 
     def chat(self) -> ChatRequest:
         """Return the chat request that answers this one. Raises RequestError."""
-        shared = rows_at(Door.CHAT).keys() - {"stream_options"}
-        values = {name: value for name, value in self.values.items() if name in shared}
-        values.update(
-            messages=messages_of(self.input, self.instructions),
-            n=1,
-            max_tokens=self.max_output_tokens,
-            tools=None if self.tools is None else [chat_tool(tool, i) for i, tool in enumerate(self.tools)],
-            tool_choice=chat_choice(self.tool_choice),
-            response_format=_response_format(self.text),
-            logprobs=self.has_logprobs,
-        )
-        request = ResponseChat({name: value for name, value in values.items() if value is not None}, {})
+        values = {name: value for name, value in self.values.items() if name != "stream_options"}
+        request = ResponseChat(chat_values(values | {"n": 1}), {})
         request.check()
         return request
 
@@ -317,7 +267,6 @@ class TokenizeRequest(OpenBody):
         if self.continue_final_message and (self.messages is None or self.add_generation_prompt):
             raise bad_value("continue_final_message", "only with messages and add_generation_prompt: false")
         super().check()
-        _check_conversation(self.messages or [])
 
 
 class DetokenizeRequest(Body):
@@ -326,36 +275,8 @@ class DetokenizeRequest(Body):
     door = Door.DETOKENIZE
 
 
-def _check_conversation(messages: list[Json]) -> None:
-    """Raise RequestError for the first message that no chat template can read."""
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        for name, values in NO_TEXT.items():
-            if name in message and message[name] not in values:
-                raise unsupported(f"{where}.{name}", "this server reads and writes text alone; leave it out")
-        if message.get("tool_calls") and message["role"] != "assistant":
-            raise bad_value(f"{where}.tool_calls", f"only of the assistant, not of role {message['role']}")
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise bad_value(f"{where}.content", "must be a text, got null")
-
-
 def _template_message(message: Json) -> Json:
     """Return a message as the chat template reads it: with a content, and with tool calls if there are some."""
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     return template_message({"role": message["role"], "content": message.get("content")} | others | calls)
-
-
-def _response_format(text: Json | None) -> str | None:
-    """Return the response_format that text.format is, or None."""
-    form = response_format_of(text)
-    if form is None:
-        return None
-    try:
-        found: str = response_format_text(form)
-    except JsonError as error:
-        raise bad_value("text.format", str(error)) from None
-    except ValueError:
-        rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
-        raise bad_value("text.format", f"{rule}, got {reprlib.repr((text or {}).get('format'))}") from None
-    return found

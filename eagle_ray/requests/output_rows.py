@@ -121,6 +121,7 @@ class OutputRows:
         """Return durations from the engine's timestamps; started_at is when the engine admitted the request."""
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
+        assert arrived is not None and admitted is not None and first_token is not None and finished is not None
         return {
             "queue_s": admitted - arrived,
             "prefill_s": first_token - admitted,

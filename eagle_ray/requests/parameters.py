@@ -24,7 +24,7 @@ import dataclasses
 import difflib
 import functools
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -72,6 +72,7 @@ MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
 LOGPROBS = "message.output_text.logprobs"  # what a response may include
 RESPONSE_TOOLS_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
+EMPTY: tuple[Any, ...] = ("", [], {})
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
 
 
@@ -182,17 +183,16 @@ def _checked(cls: Class) -> Class:
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for name, row in rows.items():
-            value = plain_value(given.get(name))
+            value, kind = plain_value(given.get(name)), row.kind_at(Door.PYTHON)
             try:
-                if value is not None:
-                    values[name] = row.kind_at(Door.PYTHON).check(value)
+                if not kind.is_nothing(value):
+                    values[name] = kind.check(value)
                 elif name in given and row.is_null_a_value:
                     values[name] = None
             except WrongValue as error:
-                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}")
-        if (second := second_form(values)) is not None:
-            form = rows[second].kind_at(Door.PYTHON).form
-            wrong.append(f"{cls.__name__}.{second}: must be {form}, got {reprlib.repr(given[second])}")
+                wrong.append(f"{cls.__name__}.{name}: must be {error.form}, got {reprlib.repr(given[name])}{error.why}")
+        if (both := two_forms(values)) is not None:
+            wrong.append(f"{cls.__name__}: {both[0]} and {both[1]} {TWO_FORMS}")
         wrong += [
             f"{cls.__name__}.{name}: unknown parameter. {_hint(name, rows)}" for name in given if name not in rows
         ]
@@ -205,9 +205,13 @@ def _checked(cls: Class) -> Class:
     return cls
 
 
+HINTS: list[Callable[[str], str | None]] = []  # what refused.py, which reads this table, says of an unknown name
+
+
 def _hint(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, 1)
-    return f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"
+    other = f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"
+    return next(filter(None, (hint(name) for hint in HINTS)), other)
 
 
 @functools.cache
@@ -306,7 +310,11 @@ class SamplingParams:
         Group.RETURNED,
         python=_COUNTED,
         doors=EVERYWHERE - {Door.RESPONSES},
-        kinds={Door.COMPLETIONS: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}")},
+        kinds={
+            Door.COMPLETIONS: Integer(
+                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True
+            )
+        },
         defaults={Door.CHAT: False},
     )
     top_logprobs: int = parameter(
@@ -370,9 +378,8 @@ class SamplingParams:
         "Other spellings are not found.",
         Group.CONTROL,
         http=Texts(
-            takes_one=False,
             max_items=MAX_ITEMS,
-            form=f"a list of at most {MAX_ITEMS} texts, none of them empty",
+            form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
         ),
     )
     min_tokens: int = parameter(
@@ -425,7 +432,6 @@ class SamplingParams:
         Texts(
             min_items=1,
             takes_one=False,
-            is_json=True,
             form="a list of texts, none of them empty",
         ),
         "Texts of which an output must be one.",
@@ -528,8 +534,8 @@ CHAT: Mapping[str, Parameter] = {
             Group.CHAT,
             _CHAT_DOORS,
             {
-                Door.CHAT: Either((_TEXT, AnyObject()), form=CHOICE_FORM),
-                Door.RESPONSES: Either((_TEXT, AnyObject()), form=RESPONSE_CHOICE_FORM),
+                Door.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
+                Door.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
             },
         ),
         Parameter(
@@ -573,9 +579,13 @@ def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     return kept | own
 
 
-def second_form(values: Mapping[str, Any]) -> str | None:
-    """Return the second name, in the table's order, that says what an output must be; None if at most one does."""
-    return next(iter([name for name in FORMS if values.get(name)][1:]), None)
+TWO_FORMS = "both say what the output must be: give one"
+
+
+def two_forms(values: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first two names, in the table's order, that say what an output must be; None if at most one does."""
+    given = [name for name in FORMS if values.get(name)]
+    return (given[0], given[1]) if len(given) > 1 else None
 
 
 def body_parameter(
@@ -612,7 +622,7 @@ STREAM_OPTIONS = Object(
         "include_obfuscation": No(),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
-    about="include_steps is ours: see serve/stream.py.",
+    about="include_steps is this server's own.",
     form="{include_usage: true or false, include_steps: true or false}, with stream",
 )
 
@@ -701,6 +711,7 @@ BODY: Mapping[str, Parameter] = {
         ),
     )
 }
+NOT_OF_JOBS = ("stream", "stream_options", "return_token_ids", "echo", "best_of")  # of bodies; only a server does them
 
 
 @functools.cache

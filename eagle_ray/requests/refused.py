@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.requests.parameters import CHATS, ROW_PARAMETERS, Door
+from eagle_ray.requests.parameters import CHATS, EMPTY, HINTS, LOGPROBS, ROW_PARAMETERS, Door
 from eagle_ray.text.strict_json import parse_json
 
 ANYWHERE = frozenset(Door)
@@ -37,7 +37,7 @@ class Refused:
         use: the parameter of this system that does what it asks for.
         fix: what to do about it, where that is not one parameter.
         fix_of_response: what to do about it in a response, if chats have it.
-        asks_if_empty: an empty value asks for something, too.
+        asks_if_empty: an empty list or object asks for something, too.
         is_label: any value asks for nothing: it is a label, or a hint for a cache.
         doors: where its name is taken for the parameter.
     """
@@ -147,6 +147,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("logit_processors"),
         Refused("logits_processors"),
         Refused("logprob_token_ids"),
+        Refused("logprobs", no_op=(False,), fix_of_response=f"give include: [{LOGPROBS!r}]", doors=RESPONSES),
         Refused("lora_path"),
         Refused("lora_request"),
         Refused("max_completion_tokens", use="max_tokens"),
@@ -262,7 +263,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("tool_choice", no_op=("auto", "none"), doors=frozenset({Door.COMPLETIONS})),
         Refused("tools", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
         Refused("top_a"),
-        Refused("top_logprobs", no_op=(0,), doors=frozenset({Door.COMPLETIONS})),
+        Refused("top_logprobs", no_op=(0,), fix="give their number as logprobs", doors=frozenset({Door.COMPLETIONS})),
         Refused("top_n_tokens"),
         Refused("truncate_prompt_tokens"),
         Refused("truncation", no_op=("disabled",), doors=BODIES),
@@ -279,7 +280,6 @@ REFUSED: Mapping[str, Refused] = {
         Refused("xtc_threshold", no_op=(0.1,)),
     )
 }
-EMPTY: tuple[Any, ...] = ("", [], {})
 NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
 _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -287,6 +287,8 @@ _CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 def fix_of(name: str, door: Door = Door.JOB) -> str:
     """Return what to do about a parameter that a door refuses."""
     row = _row_at(name, door) or Refused(name)
+    if row.has_fix_at(door) and row.fix_of_response is not None:
+        return row.fix_of_response
     if row.use is None:
         return row.fix
     instead = fix_of_response(row.use) if door is Door.RESPONSES else None
@@ -315,9 +317,26 @@ def match_unsupported(column: Any) -> str | None:
     return name if _row_at(name, Door.JOB) is not None else None
 
 
+def python_hint(name: str) -> str | None:
+    """Return what to do about a parameter of another spelling or of another system; None for any other name."""
+    parameter = match_unsupported(name)
+    if parameter is None:
+        return None
+    if parameter in ROW_PARAMETERS:
+        return f"Did you mean {parameter}?"
+    fix = fix_of(parameter, Door.PYTHON)
+    return f"{fix[0].upper()}{fix[1:]}."
+
+
+HINTS.append(python_hint)
+
+
 def has_effect(name: str, value: Any) -> bool:
     """Return whether a row's value of the parameter would change what is generated. A text may hold JSON."""
-    value = _without_nulls(_parse_if_json(value))
+    value = _parse_if_json(value)
+    if value == {}:  # and not one of nulls alone, as a struct of Parquet may be
+        return name in REFUSED and not is_no_op(name, value)
+    value = _without_nulls(value)
     return value == value and value not in EMPTY and not is_no_op(name, value)
 
 
@@ -329,7 +348,7 @@ def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
     if row.is_label:
         return True
     if value in EMPTY:
-        return not row.asks_if_empty_at(door)
+        return value == "" or not row.asks_if_empty_at(door)
     return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
 
 

@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import LOGPROBS, RESPONSE_CHOICE_FORM, Door
+from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Door
 from eagle_ray.requests.refused import fix_of, fix_of_response, is_no_op
+from eagle_ray.requests.structured import response_format_text
+from eagle_ray.requests.values import bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_arguments
-from eagle_ray.text.strict_json import HalfSurrogate
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError
 
 Json = dict[str, Any]
+OWN = {name: row for name, row in BODY.items() if row.doors == {Door.RESPONSES}}  # parameters of responses alone
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
 PART_KEYS = ("type", "text", "annotations", "logprobs")
@@ -37,7 +40,7 @@ def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]
         if message["role"] == "assistant" and "tool_calls" not in message:
             message.setdefault("content", "")  # of an answer that was cut off in its reasoning
     if not any(message["role"] != "system" for message in messages):
-        raise RequestError("bad_value", "input: must be a text or at least one item, got []")
+        raise bad_value("input", "must be a text or at least one item, got []")
     return messages
 
 
@@ -86,7 +89,7 @@ def _add_call(messages: list[Json], item: Json, where: str) -> None:
     try:
         template_arguments(values["arguments"])
     except HalfSurrogate as error:
-        raise RequestError("bad_value", f"{where}.arguments: {error}") from None
+        raise bad_value(f"{where}.arguments", str(error)) from None
     function = {"name": values["name"], "arguments": values["arguments"]}
     call = {"id": values["call_id"], "type": "function", "function": function}
     _assistant_turn(messages).setdefault("tool_calls", []).append(call)
@@ -120,6 +123,10 @@ def _assistant_turn(messages: list[Json], begins: bool = False) -> Json:
     return messages[-1]
 
 
+def _wrong(param: str, rule: str, value: Any) -> RequestError:
+    return bad_value(param, f"{rule}, got {reprlib.repr(value)}")
+
+
 def _text(content: Any, where: str) -> str:
     """Return the text of a content: a text, or a list of parts that are texts."""
     if isinstance(content, str):
@@ -136,60 +143,53 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def unsupported(param: str, fix: str) -> RequestError:
-    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}")
-
-
-def _wrong(param: str, rule: str, value: Any) -> RequestError:
-    return RequestError("bad_value", f"{param}: {rule}, got {reprlib.repr(value)}")
-
-
 def chat_body(body: Mapping[str, Any]) -> Json:
     """Return the body of a chat completion that answers a response's body; null values are not given.
 
-    Raises RequestError that begins with the name of a parameter that is wrong or not supported. Other parameters are
-    left to the reader of the chat's body, which refuses unknown ones.
+    Raises RequestError for a parameter of responses alone that is wrong, and for one of chats. Others are left to the
+    reader of the chat's body, which refuses unknown ones.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    _check(given)
-    messages = messages_of(given.pop("input", None), given.pop("instructions", None))
-    chat: Json = {"messages": messages}
-    if "max_output_tokens" in given:
-        chat["max_tokens"] = given.pop("max_output_tokens")
-    if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
-        chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
-    if "tool_choice" in given:
-        chat["tool_choice"] = chat_choice(given["tool_choice"])
-    if (form := response_format_of(given.pop("text", None))) is not None:
-        chat["response_format"] = form
-    if LOGPROBS in given.pop("include", ()):
-        chat["logprobs"] = True
-    given.pop("reasoning", None)
-    return given | chat
-
-
-def _check(given: Json) -> None:
-    """Raise RequestError for parameters of other endpoints, and for values that no response has."""
     for name, value in given.items():
         fix = fix_of_response(name)
         if fix is not None and not is_no_op(name, value, Door.RESPONSES):
             raise unsupported(name, fix)
-    items, instructions = given.get("input"), given.get("instructions")
-    if not isinstance(items, str) and not (isinstance(items, list) and all(isinstance(item, dict) for item in items)):
-        raise _wrong("input", "must be a text or a list of items", items)
-    if not isinstance(instructions, str | None):
-        raise _wrong("instructions", "must be a text", instructions)
-    for name in ("text", "reasoning"):
-        if not isinstance(given.get(name, {}), dict):
-            raise _wrong(name, "must be an object", given[name])
+    for name, row in OWN.items():
+        if name in given:
+            given[name] = checked(name, row.kind, given[name])
+        elif row.required:
+            raise missing(name, row.kind)
+    check_response(given)
+    return chat_values(given)
+
+
+def check_response(given: Json) -> None:
+    """Raise RequestError for what no response has. given: values of their kinds, without nulls."""
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
             raise unsupported(f"reasoning.{name}", fix_of("reasoning", Door.RESPONSES))
     include = given.get("include", [])
-    if not isinstance(include, list) or any(name != LOGPROBS for name in include):
-        raise unsupported("include", f"only {LOGPROBS!r} is made here; leave others out")
+    if other := [name for name in include if name != LOGPROBS]:
+        raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
     if given.get("top_logprobs") and not include:
-        raise _wrong("top_logprobs", f"only with include: [{LOGPROBS!r}]", given["top_logprobs"])
+        raise bad_value("top_logprobs", f"only with include: [{LOGPROBS!r}]")
+
+
+def chat_values(given: Json) -> Json:
+    """Return the values of a chat completion that answers a response of these values. Raises RequestError."""
+    chat = {name: value for name, value in given.items() if name not in OWN}
+    chat["messages"] = messages_of(given["input"], given.get("instructions"))
+    if "max_output_tokens" in given:
+        chat["max_tokens"] = given["max_output_tokens"]
+    if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
+        chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
+    if "tool_choice" in given:
+        chat["tool_choice"] = chat_choice(given["tool_choice"])
+    if (form := _response_format(given.get("text", {}))) is not None:
+        chat["response_format"] = form
+    if given.get("include"):
+        chat["logprobs"] = True
+    return chat
 
 
 def chat_tool(tool: Json, index: int) -> Json:
@@ -209,11 +209,18 @@ def chat_choice(choice: str | Json | None) -> str | Json | None:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
-def response_format_of(text: Json | None) -> Any:
-    """Return the response_format of a chat that text.format is, or None."""
-    for name, value in (text or {}).items():
+def _response_format(text: Json) -> str | None:
+    """Return the response_format of a chat that text.format is, as JSON text, or None."""
+    for name, value in text.items():
         if name != "format" and not (name == "verbosity" and value in (None, "medium")):
             raise unsupported(f"text.{name}", "leave it out")
-    form = (text or {}).get("format")
-    kind = form.get("type") if isinstance(form, dict) else None
-    return {"type": kind, "json_schema": form} if kind == "json_schema" else form
+    form = text.get("format")
+    if form is None:
+        return None
+    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
+    try:
+        return str(response_format_text({"type": "json_schema", "json_schema": form} if is_schema else form))
+    except ValueError as error:
+        rule = "must be {type: text}, {type: json_object} or {type: json_schema, name, schema}"
+        why = f" ({error})" if isinstance(error, JsonError) else ""
+        raise bad_value("text.format", f"{rule}, got {reprlib.repr(form)}{why}") from None

@@ -19,7 +19,7 @@ from typing import Any
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, second_form
+from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Door, two_forms
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.values import (
     Boolean,
@@ -44,10 +44,12 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
     asked: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
+        if isinstance(row, RequestError):
+            raise row
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": _chat_of(row)}
+        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": chat_of(row)}
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
     except RequestError as error:
@@ -173,57 +175,52 @@ def _parse_if_json(value: Any, column: str) -> Any:
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of SAMPLING that are set, checked by the table."""
-    given: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, kind in _SAMPLING_KINDS:
         if (value := row.get(name)) is None:
             continue
         try:
-            given[name] = value = kind.of_column(value)
-            if value is not None:
+            value = kind.of_column(value)
+            if not kind.is_nothing(value):
                 values[name] = kind.check(value)
         except HalfSurrogate as error:
             raise json_error(f"column {name!r}", error) from None
         except WrongValue as error:
-            raise _bad_sampling(name, error.form, value, error.reason) from None
-    if (second := second_form(values)) is not None:
-        raise _bad_sampling(second, SAMPLING[second].kind_at(Door.JOB).form, given[second])
+            told = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
+            raise RequestError("bad_sampling", told) from None
+    if (both := two_forms(values)) is not None:
+        raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")
     if "seed" in values:
         values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
     return values
 
 
-def _bad_sampling(name: str, form: str, value: Any, reason: str | None = None) -> RequestError:
-    found = f" ({reason})" if reason else ""
-    return RequestError("bad_sampling", f"column {name!r} must be {form}, got {reprlib.repr(value)}{found}")
-
-
-def _chat_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of CHAT that are set.
+def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, Any]:
+    """Return the columns of CHAT that are set. Raises RequestError that begins with the place of a wrong one.
 
     Objects and lists may be JSON texts; a null key of a tool is absent.
     """
-    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, parameter in CHAT.items():
-        if row.get(name) is None or (value := _parse_if_json(row[name], name)) is None:
+        if values.get(name) is None or (value := _parse_if_json(values[name], name)) is None:
             continue
         if name == "tools" and isinstance(value, list):
             value = [_without_null_keys(tool) for tool in value]
         elif name == "tool_choice":
             value = _without_null_keys(value)
+        where = place.format(name)
         try:
             value = parameter.kind_at(Door.JOB).check(value)
         except WrongValue as error:
-            raise RequestError(
-                "bad_type", f"column {name!r} must be {error.form}, got {describe_value(value)}"
-            ) from None
+            raise RequestError("bad_type", f"{where} must be {error.form}, got {describe_value(value)}") from None
         except ValueError as error:
-            raise RequestError("bad_type", f"column {error}") from None
+            part, _, problem = str(error).partition(":")
+            raise RequestError("bad_type", f"{place.format(part)}:{problem}") from None
         if isinstance(parameter.kind, Boolean):
-            values[name] = value
+            found[name] = value
         elif value:
-            values[name] = json_text(f"column {name!r}", value)
-    return values
+            found[name] = json_text(where, value)
+    return found
 
 
 def _without_null_keys(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The answers of a request, made from its sequences. As they grow, ``answer_chunks`` has their chunks.
 
-    answers = generation.answers(tokenizer)
-    answers.body()["choices"][0]["message"]["content"]      # 'Paris.'
+answers = generation.answers(tokenizer)
+answers.body()["choices"][0]["message"]["content"]      # 'Paris.'
 """
 
 from __future__ import annotations

@@ -97,11 +97,6 @@ def _inner_schemas(schema: dict[str, Any]) -> Iterator[Any]:
         yield from schema[name].values() if isinstance(schema.get(name), dict) else ()
 
 
-def choice_list(value: Any) -> Any:
-    """Return a list that is written as JSON text, as in CSV files; any other value unchanged."""
-    return _parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-
-
 def response_format_text(value: Any) -> Any:
     """Return OpenAI's response_format as JSON text: its type, and its schema if it has one.
 

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens: one value, and its forms in OpenAI's bodies, in Python's outputs and in rows.
 
-    >>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), spell={17: "Paris"}.get)[0]["token"]
-    'Paris'
+>>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), spell={17: "Paris"}.get)[0]["token"]
+'Paris'
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.structured import choice_list, response_format_text, schema_text
+from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json
 
@@ -40,14 +40,22 @@ class WrongValue(ValueError):
         form: what it must be.
         value: the wrong part of it.
         steps: keys and indices that lead to that part; none for the whole value.
-        reason: what a reader of JSON, a schema or a text found, if that says more than the form.
+        reason: what a reader of JSON, a schema or a text found, if there is one.
         needs_text: the wrong part would have to be a text and is none.
+        told: what is wrong with that part, to stand behind its place, if that says more than the form.
+        is_unsupported: it asks for what this system does not do.
     """
 
     def __init__(self, form: str, value: Any, steps: tuple[str | int, ...] = (), reason: str | None = None):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
-        self.needs_text = False
+        self.needs_text = self.is_unsupported = False
+        self.told: str | None = None
+
+    @property
+    def why(self) -> str:
+        """Return the reason in brackets, to stand behind the value; empty without one."""
+        return "" if self.reason is None else f" ({self.reason})"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,14 @@ class Kind(ABC):
     @abstractmethod
     def schema(self) -> Json:
         """Return the JSON schema of a value in a request's body."""
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        """Return the values that ask for nothing, besides null, where a parameter may be absent."""
+        return ()
+
+    def is_nothing(self, value: Any) -> bool:
+        return value is None or any(type(value) is type(nothing) and value == nothing for nothing in self.nothings)
 
     def of_column(self, value: Any) -> Any:
         """Return a value of a column, which is not null, as `check` takes it. Raises HalfSurrogate."""
@@ -147,6 +163,7 @@ class Integer(Kind):
         high: a bound that the form names.
         off: another value that is `low`.
         max_integer: a bound that an error adds to the form.
+        takes_false: false asks for nothing.
     """
 
     low: int | None
@@ -154,7 +171,12 @@ class Integer(Kind):
     form: str = ""
     off: int | None = None
     max_integer: int = MAX_INTEGER
+    takes_false: bool = False
     arrow = "int64"
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return (False,) if self.takes_false else ()
 
     def check(self, value: Any) -> int:
         if not is_integer(value):
@@ -225,6 +247,10 @@ class Text(Kind):
     can_be_empty: bool = False
     known: str | None = None
 
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return () if self.can_be_empty else ("",)
+
     def check(self, value: Any) -> str:
         if not isinstance(value, str):
             error = self.wrong(value)
@@ -249,7 +275,6 @@ class Texts(Kind):
     """A list of texts, none of them empty; one text is a list of one.
 
     Attributes:
-        is_json: a text that begins like a JSON list is one, as in CSV files, and no text is a list of one.
         takes_one: whether a text alone is taken.
     """
 
@@ -258,8 +283,11 @@ class Texts(Kind):
     max_items: int | None = None
     max_chars: int | None = None
     takes_one: bool = True
-    is_json: bool = False
     arrow = "list<string>"
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("",) if self.takes_one else ()
 
     def check(self, value: Any) -> list[str]:
         texts = self._as_list(value)
@@ -286,11 +314,6 @@ class Texts(Kind):
         return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
 
     def _as_list(self, value: Any) -> Any:
-        if self.is_json:
-            try:
-                return choice_list(value)
-            except (JsonError, json.JSONDecodeError) as error:
-                raise WrongValue(self.form, value, reason=str(error)) from None
         return [value] if isinstance(value, str) and self.takes_one else value
 
     def schema(self) -> Json:
@@ -380,6 +403,10 @@ class JsonSchema(Kind):
 
     form: str = ""
 
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("",)  # {} is a schema
+
     def check(self, value: Any) -> str:
         return _json_text(self, schema_text, value)
 
@@ -395,6 +422,10 @@ class ResponseFormat(Kind):
     """OpenAI's response_format, as an object or as JSON text; it is kept as text."""
 
     form: str = ""
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return ("", {})
 
     def check(self, value: Any) -> str:
         return _json_text(self, response_format_text, value)
@@ -536,10 +567,18 @@ class Metadata(Kind):
 
 @dataclass(frozen=True)
 class Either(Kind):
-    """A value of the first of these kinds that it fits. A value that fits none is told whole."""
+    """A value of the first of these kinds that it fits. A value that fits none is told whole.
+
+    empties: values that ask for nothing.
+    """
 
     kinds: tuple[Kind, ...]
     form: str = ""
+    empties: tuple[Any, ...] = ()
+
+    @property
+    def nothings(self) -> tuple[Any, ...]:
+        return self.empties
 
     def check(self, value: Any) -> Any:
         for kind in self.kinds:
@@ -630,7 +669,7 @@ class Object(Kind):
         if others and not self.is_open:
             key, inner = next(iter(others.items()))
             raise self.wrong(inner, key)
-        return checked | others
+        return given | checked
 
     def schema(self) -> Json:
         return {"$ref": f"#/components/schemas/{self.name}"}
@@ -683,5 +722,38 @@ def json_error(where: str, error: ValueError) -> RequestError:
 
 def describe_value(value: Any) -> str:
     """Return a value and its type, short enough for a message."""
-    text = repr(value)
+    text = repr(value[:61] if isinstance(value, str) else value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def checked(name: str, kind: Kind, value: Any) -> Any:
+    """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
+    try:
+        return kind.check(value)
+    except WrongValue as error:
+        param = name + "".join(map(_step, error.steps))
+        if error.told is not None:
+            code = "unsupported_parameter" if error.is_unsupported else "bad_value"
+            raise RequestError(code, f"{param}{error.told}", param) from None
+        subject = "" if param == name else f"{name} "
+        told = f"{subject}must be {error.form}, got {reprlib.repr(error.value)}{error.why}"
+        raise bad_value(param, told) from None
+
+
+def _step(step: str | int) -> str:
+    """Return a step into a parameter as clients write it; one that is no name is left out."""
+    if isinstance(step, int):
+        return f"[{step}]"
+    return f".{step}" if step.isidentifier() else ""
+
+
+def bad_value(param: str, problem: str) -> RequestError:
+    return RequestError("bad_value", f"{param}: {problem}", param)
+
+
+def missing(param: str, kind: Kind) -> RequestError:
+    return RequestError("missing", f"{param}: missing; it must be {kind.form}", param)
+
+
+def unsupported(param: str, fix: str) -> RequestError:
+    return RequestError("unsupported_parameter", f"{param} is not supported: {fix}", param)

@@ -80,10 +80,10 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _param_of(error: RequestError) -> str | None:
-    """Return the parameter at fault. The message of an invalid or unsupported parameter begins with its name."""
+    """Return the parameter at fault. The message about one that does not fit the target begins with its name."""
     if error.param is not None:
         return error.param
-    if error.code in ("invalid_sampling", "invalid_chat", "bad_grammar", "bad_value", "unsupported_parameter"):
+    if error.code in ("invalid_sampling", "invalid_chat", "bad_grammar", "unsupported_parameter"):
         return str(error).split()[0].rstrip(":")
     return PARAMS.get(error.code)
 

@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from eagle_ray import __version__
-from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, TEXT_PART
+from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, NO_TEXT, TEXT_PART
 from eagle_ray.requests.openai_bodies import (
-    NO_TEXT,
     Body,
     ChatRequest,
     CompletionRequest,
@@ -24,8 +23,8 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.requests.parameters import STREAM_OPTIONS
-from eagle_ray.requests.refused import EMPTY, is_no_op, refused_at
+from eagle_ray.requests.parameters import EMPTY, STREAM_OPTIONS
+from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Kind, Object
 from eagle_ray.serve import response_models
@@ -212,12 +211,18 @@ def _named(title: str, about: str, properties: Json, required: list[str]) -> Jso
 
 def _property(name: str, kind: Kind, is_required: bool, default: Any) -> Json:
     schema = kind.schema()
+    if not is_required and kind.nothings:
+        schema = {"anyOf": [*_options(schema), {"enum": [*kind.nothings]}]}
     if not is_required and default is None:
-        options = schema["anyOf"] if schema.keys() == {"anyOf"} else [schema]
-        schema = {"anyOf": [*options, {"type": "null"}]}
+        schema = {"anyOf": [*_options(schema), {"type": "null"}]}
     described = {"description": kind.form} if kind.form else {}
     titled = {} if isinstance(kind, Object) else {"title": name.replace("_", " ").title()}
     return schema | ({} if is_required else {"default": default}) | described | titled
+
+
+def _options(schema: Json) -> list[Json]:
+    """Return the schemas of which a value must fit one."""
+    return list(schema["anyOf"]) if schema.keys() == {"anyOf"} else [schema]
 
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:

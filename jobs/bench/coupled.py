@@ -108,7 +108,7 @@ def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:
 def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
     """Every prompt's answer; the seed of a prompt's noise is its place."""
     sequences = [
-        Sequence(row["id"], pair.tokenizer.encode_chat(row["messages"]), with_seed(params, i))
+        Sequence(row["id"], pair.tokenizer.encode_chat(row["messages"]), params.with_seed(i))
         for i, row in enumerate(rows)
     ]
     for sequence in sequences:
@@ -121,10 +121,6 @@ def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:
     columns = ("num_steps", "num_accepted_draft_tokens", "num_draft_tokens")
     counts = [torch.tensor([getattr(s.stats, name) for s in sequences], dtype=torch.float64) for name in columns]
     return Arm([s.output_ids for s in sequences], *counts, total)
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return params.with_seed(seed)
 
 
 def compared(plain: Arm, coupled: Arm, prompts: torch.Tensor) -> str:

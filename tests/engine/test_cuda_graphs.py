@@ -131,7 +131,7 @@ SENDERS = (
     "engine.scheduler",
     "kv.block_manager",
     "models.target",
-    "sampling.sampler",
+    "core.sampling_batch",
 )  # modules that import copy_to_device
 
 

@@ -113,6 +113,16 @@ def test_what_one_engine_refused_another_may_take():
     assert large.has_work and not small.has_work
 
 
+def test_parameters_of_python_need_no_seed_and_no_limit():
+    """As a caller of an engine makes them: without a seed the key is 0, without a limit the model's length is one."""
+    params = [SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True, prompt_logprobs=2)]
+    params.append(replace(params[0], seed=0, max_tokens=10**6, prompt_logprobs=True, logprobs=2))
+    first, second = run(llama_engine(2), [[5, 6, 7]] * 2, params)
+    assert first.output_ids == second.output_ids and len(first.token_ids) == 128
+    assert [len(top) for top in first.prompt_tops] == [len(top) for top in second.prompt_tops] == [0, 2, 2]
+    assert not first.output_logprobs and len(second.output_tops[-1]) == 2
+
+
 def test_the_one_bad_id_of_a_prompt_is_named():
     with pytest.raises(RequestError, match=r"prompt_ids\[50\] must be a token id, an integer, got 1\.5 \(float\)"):
         table_engine(cycle(), 1, 0, 0, 0).add(Sequence("a", [1] * 50 + [1.5], SamplingParams()))

@@ -42,12 +42,14 @@ def test_messages_are_kept_as_the_row_has_them():
 def test_parquet_has_every_key_of_every_message():
     padded = [{"role": m["role"], "name": None, "content": None, "tool_calls": None} | m for m in CHAT]
     assert written(padded) == written(CHAT)
-    part = {"type": "text", "text": "Hi", "image_url": None}
+    call = {"index": None, **CALL, "function": CALL["function"] | {"strict": None}}
+    assert written([{"role": "assistant", "content": None, "tool_calls": [call]}]) == written(CHAT[1:2])
+    part = {"type": "text", "text": "Hi", "image_url": None, "cache_control": {"type": "ephemeral"}}
     assert written([{"role": "user", "content": [part]}]) == [{"role": "user", "content": "Hi"}]
 
 
 def test_a_message_without_content_key_and_arguments_that_are_no_object_stay():
-    bare = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}, "f()"]}
+    bare = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
     assert written([bare]) == [bare]
 
 
@@ -65,7 +67,15 @@ def test_a_call_without_arguments_has_an_empty_object(function):
         ({"role": "user", "content": [{"type": "video"}]}, "video (video) are not supported. Leave the part out"),
         ({"role": "user", "content": ["Hi"]}, 'messages[0].content[0] must be {"type": "text", "text": "..."}'),
         ({"role": "user", "content": [{"type": "text"}]}, "the only kind of part that is read"),
-        ({"role": "user", "tool_calls": [CALL]}, "messages[0].content must be a text, got None"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "image": "b"}]}, "messages[0].content[0] must be"),
+        ({"role": "user", "tool_calls": [CALL]}, "messages[0].tool_calls: only of the assistant, not of role user"),
+        ({"role": "assistant", "tool_calls": "f()"}, "messages[0].tool_calls must be a list of {"),
+        ({"role": "assistant", "tool_calls": ["f()"]}, "messages[0].tool_calls[0]: tool_calls must be a list of {"),
+        ({"role": "assistant", "tool_calls": [CALL, {}]}, "messages[0].tool_calls[1].function: tool_calls must be"),
+        ({"role": "assistant", "tool_calls": [CALL | {"id": 5}]}, "messages[0].tool_calls[0].id: tool_calls must be"),
+        ({"role": "assistant", "content": "a", "refusal": "no"}, "messages[0].refusal is not supported: this system"),
+        ({"role": "user", "content": "a", "audio": {"id": "b"}}, "messages[0].audio is not supported"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "function_call is not supported"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content must be a text, got None"),
         ({"role": "tool", "content": None}, "messages[0].content must be a text, got None"),
     ],

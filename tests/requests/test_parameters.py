@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door
+from eagle_ray.api.prompts import prompt_requests
+from eagle_ray.config import load_config
+from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.requests.openai_batch import parse_batch_line
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 
 PACKAGE = Path(__file__).parents[2] / "eagle_ray"
@@ -64,3 +69,74 @@ def test_what_to_do_about_a_parameter_is_what_its_door_has():
     )
     assert fix_of("max_new_tokens", Door.RESPONSES) == "give max_output_tokens"
     assert fix_of("x", Door.CHAT) == "leave it out"
+
+
+def found_at_every_door(name, value):
+    """Return what each door makes of a parameter: None if it is not given, or the error."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", name: value}}
+    doors = {
+        "row": lambda: prompt_requests([{"prompt": "Hi", name: value}])[0],
+        "Python": lambda: SamplingParams(**{name: value}).given(),
+        "line": lambda: parse_batch_line(line),
+        "HTTP": lambda: CompletionRequest.read({"prompt": "Hi", name: value}).values,
+    }
+    for door, read in doors.items():
+        try:
+            found = read()
+        except (RequestError, ConfigError) as error:
+            yield door, error
+            continue
+        if door == "row":
+            yield door, found.error or found.sampling.get(name)
+        else:
+            wrong = found.get("prompt") if isinstance(found.get("prompt"), RequestError) else None
+            yield door, wrong or found.get(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, "") for name in ("regex", "grammar", "stop", "bad_words", "json_schema")), ("response_format", {})],
+)
+def test_an_empty_value_asks_for_nothing_at_every_door(name, value):
+    assert [found for _, found in found_at_every_door(name, value)] == [None] * 4
+    config = load_config(None, env={}, overrides={"input.path": "a", "output.path": "b", f"sampling.{name}": value})
+    assert getattr(config.sampling, name) == SAMPLING[name].default
+
+
+@pytest.mark.parametrize("name", ["choice", "allowed_token_ids"])
+def test_an_empty_list_that_allows_nothing_is_refused_at_every_door(name):
+    assert all(isinstance(found, Exception) and name in str(found) for _, found in found_at_every_door(name, []))
+
+
+def test_an_empty_tool_choice_and_logprobs_that_are_false_ask_for_nothing():
+    hi = [{"role": "user", "content": "Hi"}]
+    for empty in ("", [], {}):
+        assert "tool_choice" not in ChatRequest.read({"messages": hi, "tool_choice": empty}).values
+        assert "tool_choice" not in ResponsesRequest.read({"input": "Hi", "tool_choice": empty}).values
+    assert CompletionRequest.read({"prompt": "Hi", "logprobs": False}).tops is None
+    assert not ResponsesRequest.read({"input": "Hi", "logprobs": False}).chat().logprobs
+    with pytest.raises(RequestError, match="give include"):
+        ResponsesRequest.read({"input": "Hi", "logprobs": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("guided_json", "Use json_schema."),
+        ("topP", "Did you mean top_p?"),
+        ("max_completion_tokens", "Use max_tokens."),
+        ("add_special_tokens", "Leave it out."),
+    ],
+)
+def test_python_is_told_what_rows_are_told_about_a_parameter_that_is_not_one(name, hint):
+    wrong = {name: {"a": 1}}
+    for ask in (lambda: SamplingParams(**wrong), lambda: prompt_requests([{"prompt": "Hi", **wrong}])):
+        with pytest.raises(ConfigError) as error:
+            ask()
+        assert name in str(error.value) and str(error.value).endswith(hint)
+
+
+def test_a_text_that_is_no_json_has_the_form_and_the_reason_at_every_door():
+    for _, found in found_at_every_door("json_schema", "{'a'"):
+        assert "must be a JSON schema, as an object or as JSON text" in str(found)
+        assert "(Expecting property name enclosed in double quotes" in str(found)

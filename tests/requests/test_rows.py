@@ -97,14 +97,14 @@ def test_messages_may_be_a_list_its_json_or_one_text(messages, wanted):
         ({"prompt": "Hi", "max_tokens": 0}, "bad_sampling", "column 'max_tokens' must be an integer, 1 or more, got 0"),
         ({"prompt": "Hi", "top_k": 10**12}, "bad_sampling", "(off) or more, at most 2147483647, got 1000000000000"),
         ({"prompt": "Hi", "json_schema": "{'a'"}, "bad_sampling", "got \"{'a'\" (Expecting property name"),
-        ({"prompt": "Hi", "choice": "[1"}, "bad_sampling", "grammar and response_format is set, got '[1' ("),
-        ({"prompt": "Hi", "regex": "a", "choice": ["b"]}, "bad_sampling", "is set, got ['b']"),
+        ({"prompt": "Hi", "choice": "[1"}, "bad_sampling", "grammar and response_format is set, got '[1'"),
+        ({"prompt": "Hi", "regex": "a", "choice": ["b"]}, "bad_sampling", "columns 'regex' and 'choice' both"),
         (
             {"prompt": "Hi", "parallel_tool_calls": 1},
             "bad_type",
             "'parallel_tool_calls' must be true or false, got 1 (",
         ),
-        ({"prompt": "Hi", "tools": {"a": None}}, "bad_type", "column tools: must be a list of tools"),
+        ({"prompt": "Hi", "tools": {"a": None}}, "bad_type", "column 'tools': must be a list of tools"),
     ],
 )
 def test_a_bad_row_says_what_is_wrong_where(row, code, says):

@@ -49,7 +49,7 @@ def refused(kind, body):
         ({"logit_bias": {"the": 1}}, "logit_bias.the"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"bad_words": ["no", ""]}, "bad_words[1]"),
+        ({"bad_words": ["no", ""]}, "bad_words"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
@@ -218,7 +218,7 @@ NAMES = {f"x{i}": 1 for i in range(5000)}
         (CompletionRequest, {"prompt": "Hi", "logit_bias": NAMES}, "logit_bias.x0"),
         (CompletionRequest, {"prompt": "Hi", "metadata": NAMES}, "metadata.x0"),
         (CompletionRequest, {"prompt": "Hi", "stream": True, "stream_options": NAMES}, "stream_options.x0"),
-        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [NAMES]}]}, "messages[0].content[0]"),
         (DetokenizeRequest, {"tokens": [1], **NAMES}, "x0"),
     ],
 )

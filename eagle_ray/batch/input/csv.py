@@ -48,6 +48,7 @@ def rows_in_csv(
     """
     header, lines = _header(stream, path)
     if start:
+        assert start_position.line is not None, "lines of text are counted"
         lines = _Lines(stream, start, start_position.line)
     for index, (offset, line, values) in enumerate(_records(lines), start_position.row):
         if not values:
@@ -78,7 +79,7 @@ def type_of_csv_value(value: Any) -> pa.DataType:
 
 def _header(stream: BinaryIO, path: str) -> tuple[list[str], _Lines]:
     """Return the column names and the following lines; no names for an empty file."""
-    lines = _Lines(stream, 0, FIRST.line)
+    lines = _Lines(stream, 0, 1)
     try:
         names = next(filter(None, csv.reader(lines, strict=True)), [])
         "".join(names).encode()
@@ -103,6 +104,7 @@ def _records(lines: _Lines) -> Iterator[tuple[int, int, list[str] | RequestError
     while True:
         offset, line = lines.begin_record()
         is_bad = False
+        values: list[str] | RequestError | None
         try:
             values = next(reader, None)
         except csv.Error as error:
@@ -126,16 +128,19 @@ class _Lines:
     def __init__(self, stream: BinaryIO, offset: int, number: int):
         self._stream, self.offset, self.number = stream, offset, number
         self.is_cut = False
+        self._second_line: int | None = None
         self._stream.seek(offset)
         self.begin_record()
 
     def begin_record(self) -> tuple[int, int]:
         """Mark the next line as a record's first one; return its offset and number."""
-        self._first_line, self._second_line = (self.offset, self.number), None
+        self._first_line = self.offset, self.number
+        self._second_line = None
         return self._first_line
 
     def return_to_second_line(self) -> None:
         """Go back to the line after the record's first line."""
+        assert self._second_line is not None, "the record's first line was read"
         self.offset, self.number = self._second_line, self._first_line[1] + 1
         self._stream.seek(self.offset)
 

@@ -128,10 +128,9 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
                 "it, or a glob with a wildcard there.",
                 root.name,
             )
-    files = tuple(found.values())
-    if partitions := dict.fromkeys(name for file in files for name in file.partitions):
+    if partitions := dict.fromkeys(name for file in found.values() for name in file.partitions):
         log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
-    return files
+    return tuple(found.values())
 
 
 def _run_format(patterns: list[str], format_: str) -> str:

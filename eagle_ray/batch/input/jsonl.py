@@ -41,6 +41,7 @@ def rows_in_jsonl(
     Blank lines are not rows, but are counted.
     """
     stream.seek(start)
+    assert start_position.line is not None, "lines of text are counted"
     for i, line in enumerate(stream):
         position = RowPosition(start_position.row + i, start_position.line + i)
         if line.strip():

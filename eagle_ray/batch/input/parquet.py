@@ -109,11 +109,15 @@ def batches_in_parquet(
     columns = list(dict.fromkeys([*read, *kept]))
     if not columns:  # pyarrow reads no rows of no columns
         num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
-        yield from (([{} for _ in range(n)], pa.record_batch({})) for n in _batch_sizes(num_rows))
+        yield from ((_empty_rows(n), pa.record_batch({})) for n in _batch_sizes(num_rows))
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
-        rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else [{} for _ in range(batch.num_rows)]
+        rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else _empty_rows(batch.num_rows)
         yield _without_bad_text(rows, batch.select(kept))
+
+
+def _empty_rows(number: int) -> list[InputRow]:
+    return [{} for _ in range(number)]
 
 
 def _batch_sizes(num_rows: int) -> Iterator[int]:
@@ -127,10 +131,11 @@ def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[li
         column = carried.column(index)
         if _is_valid(column):
             continue
-        kept = [row if _is_valid(column.take(pa.array([row]))) else None for row in range(len(column))]
-        for row in (row for row, place in enumerate(kept) if place is None):
+        kept = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
+        for place in (place for place, row in enumerate(kept) if row is None):
             error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
-            rows[row] = error if isinstance(rows[row], RequestError) else rows[row] | {UNCARRIED: error}
+            row = rows[place]
+            rows[place] = error if isinstance(row, RequestError) else row | {UNCARRIED: error}
         carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
     return rows, carried
 
@@ -152,7 +157,7 @@ def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
     try:
-        return arrow_rows(batch)
+        return list(arrow_rows(batch))
     except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
         if batch.num_rows == 1:
             return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]

@@ -260,7 +260,8 @@ def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosit
 def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     rows = islice(_record_rows(shard, needed), shard.num_rows)
     while chunk := list(islice(rows, BATCH_ROWS)):
-        columns, errors = {}, {}
+        columns: dict[str, pa.Array] = {}
+        errors: dict[int, RequestError] = {}
         for name, type_ in carried.items():
             columns[name], wrong = _record_column(chunk, name, type_)
             errors |= wrong
@@ -377,7 +378,8 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
             for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
-                columns, errors = {}, {}
+                columns: dict[str, pa.Array] = {}
+                errors: dict[int, RequestError] = {}
                 for name in batch.schema.names:
                     columns[name], wrong = _parquet_column(batch, name, carried[name])
                     errors |= wrong

@@ -27,7 +27,7 @@ from eagle_ray.batch.input.files import InputFile
 from eagle_ray.batch.input.plan import Growth, InputPlan, sample_ids
 from eagle_ray.batch.job_errors import OutputMismatch
 from eagle_ray.batch.output.layout import data_of
-from eagle_ray.batch.output.manifest import REMEDY, RunHandle, read_manifest
+from eagle_ray.batch.output.manifest import REMEDY, RunHandle, manifest_of
 from eagle_ray.batch.output.output_index import OutputIndex, error_ids, ids_in_file
 from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.batch.output.recorded_inputs import read_inputs
@@ -106,7 +106,7 @@ def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRow
 
 def _missing_files(run: RunHandle, files: Sequence[InputFile]) -> list[str]:
     """Return the files of the run that are not among `files`, not even under another name, or moved and then grown."""
-    recorded = read_inputs(run.output, read_manifest(run.output))
+    recorded = read_inputs(run.output, manifest_of(run.output))
     by_size, by_name = defaultdict(list), defaultdict(list)  # each is compared with few: there may be many
     for file in files:
         by_size[recorded[file.path]["size"]].append(recorded[file.path])

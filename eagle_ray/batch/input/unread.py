@@ -54,11 +54,13 @@ def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> FoundParamet
 
 def find_unread_nested(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) -> FoundParameters:
     """Return parameters in the objects that mapped paths such as body.messages read from, as find_unread does."""
-    parents = {path.parent for path in mapped} - {None}
+    parents = {path.parent for path in mapped if path.parent is not None}
     found: FoundParameters = {}
     for shard in shards if parents else ():
         for position, row in rows_in(shard, [name for parent in parents for name in parent.names]):
-            for parent in parents if isinstance(row, dict) else ():
+            if isinstance(row, RequestError):
+                continue
+            for parent in parents:
                 for key, value in _object_at(parent, row).items():
                     name = key if key in ROW_PARAMETERS else match_unsupported(key)
                     if name is not None and has_effect(name, value):
@@ -98,6 +100,8 @@ def _remedy(column: str) -> str:
     name = match_unsupported(column)
     if "." in column and name is None:
         return "Move it to a column of its own (format: openai_batch reads body), or treat it as data " + CARRY_HINT
-    instead = name if name in ROW_PARAMETERS else REFUSED[name].use if name in REFUSED else None
+    instead = name
+    if name is not None and name not in ROW_PARAMETERS:
+        instead = REFUSED[name].use if name in REFUSED else None
     change = f"Rename it to {instead!r}" if instead else "Leave it out of the input, or rename it"
     return f"{change}, or treat it as data {CARRY_HINT}"

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.batch.job_errors import OutputDamaged
 from eagle_ray.batch.output.layout import RUN, SUCCESS
-from eagle_ray.batch.output.manifest import RunHandle, read_manifest
+from eagle_ray.batch.output.manifest import RunHandle, manifest_of
 from eagle_ray.batch.output.part_files import attempt_of, part_files, read_part
 from eagle_ray.storage.path import StoragePath
 
@@ -42,7 +42,7 @@ def remove_stale_files(run: RunHandle) -> None:
 
     Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
     """
-    first = read_manifest(run.output)["attempts"][0]["attempt"]
+    first = manifest_of(run.output)["attempts"][0]["attempt"]
     for file in part_files(run.data):
         attempt = attempt_of(file)
         if attempt is not None and attempt < first:
@@ -65,7 +65,7 @@ def _has_rows_of(run: RunHandle, file: StoragePath) -> bool:
 
 def wait_for_stale_writers(run: RunHandle) -> None:
     """Wait until no PUT of a killed attempt can be under way, and delete stale files, so that the count is final."""
-    attempts = read_manifest(run.output)["attempts"]
+    attempts = manifest_of(run.output)["attempts"]
     fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
     if fenced and not run.output.is_local:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])

@@ -135,6 +135,14 @@ def read_manifest(output: StoragePath, kind: RecordKind = RunRecord) -> dict[str
     return read_record(output / RUN, kind, remedy)
 
 
+def manifest_of(output: StoragePath) -> dict[str, Any]:
+    """Return the manifest of a run that has begun. Raises OutputDamaged if it is gone or damaged."""
+    manifest = read_manifest(output)
+    if manifest is None:
+        raise OutputDamaged(f"{output / RUN} is gone: put it back from a copy, or start the job again")
+    return manifest
+
+
 @contextmanager
 def wrap_os_errors(output: StoragePath) -> Iterator[None]:
     """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
@@ -188,7 +196,7 @@ def _open_run(
         manifest = old
     noted = read_inputs(output, manifest) if old else {}
     check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
-    return begin_attempt(manifest, old_version, config, noted | files)
+    return begin_attempt(manifest, old_version, config, {**noted, **files})
 
 
 @contextmanager
@@ -211,7 +219,7 @@ def record_facts(run: RunHandle, facts: dict[str, str]) -> None:
     with suppress(JobError, OSError):
         old_version = version_of(run.output / RUN)
         replace(run, check_lock=None).check_current()  # last words do not wait for a lease: the write is conditional
-        manifest = read_manifest(run.output)
+        manifest = manifest_of(run.output)
         manifest["attempts"][-1] |= facts
         _write_manifest(run.output, manifest, old_version)
 

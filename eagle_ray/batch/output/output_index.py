@@ -240,6 +240,6 @@ def _columns_in(file: StoragePath, columns: list[str] | None) -> pa.Table:
         version = (parquet.schema_arrow.metadata or {}).get(VERSION_KEY)
         if version != SCHEMA_VERSION:
             raise OutputMismatch(
-                f"{file} has schema version {version}, not {SCHEMA_VERSION}: choose another output.path"
+                f"{file} has schema version {version!r}, not {SCHEMA_VERSION!r}: choose another output.path"
             )
         return read_columns(parquet, columns)

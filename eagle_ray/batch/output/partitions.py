@@ -174,7 +174,7 @@ def _directory_name(name: str, value: str | None) -> str:
     """Return the encoded directory name. Raises ConfigError if it is too long for file systems."""
     directory = f"{name}={_encode(value)}"
     if len(directory) > MAX_NAME_BYTES:
-        raise ConfigError(f"{_too_long_message(unquote(name), value)}: {DROP_COLUMN_REMEDY}")
+        raise ConfigError(f"{_too_long_message(unquote(name), value or '')}: {DROP_COLUMN_REMEDY}")
     return directory
 
 
