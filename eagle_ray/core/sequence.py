@@ -14,7 +14,7 @@ from typing import Literal
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls, singles_of
+from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls, singles_of
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
 
@@ -31,6 +31,7 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+_CLOSES = "which ends the reasoning"
 NO_SLOT = -1  # of a sequence that is not in the batch
 
 
@@ -48,6 +49,7 @@ class Sequence:
     prompt_logprobs, prompt_tops: the same of the prompt, where sampling.prompt_logprobs asks; before its first id
         stands nothing, so that has None and no tops.
     bad_word_ids: token id sequences of sampling.bad_words.
+    reasoning: the markers of the reasoning that sampling.thinking_budget bounds; None if there is nothing to bound.
     controls: the state of its controls and its grammar, from the moment that an engine accepts the sequence; None
         without any.
     grammar_spec: what the output must be: by default what sampling says. None if it is free.
@@ -73,6 +75,7 @@ class Sequence:
     listener: Callable[[], None] | None = None
     has_live_stats: bool = False
     bad_word_ids: WordIds = ()
+    reasoning: ReasoningIds | None = None
     controls: ControlState | None = None
     grammar_spec: GrammarSpec | None = None
     grammar: GrammarState | None = None
@@ -101,6 +104,11 @@ class Sequence:
         sampling, allowed = self.sampling, self.sampling.allowed_token_ids
         if allowed is not None and singles_of(self.bad_word_ids).issuperset(allowed):
             return "bad_words forbid every one of allowed_token_ids. Allow at least one more token."
+        closing = set() if self.reasoning is None else set(self.reasoning.closings[0])
+        if allowed is not None and (lacking := closing.difference(allowed)):
+            return f"thinking_budget: allowed_token_ids lacks {min(lacking)}, {_CLOSES}. Add it"
+        if forbidden := closing & singles_of(self.bad_word_ids):
+            return f"thinking_budget: bad_words forbid token id {min(forbidden)}, {_CLOSES}. Leave that word out"
         if sampling.min_tokens > sampling.token_limit:
             return f"min_tokens must be at most max_tokens ({sampling.token_limit}), got {sampling.min_tokens}"
         if self.grammar_spec is not None and sampling.ignore_eos:
@@ -191,14 +199,18 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
     check_token_ids(sequence, vocab_size)
-    sampling, bad_word_ids = sequence.sampling, sequence.bad_word_ids
-    if sequence.grammar is None and not has_controls(sampling, bad_word_ids):
+    sampling, bad_word_ids, reasoning = sequence.sampling, sequence.bad_word_ids, sequence.reasoning
+    if sequence.grammar is None and not has_controls(sampling, bad_word_ids, reasoning):
         return
     ends = eos_ids.union(sampling.stop_token_ids)
     allowed = sampling.allowed_token_ids
     if sampling.min_tokens and allowed is not None and not set(allowed) - ends - singles_of(bad_word_ids):
         message = "min_tokens: allowed_token_ids holds only tokens that end the output. Allow at least one more"
         raise RequestError("invalid_sampling", message)
+    closing_ends = ends.intersection(() if reasoning is None else reasoning.closings[0])
+    if closing_ends and sampling.min_tokens > (sampling.thinking_budget or 0):
+        message = f"min_tokens forbids token id {min(closing_ends)}, {_CLOSES} and the output. Lower min_tokens"
+        raise RequestError("invalid_sampling", f"thinking_budget: {message}")
     sequence.controls = new_controls(sequence, ends, vocab_size, sequence.grammar)
 
 
@@ -211,7 +223,8 @@ def new_controls(
         ends: EOS and stop tokens.
         grammar: what the output must be, before its first token; it advances.
     """
-    return ControlState(sequence.sampling, sequence.bad_word_ids, sequence.prompt_ids, ends, vocab_size, grammar)
+    words, reasoning = sequence.bad_word_ids, sequence.reasoning
+    return ControlState(sequence.sampling, words, sequence.prompt_ids, ends, vocab_size, grammar, reasoning)
 
 
 def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
@@ -221,6 +234,7 @@ def check_token_ids(sequence: Sequence, vocab_size: int) -> None:
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": [token for token, bias in sampling.logit_bias.items() if bias],
         "allowed_token_ids": sampling.allowed_token_ids,
+        "thinking_budget": None if sequence.reasoning is None else sequence.reasoning.closings[0],
     }
     for name, ids in named.items():
         if ids and max(ids) >= vocab_size:

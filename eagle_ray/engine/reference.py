@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.control_state import WordIds, has_controls
+from eagle_ray.sampling.control_state import ReasoningIds, WordIds, has_controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
 from eagle_ray.sampling.sampler import sample
@@ -45,6 +45,7 @@ def reference_decode(
     grammars: GrammarCompiler | None = None,
     bad_word_ids: WordIds = (),
     spec: GrammarSpec | None = None,
+    reasoning: ReasoningIds | None = None,
 ) -> PlainOutput:
     """Decode one prompt with a transformers causal LM whose attention is transformers' own (eager or sdpa).
 
@@ -52,6 +53,7 @@ def reference_decode(
         grammars: compiles what the output must be, if that is said.
         bad_word_ids: of params.bad_words.
         spec: what the output must be; None is what params say.
+        reasoning: the markers of the reasoning that params.thinking_budget bounds.
     """
     spec = spec or GrammarSpec.of(params)
     state = None if spec is None or grammars is None else grammars.start(spec)
@@ -63,9 +65,9 @@ def reference_decode(
     while len(ids) - len(prompt_ids) < params.token_limit:
         out = model(chunk, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1]
-        if has_controls(params, bad_word_ids):
-            outputs = ids[len(prompt_ids) :]
-            logits = controlled_logits(logits[0], params, bad_word_ids, prompt_ids, outputs, eos_ids | stops)[None]
+        if has_controls(params, bad_word_ids, reasoning):
+            given = (prompt_ids, ids[len(prompt_ids) :], eos_ids | stops, reasoning)
+            logits = controlled_logits(logits[0], params, bad_word_ids, *given)[None]
         if state is not None:
             allowed = unpack_mask(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
             logits = logits.float().masked_fill(~allowed, -torch.inf)
@@ -88,11 +90,13 @@ def controlled_logits(
     prompt_ids: list[int],
     output_ids: list[int],
     ends: Collection[int],
+    reasoning: ReasoningIds | None = None,
 ) -> Float[Tensor, " V"]:
     """Return the logits after controls, worked out token by token. The engine's `Adjustments` are held equal to it.
 
     Args:
         ends: EOS and stop tokens.
+        reasoning: the markers of the reasoning that params.thinking_budget bounds.
     """
     adjusted = logits.float().clone()
     context = prompt_ids + output_ids
@@ -110,4 +114,22 @@ def controlled_logits(
         is_allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
         if not is_allowed or (token in ends and len(output_ids) < params.min_tokens):
             adjusted[token] = -torch.inf
+    if reasoning is not None and (forced := forced_token(output_ids, params.thinking_budget, reasoning)) is not None:
+        adjusted[:] = -torch.inf
+        adjusted[forced] = logits[forced]
     return adjusted
+
+
+def forced_token(output_ids: list[int], budget: int | None, reasoning: ReasoningIds) -> int | None:
+    """Return the token that must come next, if the reasoning has `budget` tokens or more and is not closed."""
+    openings = [ids for ids in reasoning.openings if tuple(output_ids[: len(ids)]) == ids]
+    if budget is None or (reasoning.openings and not openings):
+        return None
+    thought = tuple(output_ids[min(map(len, openings), default=0) :])
+    places = range(len(thought))
+    is_closed = any(thought[i : i + len(ids)] == ids for ids in reasoning.closings for i in places)
+    if is_closed or len(thought) < budget:
+        return None
+    closing = reasoning.closings[0]
+    num_there = max(i for i in range(len(closing)) if thought[len(thought) - i :] == closing[:i])
+    return closing[num_there]

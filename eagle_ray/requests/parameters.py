@@ -237,9 +237,10 @@ class SamplingParams:
     Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be NumPy's or torch's,
     and lists may be tuples, sets or arrays.
 
-    They apply in this order: allowed_token_ids, bad_words and min_tokens, logit_bias, repetition_penalty,
-    frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p, min_p. EAGLE's reference
-    implementation applies top_p before top_k. Log-probabilities are of the target's own logits, before all of these.
+    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget, logit_bias,
+    repetition_penalty, frequency_penalty and presence_penalty, then as in transformers temperature, top_k, top_p,
+    min_p. EAGLE's reference implementation applies top_p before top_k. Log-probabilities are of the target's own
+    logits, before all of these.
     """
 
     temperature: float = parameter(
@@ -386,6 +387,16 @@ class SamplingParams:
         Integer(0, form="an integer, 0 (off) to max_tokens"),
         "Output tokens before EOS, a stop token or a stop string can end the output.",
         Group.CONTROL,
+    )
+    thinking_budget: int | None = parameter(
+        None,
+        Integer(0, form="an integer, 0 (no reasoning) or more, or null for no limit"),
+        "The most tokens of an answer's reasoning; then its closing marker is forced. Only with messages, and a target "
+        "with a reasoning parser. Reasoning begins at once if the prompt opens it, or after an opening marker at the "
+        "answer's beginning. A marker of several tokens is found as the tokenizer spells it alone and by white space.",
+        Group.CONTROL,
+        http=Integer(0, form="an integer, 0 (no reasoning) or more"),
+        doors=EVERYWHERE - {Door.COMPLETIONS},
     )
     stop_token_ids: list[int] = parameter(
         [],

@@ -260,7 +260,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("suppress_tokens"),
         Refused("task", doors=BODIES),
         Refused("tfs_z"),
-        Refused("thinking_token_budget", no_op=(0, -1)),
+        Refused("thinking_token_budget", no_op=(-1,), use="thinking_budget"),
         Refused("timings_per_token", no_op=(False,)),
         Refused("tool_choice", no_op=("auto", "none"), doors=frozenset({Door.COMPLETIONS})),
         Refused("tools", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),

@@ -18,10 +18,10 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import MAX_SAMPLES, SamplingParams
 from eagle_ray.requests.request import Request
-from eagle_ray.sampling.control_state import WordIds
+from eagle_ray.sampling.control_state import ReasoningIds, WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.sampling.sampler import sample_seed
-from eagle_ray.text.chat_format import reasoning_at
+from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class SequenceMaker:
     text_options: TextOptions
     bad_word_ids: WordIds
     grammar: GrammarSpec | None
+    reasoning: ReasoningIds | None
 
     @classmethod
     def of(
@@ -55,7 +56,8 @@ class SequenceMaker:
         """
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
         grammar = answer_grammar(sampling, chat_options, tokenizer, prompt_ids)
-        return cls(tokenizer, text_options(sampling), bad_word_ids, grammar)
+        reasoning = bounded_reasoning(sampling, chat_options, tokenizer, prompt_ids)
+        return cls(tokenizer, text_options(sampling), bad_word_ids, grammar, reasoning)
 
     def sequence(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, category: str = ""
@@ -69,6 +71,7 @@ class SequenceMaker:
             stop_check=_require(self.tokenizer, "stop").stop_check(stops, self.text_options) if stops else None,
             bad_word_ids=self.bad_word_ids,
             grammar_spec=self.grammar,
+            reasoning=self.reasoning,
         )
 
 
@@ -143,6 +146,40 @@ def answer_grammar(
     if spec is None or not begins_with_reasoning:
         return spec
     return replace(spec, after=tokenizer.reasoning_end_id())
+
+
+def bounded_reasoning(
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
+) -> ReasoningIds | None:
+    """Return the markers of the reasoning that thinking_budget bounds; None if there is nothing to bound.
+
+    Raises RequestError if it is not known what of the output is reasoning.
+
+    Args:
+        options: of an answer to messages; None for other prompts.
+    """
+    if sampling.thinking_budget is None:
+        return None
+    if options is None:
+        message = "thinking_budget: only with messages. Leave it out of requests with other prompts"
+        raise RequestError("invalid_sampling", message)
+    if tokenizer is None:
+        return None  # without one, messages are refused
+    parser = tokenizer.chat_format.reasoning_parser
+    if parser is None:
+        message = "the target's answers have no reasoning that is known. Leave it out, or set model.reasoning_parser"
+        raise RequestError("invalid_sampling", f"thinking_budget: {message}")
+    at = reasoning_at(parser, tokenizer.prompt_end(prompt_ids))
+    if at == "none":
+        return None
+    openings = () if at == "inside" else _spellings(THINK_OPEN, tokenizer)
+    return ReasoningIds(openings, _spellings(THINK_CLOSE, tokenizer))
+
+
+def _spellings(marker: str, tokenizer: Tokenizer) -> WordIds:
+    """Return the token ids of a marker alone, then with white space before and after it."""
+    texts = [f"{before}{marker}{after}" for before in ("", " ", "\n", "\n\n") for after in ("", "\n", "\n\n")]
+    return tuple(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 
 
 def text_options(sampling: SamplingParams) -> TextOptions:

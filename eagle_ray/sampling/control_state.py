@@ -5,7 +5,7 @@ and the node's ancestors. Output under trees therefore equals plain decoding wit
 and transformers': forbidden tokens, logit_bias, repetition_penalty, then frequency_penalty and presence_penalty; after
 them temperature, top_k, top_p and min_p. `adjustments.py` applies them.
 
-    state = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size)
+    state = ControlState(sampling, bad_word_ids, prompt_ids, ends, vocab_size, grammar, reasoning)
     state.sync(output_ids)              # once a step: the tokens committed since
     state.entries                       # adjusted tokens after the committed ones, as parallel lists
     state.overrides(path)               # entries that a node's ancestors change
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +28,82 @@ import torch
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar_state import GrammarState
-from eagle_ray.sampling.token_mask import WORD_BITS, Words, pack_mask
+from eagle_ray.sampling.token_mask import WORD_BITS, Words, num_words, pack_mask
 
 WordIds = tuple[tuple[int, ...], ...]
 """Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or
 output, as in transformers' NoBadWordsLogitsProcessor."""
 Entry = tuple[int, float, float, float]
 """Token id, what is added to its logit, the factor of repetition_penalty, what is subtracted last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningIds:
+    """Token ids of the markers around an answer's reasoning.
+
+    Attributes:
+        openings: the spellings of the marker, one of which the answer begins with if it has reasoning; none if the
+            prompt has opened it.
+        closings: the spellings of the marker that ends it, first the one that is forced.
+    """
+
+    openings: WordIds
+    closings: WordIds
+
+
+class ReasoningPlace(NamedTuple):
+    """Where an output is in its reasoning.
+
+    Attributes:
+        start: the whole output while it may be the beginning of an opening; None in the reasoning.
+        num_tokens: of the reasoning.
+        tail: its last tokens, in which a closing may have begun.
+    """
+
+    start: tuple[int, ...] | None
+    num_tokens: int = 0
+    tail: tuple[int, ...] = ()
+
+
+class ReasoningBudget:
+    """Which token must follow an output, so that its reasoning has at most some tokens before it is closed.
+
+    Attributes:
+        most: tokens of reasoning.
+        start: where an output is before its first token.
+    """
+
+    def __init__(self, most: int, ids: ReasoningIds):
+        self.most, self._ids = most, ids
+        self._tail_length = max(map(len, ids.closings)) - 1
+        self.start = ReasoningPlace(() if ids.openings else None)
+
+    def after(self, place: ReasoningPlace | None, tokens: Iterable[int]) -> ReasoningPlace | None:
+        """Return the place that tokens lead to; None where the reasoning has ended, or there is none."""
+        for token in tokens:
+            if place is None:
+                return None
+            place = self._next(place, token)
+        return place
+
+    def forced(self, place: ReasoningPlace | None) -> int | None:
+        """Return the token that must come next: the marker's first after what the reasoning has of its beginning."""
+        if place is None or place.start is not None or place.num_tokens < self.most:
+            return None
+        closing, tail = self._ids.closings[0], place.tail
+        return next(closing[i] for i in reversed(range(len(closing))) if tail[len(tail) - i :] == closing[:i])
+
+    def _next(self, place: ReasoningPlace, token: int) -> ReasoningPlace | None:
+        if place.start is not None:
+            start = (*place.start, token)
+            if start in self._ids.openings:
+                return ReasoningPlace(None)
+            may_open = any(opening[: len(start)] == start for opening in self._ids.openings)
+            return ReasoningPlace(start) if may_open else None
+        tail = (*place.tail, token)
+        if any(tail[-len(closing) :] == closing for closing in self._ids.closings):
+            return None
+        return ReasoningPlace(None, place.num_tokens + 1, tail[-self._tail_length :] if self._tail_length else ())
 
 
 @dataclass(slots=True)
@@ -57,6 +127,7 @@ class ControlState:
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
         grammar: what the output must be, if anything.
+        reasoning: the markers of the reasoning that sampling.thinking_budget bounds, if the answer can have any.
 
     Attributes:
         ends: those of the vocabulary, ascending.
@@ -71,6 +142,7 @@ class ControlState:
         ends: Collection[int],
         vocab_size: int,
         grammar: GrammarState | None = None,
+        reasoning: ReasoningIds | None = None,
     ):
         self._sampling = sampling
         self._has_penalties = has_penalties(sampling)
@@ -90,6 +162,10 @@ class ControlState:
         for word in words:
             if len(word) > 1:
                 self._words[word[-2]].append(word)
+        budget = sampling.thinking_budget
+        self._budget = None if budget is None or reasoning is None else ReasoningBudget(budget, reasoning)
+        self._place = None if self._budget is None else self._budget.start
+        self._vocab_size = vocab_size
         self._num_ruled_out = len(self.ends) + len(self._single)
         self._window = max(map(len, words), default=1) - 1
         self._context = list(prompt_ids[-self._window :]) if self._window else []
@@ -104,6 +180,8 @@ class ControlState:
         self._num_output = len(output_ids)
         if self.grammar is not None:
             self.grammar.sync(output_ids)
+        if self._budget is not None:
+            self._place = self._budget.after(self._place, new)
         if self._window:
             self._context = [*self._context, *new][-self._window :]
         if self._has_penalties:
@@ -120,8 +198,10 @@ class ControlState:
     def forbidden(self, path: Sequence[int]) -> list[int]:
         """Return the tokens that cannot be picked after this path, besides those of `entries` and `mask`.
 
-        Bad words of several tokens yield if they would forbid the last of the allowed tokens.
+        Bad words of several tokens yield if they would forbid the last of the allowed tokens, or a forced one.
         """
+        if self._forced(path) is not None:
+            return []
         ends = self.ends if self._num_output + len(path) < self._sampling.min_tokens else []
         words = self._completions(path)
         if not words or self._allowed is None or len(self._allowed) > len(words) + self._num_ruled_out:
@@ -138,11 +218,19 @@ class ControlState:
         Args:
             paths: parents before their children, the empty path first.
         """
-        if self.grammar is None:
+        forced = {i: token for i, path in enumerate(paths) if (token := self._forced(path)) is not None}
+        if self.grammar is None and not forced:
             return None if self._mask is None else np.broadcast_to(self._mask, (len(paths), len(self._mask)))
-        masks = self.grammar.path_masks(paths)
+        if self.grammar is None:
+            masks = np.full((len(paths), num_words(self._vocab_size)), -1, np.int32)
+        else:
+            masks = self.grammar.path_masks(paths)
         if self._mask is not None:
             masks &= self._mask
+        for i, token in forced.items():
+            masks[i] &= pack_mask([token], self._vocab_size)
+        if self.grammar is None:
+            return masks
         for path, mask in zip(paths, masks, strict=True):
             if self._leaves_none(mask, path):
                 mask[:] = -1
@@ -160,6 +248,13 @@ class ControlState:
         for token in barred:
             rest.view(np.uint32)[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
         return not rest.any()
+
+    def _forced(self, path: Sequence[int]) -> int | None:
+        """Return the one token that can follow the path, if thinking_budget leaves no other."""
+        place, budget = self._place, self._budget
+        if place is None or budget is None or place.num_tokens + len(path) < budget.most:
+            return None
+        return budget.forced(budget.after(place, path))
 
     def _completions(self, path: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a bad word of several tokens."""
@@ -190,10 +285,11 @@ class ControlState:
         return token, self._biases.get(token, 0.0), factor, subtracted
 
 
-def has_controls(sampling: SamplingParams, bad_word_ids: WordIds) -> bool:
+def has_controls(sampling: SamplingParams, bad_word_ids: WordIds, reasoning: ReasoningIds | None = None) -> bool:
     """Return whether the request adjusts any logit."""
     is_restricted = sampling.allowed_token_ids is not None or sampling.min_tokens > 0 or bool(bad_word_ids)
-    return is_restricted or has_penalties(sampling) or any(sampling.logit_bias.values())
+    is_bounded = sampling.thinking_budget is not None and reasoning is not None
+    return is_restricted or is_bounded or has_penalties(sampling) or any(sampling.logit_bias.values())
 
 
 def has_penalties(sampling: SamplingParams) -> bool:

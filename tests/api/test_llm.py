@@ -24,6 +24,7 @@ from eagle_ray.api.python_config import _KEYS, EngineSettings, engine_config, sa
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.conftest import PAIR, token_rows
+from tests.helpers.chat_templates import R1
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"
@@ -394,6 +395,18 @@ def test_controls_reach_the_engine(llm):
         for params in (SamplingParams(max_tokens=6), SamplingParams(max_tokens=6, logit_bias={7: 100.0}, min_tokens=6))
     )
     assert biased == [7] * 6 != free
+
+
+def test_a_reasoning_has_at_most_as_many_tokens_as_it_may(tmp_path):
+    template = tmp_path / "r1.jinja"
+    template.write_text(R1)
+    with LLM("embedded:tiny", chat_template=str(template), **SMALL) as llm:
+        closing = llm.tokenizer.encode("</think>", add_special_tokens=False)
+        [answer] = llm.chat(CHAT, SamplingParams(thinking_budget=3, max_tokens=12))
+        [refused] = llm.generate(["Hello"], SamplingParams(thinking_budget=3))
+    [sample] = answer.outputs
+    assert sample.token_ids[3 : 3 + len(closing)] == closing and sample.content
+    assert "thinking_budget: only with messages. Leave it out of" in str(refused.error)
 
 
 class Pet(BaseModel):

@@ -11,6 +11,7 @@ from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.batch.input.plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.output.manifest import RunHandle
 from eagle_ray.batch.worker import Worker
+from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -21,7 +22,7 @@ from eagle_ray.text.tokenizer import Tokenizer
 from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.helpers.row_invariants import broken_laws
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.helpers.tokenizers import special_tokenizer, write_tokenizer
+from tests.helpers.tokenizers import special_tokenizer, thinking_target, write_tokenizer
 
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
@@ -205,3 +206,102 @@ def test_tools_and_a_form_that_both_say_what_the_answer_must_be(make_job, tmp_pa
     [asked] = prompt_requests({"messages": ASK, "tools": [ADD], "tool_choice": "required", "json_object": True})
     with pytest.raises(RequestError, match="json_object: the tools of the request say"):
         sequences_of(asked, make_job(), tokenizer)
+
+
+def bounded_rows() -> list[dict]:
+    """Rows of each budget, greedy and sampled."""
+    rows = [{"id": f"{budget}", "messages": ASK, "thinking_budget": budget} for budget in (0, 1, 7, 30, None)]
+    rows += [row | {"id": f"{row['id']} sampled", "temperature": 1.0, "seed": 5, "n": 2} for row in rows]
+    return [row | {"max_tokens": 24, "min_tokens": 20} for row in rows]
+
+
+@pytest.mark.parametrize("has_own_tokens", [True, False], ids=["one token", "several tokens"])
+def test_a_reasoning_is_closed_after_its_budget_by_every_draft_method(answered, tmp_path, has_own_tokens):
+    """The tiny target never closes it by itself."""
+    settings = {"model.target": str(thinking_target(tmp_path / "target"))} if has_own_tokens else {}
+    plain = answered(bounded_rows(), R1, **settings, **{"speculative.method": "none"})
+    for method in ("eagle2", "suffix"):
+        drafted = answered(
+            bounded_rows(), R1, **settings, **{"speculative.method": method, "speculative.budget": "uniform"}
+        )
+        assert [row["output_token_ids"] for row in drafted] == [row["output_token_ids"] for row in plain]
+        assert sum(row["num_accepted_draft_tokens"] for row in drafted) > 0
+    tokenizer = Tokenizer.load(settings.get("model.target") or download("embedded:tiny", "target"))
+    closing = tokenizer.encode("</think>", add_special_tokens=False)
+    assert (len(closing) == 1) is has_own_tokens
+    for row in plain:
+        name, ids = row["request_id"].split()[0], row["output_token_ids"]
+        assert row["status"] == "ok" and broken_laws(row) == []
+        if name in ("30", "None"):
+            assert row["content"] == ""
+            continue
+        budget = int(name)
+        end = budget + len(closing)
+        assert ids[budget:end] == closing and row["content"] == tokenizer.decode(ids[end:]).lstrip("\n")
+        assert (row["reasoning_content"] or "") == tokenizer.decode(ids[:budget]).strip("\n")
+        assert json.loads(row["sampling_controls"]) == {"min_tokens": 20, "thinking_budget": budget}
+
+
+def test_a_form_begins_after_a_reasoning_that_is_closed(answered, tmp_path):
+    ask = {"messages": ASK, "regex": "[a-c]{4}", "max_tokens": 24}
+    rows = [{"id": f"{n}", **ask, "thinking_budget": n} for n in (0, 3, 9)]
+    settings = {"model.target": str(thinking_target(tmp_path / "target")), "speculative.budget": "uniform"}
+    for row in answered(rows, R1, **settings):
+        assert row["content"] in row["text"].rpartition("</think>")[2] and row["structured_outcome"] == "complete"
+        assert len(row["content"]) == 4 and {*row["content"]} <= {*"abc"}
+
+
+def test_a_reasoning_is_bounded_that_the_answer_opens(answered, tmp_path):
+    target = thinking_target(tmp_path / "target")
+    opening, closing = Tokenizer.load(target).encode("<think></think>", add_special_tokens=False)
+    opened = {"messages": ASK, "logit_bias": {str(opening): 100}, "max_tokens": 12}
+    closed = {"messages": ASK, "chat_template_kwargs": {"enable_thinking": False}}
+    rows = [{"id": "opened", **opened}, {"id": "free", "messages": ASK}, {"id": "closed", **closed}]
+    settings = {"model.target": str(target), "speculative.budget": "uniform"}
+    first, *unbounded = answered(rows, QWEN3, **settings)
+    bounded, *others = answered(rows, QWEN3, **settings, **{"sampling.thinking_budget": 3})
+    assert first["output_token_ids"] == [opening] * 12
+    assert bounded["output_token_ids"][:6] == [opening] * 4 + [closing, opening]
+    assert [row["output_token_ids"] for row in others] == [row["output_token_ids"] for row in unbounded]
+
+
+def test_the_markers_of_a_reasoning_are_those_of_the_tokenizer(make_job, tmp_path):
+    def reasoning(template, **columns):
+        tokenizer = special_tokenizer(tmp_path / "t", template, "<think>", "</think>")
+        [asked] = prompt_requests({"messages": ASK, "thinking_budget": 5} | columns)
+        return sequences_of(asked, make_job(), tokenizer)[0].reasoning
+
+    inside, optional = reasoning(R1), reasoning(QWEN3)
+    assert inside.openings == () and inside.closings[0] == optional.closings[0] == (303,)
+    assert optional.openings[0] == (302,) and all(302 in ids for ids in optional.openings)
+    assert reasoning(QWEN3, chat_template_kwargs={"enable_thinking": False}) is None
+    assert reasoning(R1, thinking_budget=None) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        (
+            {"messages": ASK},
+            LLAMA3,
+            "the target's answers have no reasoning that is known. Leave it out, or set",
+        ),
+        ({"prompt": "Hi"}, R1, "only with messages. Leave it out of requests with other prompts"),
+        ({"messages": ASK, "allowed_token_ids": [5]}, R1, "allowed_token_ids lacks 303, which ends the reasoning"),
+        ({"messages": ASK, "bad_words": ["</think>"]}, R1, "bad_words forbid token id 303, which ends the reasoning"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(make_job, tmp_path, row, template, message):
+    tokenizer = special_tokenizer(tmp_path / "t", template, "<think>", "</think>")
+    [asked] = prompt_requests(row | {"thinking_budget": 5})
+    with pytest.raises(RequestError) as error:
+        sequences_of(asked, make_job(), tokenizer)
+    assert error.value.code == "invalid_sampling" and str(error.value).startswith(f"thinking_budget: {message}")
+
+
+def test_a_line_of_a_batch_file_has_a_budget(make_job):
+    rows = request_rows(plan_input(make_job([batch_line("a", thinking_budget=0), batch_line("b", thinking_budget=-1)])))
+    good, bad = rows
+    assert (good["thinking_budget"], good["error_message"]) == (0, None)
+    form = "an integer, 0 (no reasoning) or more, or null for no limit"
+    assert f"body.thinking_budget: must be {form}, got -1" in bad["error_message"]

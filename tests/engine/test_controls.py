@@ -17,7 +17,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, has_controls
+from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
 from tests.engine.test_host_syncs import watched_step
 from tests.engine.test_lossless import SAMPLING, differing, some_prompts
 from tests.helpers.toy_models import llama, llama_engine, run, sequence_of, word_ids
@@ -198,6 +198,82 @@ def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
     monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
     monkeypatch.setattr(controlled_sampling, "to_device", fail)
     assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["numpy"])
+
+
+THINKING = [
+    ReasoningIds((), ((17,),)),
+    ReasoningIds((), ((17, 33, 17), (17, 34))),
+    ReasoningIds(((5,), (6, 7)), ((17, 33),)),
+]  # markers of one and of several tokens, opened by the prompt or by the output
+
+
+@pytest.fixture(scope="module")
+def bounded():
+    """Sequences with a bounded reasoning, some with other controls, and every seventh without a bound."""
+    prompts, markers, params, model = some_prompts(48, seed=11), [THINKING[i % 3] for i in range(48)], [], llama()
+    for i in range(48):
+        own = dict(logit_bias={5: 9.0, 17: 4.0, 33: 3.0}, bad_words=["5 5", "33 17"], min_tokens=4 * (i % 2))
+        budget = [0, 1, 2, 4, 9, 30, None][i % 7]
+        sampling = SAMPLING[i // 3 % len(SAMPLING)]
+        params.append(SamplingParams(max_tokens=24, seed=i, thinking_budget=budget, **own, **sampling))
+    model.set_attn_implementation("sdpa")
+    plain = [
+        reference_decode(model, ids, p, frozenset([EOS]), bad_word_ids=word_ids(p), reasoning=ids_)
+        for ids, p, ids_ in zip(prompts, params, markers, strict=True)
+    ]
+    return prompts, params, markers, plain
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("options", [{}, {"graphs": True, "overlap": True}], ids=["", "replayed"])
+def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, options):
+    prompts, params, markers, plain = bounded
+    sequences = run(llama_engine(5, *TREES[tree], **options), prompts, params, reasonings=markers)
+    assert_equal(sequences, plain)
+    if tree == "60 nodes":
+        assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0
+
+
+def test_reasoning_has_at_most_as_many_tokens_as_it_may(bounded):
+    prompts, params, markers, _ = bounded
+    num_closed = 0
+    for s in run(llama_engine(16, 60, 6, 10), prompts, params, reasonings=markers):
+        budget, ids = s.sampling.thinking_budget, tuple(s.output_ids)
+        openings = [opening for opening in s.reasoning.openings if ids[: len(opening)] == opening]
+        if budget is None or (s.reasoning.openings and not openings):
+            continue
+        thought = ids[len(openings[0]) if openings else 0 :]
+        ends = [
+            i
+            for i in range(len(thought))
+            if any(thought[i : i + len(closing)] == closing for closing in s.reasoning.closings)
+        ]
+        most = min(ends, default=len(thought))
+        assert most <= budget or not ends
+        assert ends or len(thought) < budget + len(s.reasoning.closings[0]) or s.finish_reason == "stop"
+        num_closed += bool(ends)
+    assert num_closed > 24
+
+
+@pytest.mark.parametrize(
+    ("controls", "message"),
+    [
+        (dict(allowed_token_ids=[5, 17]), "thinking_budget: allowed_token_ids lacks 33, which ends the reasoning. Add"),
+        (dict(bad_words=["33"]), "thinking_budget: bad_words forbid token id 33, which ends the reasoning. Leave"),
+        (dict(stop_token_ids=[33], min_tokens=5), "thinking_budget: min_tokens forbids token id 33, which ends the"),
+    ],
+)
+def test_controls_that_forbid_the_end_of_the_reasoning_are_refused(controls, message):
+    with pytest.raises(RequestError) as error:
+        params = SamplingParams(thinking_budget=3, **controls)
+        llama_engine(1).add(sequence_of("a", [5], params, reasoning=THINKING[2]))
+    assert error.value.code == "invalid_sampling" and str(error.value).startswith(message)
+
+
+def test_a_marker_that_the_target_lacks_is_refused():
+    sequence = sequence_of("a", [5], SamplingParams(thinking_budget=3), reasoning=ReasoningIds((), ((VOCAB,),)))
+    with pytest.raises(RequestError, match="thinking_budget: token id 97 is not in the target's vocabulary of 97"):
+        llama_engine(1).add(sequence)
 
 
 class CountOperations(TorchDispatchMode):

@@ -19,6 +19,7 @@ from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import grammar_state
+from eagle_ray.sampling.control_state import ReasoningIds
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
@@ -123,6 +124,27 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     assert engine.graphs.num_replayed > 0
     assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_forced_end_of_a_reasoning_begins_the_grammar(tree):
+    """It would hardly come by itself: the target never saw the token."""
+    prompts, reasoning = some_prompts(12, seed=4), ReasoningIds((), ((AFTER,),))
+    params = [
+        SamplingParams(max_tokens=20, seed=i, regex="[a-c]{4}", thinking_budget=i % 5, **SAMPLING[i % len(SAMPLING)])
+        for i in range(12)
+    ]
+    specs, model, grammars = specs_of(params), llama(), compiler()
+    plain = [
+        reference_decode(model, ids, p, frozenset([EOS]), grammars, spec=spec, reasoning=reasoning)
+        for ids, p, spec in zip(prompts, params, specs, strict=True)
+    ]
+    sequences = run(engine_with_grammars(5, *TREES[tree]), prompts, params, specs, [reasoning] * 12)
+    assert_equal(sequences, plain)
+    for s in sequences:
+        num_thought = s.output_ids.index(AFTER)
+        assert num_thought <= s.sampling.thinking_budget and s.finish_reason == "stop"
+        assert re.fullmatch("[a-c]{4}", TEXT.decode(s.output_ids[num_thought + 1 : -1]))
 
 
 def test_outputs_are_what_their_grammars_say(oracle):

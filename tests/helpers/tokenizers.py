@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from eagle_ray.build import download
 from eagle_ray.text.tokenizer import Tokenizer as TargetTokenizer
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -50,6 +52,21 @@ def special_tokenizer(directory: Path, chat_template: str, *tokens: str) -> Targ
     content["added_tokens"] += [{"id": 400 + i, "content": token, **flags} for i, token in enumerate(tokens)]
     path.write_text(json.dumps(content))
     return TargetTokenizer.load(directory)
+
+
+def thinking_target(directory: Path) -> Path:
+    """embedded:tiny, with <think> and </think> in place of two words."""
+    shutil.copytree(download("embedded:tiny", "target"), directory)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary, words = content["model"]["vocab"], {"Ġgrass": "<think>", "Ġdown": "</think>"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    for word, marker in words.items():
+        vocabulary[marker] = vocabulary.pop(word)
+        content["added_tokens"].append({"id": vocabulary[marker], "content": marker, **flags})
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "".join(pair) not in words]
+    path.write_text(json.dumps(content))
+    return directory
 
 
 def ids_of(text: TargetTokenizer, string: str) -> list[int]:

@@ -32,7 +32,7 @@ from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.control_state import WordIds
+from eagle_ray.sampling.control_state import ReasoningIds, WordIds
 from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.tree.accept import VerifyResult
@@ -209,9 +209,15 @@ def word_ids(params: SamplingParams) -> WordIds:
     return tuple(tuple(map(int, word.split())) for word in params.bad_words)
 
 
-def sequence_of(name: str, ids: list[int], params: SamplingParams, spec: GrammarSpec | None = None) -> Sequence:
+def sequence_of(
+    name: str,
+    ids: list[int],
+    params: SamplingParams,
+    spec: GrammarSpec | None = None,
+    reasoning: ReasoningIds | None = None,
+) -> Sequence:
     """One sequence. spec: None is what params say."""
-    return Sequence(name, ids, params, bad_word_ids=word_ids(params), grammar_spec=spec)
+    return Sequence(name, ids, params, bad_word_ids=word_ids(params), grammar_spec=spec, reasoning=reasoning)
 
 
 def run(
@@ -219,9 +225,10 @@ def run(
     prompts: list[list[int]],
     params: list[SamplingParams],
     specs: Iterable[GrammarSpec | None] = repeat(None),
+    reasonings: Iterable[ReasoningIds | None] = repeat(None),
 ) -> list[Sequence]:
     """Every prompt's sequence, finished, in order; the slots are checked after each step."""
-    cases = zip(prompts, params, specs, strict=False)
+    cases = zip(prompts, params, specs, reasonings, strict=False)
     sequences = [sequence_of(str(i), *case) for i, case in enumerate(cases)]
     assert len(sequences) == len(prompts) == len(params)
     for sequence in sequences:

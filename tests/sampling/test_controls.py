@@ -13,7 +13,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import controlled_logits
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls
+from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls
 from eagle_ray.sampling.token_mask import pack_mask, unpack_mask
 
 VOCAB = 53
@@ -63,6 +63,28 @@ def test_paths_are_adjusted_as_committed_tokens_are():
         logits = torch.randn(VOCAB) * 4
         result = adjusted(logits, controls, prompt, tokens[:cut], tokens[cut:])
         torch.testing.assert_close(result, controlled_logits(logits, *controls, prompt, tokens, ENDS))
+
+
+def test_a_forced_token_is_a_function_of_the_path():
+    """Of three tokens, so that markers overlap themselves and each other."""
+    rng, num_forced = random.Random(2), 0
+    for _ in range(1500):
+        some = lambda low, high: tuple(rng.randrange(3) for _ in range(rng.randint(low, high)))  # noqa: E731
+        openings = tuple({some(1, 2) for _ in range(rng.choice([0, 0, 1, 2]))})
+        markers = ReasoningIds(openings, tuple({some(1, 3) for _ in range(rng.randint(1, 2))}))
+        params = SamplingParams(thinking_budget=rng.randint(0, 6), allowed_token_ids=rng.choice([None, [0, 1, 2, 9]]))
+        tokens, logits = list(some(0, 9)), torch.randn(VOCAB)
+        cut, words = rng.randint(0, len(tokens)), ((0, 1), (2, 0, 2))
+        state = ControlState(params, words, [5], ENDS, VOCAB, reasoning=markers)
+        state.sync(tokens[: cut // 2])
+        state.sync(tokens[:cut])
+        result = logits.clone()[None].repeat(2, 1)
+        Adjustments.of([(state, [[], tokens[cut:]])]).apply(result)
+        for row, output in zip(result, (tokens[:cut], tokens), strict=True):
+            expected = controlled_logits(logits, params, words, [5], output, ENDS, markers)
+            torch.testing.assert_close(row, expected)
+            num_forced += int(expected.isfinite().sum()) == 1
+    assert num_forced > 500
 
 
 def test_rows_of_several_sequences_are_adjusted_each_by_its_own():
@@ -133,6 +155,8 @@ def test_a_mask_has_a_bit_for_each_token():
 
 def test_nothing_asked_for_is_no_controls():
     assert not has_controls(SamplingParams(), ())
+    assert not has_controls(SamplingParams(thinking_budget=0), ())
+    assert has_controls(SamplingParams(thinking_budget=0), (), ReasoningIds((), ((4,),)))
     assert not has_controls(SamplingParams(repetition_penalty=1, logit_bias={4: 0.0}, bad_words=[], min_tokens=0), ())
 
 

@@ -154,6 +154,33 @@ def test_reasoning_that_the_prompt_opens_is_streamed(with_template, answering):
     assert told == message and choices[0]["delta"] == {"role": "assistant", "content": ""}
 
 
+def test_a_real_engine_closes_the_reasoning_after_its_budget(with_template, qwen):
+    with_template(R1)
+    app, asked = build_app(qwen), {"thinking_budget": 5, "temperature": 0.8, "seed": 3}
+    choice = whole(app, **asked, max_tokens=20, return_token_ids=True)
+    closing = qwen.text.encode("</think>", add_special_tokens=False)
+    ids, message = choice["token_ids"], choice["message"]
+    assert ids[5 : 5 + len(closing)] == closing and message["content"]
+    assert message["reasoning_content"] == qwen.text.decode(ids[:5]).strip("\n")
+    _, told, _ = streamed(app, **asked, max_tokens=20)
+    assert told == message
+
+    answer = asyncio.run(post(app, "/v1/responses", {"input": ASK, **asked, "max_output_tokens": 20})).json
+    reasoning, said = answer["output"]
+    assert (reasoning["content"][0]["text"], said["content"][0]["text"]) == (
+        message["reasoning_content"],
+        message["content"],
+    )
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": ASK}), ("/v1/responses", {"input": ASK})])
+def test_a_target_that_does_not_think_has_no_budget(app, path, body):
+    answer = asyncio.run(post(app, path, body | {"thinking_budget": 5}))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, "thinking_budget", "invalid_sampling")
+    assert asyncio.run(post(app, path, body | {"thinking_budget": None})).status == 200
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_reasoning_content_and_calls_whole_and_streamed(answering, size):
     app = answering(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)

@@ -204,6 +204,7 @@ PROBES: dict[str, Any] = {
     "tools": [{"type": "function", "function": TOOL} | TOOL],
     "top_k": 3,
     "top_logprobs": 2,
+    "thinking_budget": 5,
     "top_p": 0.5,
 }
 PROBES_BY_PATH = {CHAT: PROBES, TEXT: PROBES | {"logprobs": 2, "echo": True}, RESPONSES: PROBES}

@@ -292,7 +292,7 @@ def described(sequence: EngineSequence) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ENGINE_NAMES:
         value, default = compiled.get(name, getattr(params, name)), getattr(SamplingParams(), name)
-        if value != default and (value or default):
+        if value != default and (value or default or default is None):
             found[name] = value
     return found | ({} if spec is None else {"grammar": _set_fields(spec)})
 
