@@ -86,10 +86,10 @@ _MESSAGES_START = re.compile(r'\s*\[\s*\{.*"(role|content)"\s*:', re.DOTALL)
 class WrongMessage(WrongValue):
     """A list of messages has a wrong part. code: of a row's error."""
 
-    def __init__(self, code: str, form: str, value: Any, steps: Steps, told: str | None = None):
+    def __init__(self, code: str, form: str, value: Any, steps: Steps, problem: str | None = None):
         super().__init__(form, value, steps)
         self.code, self.is_unsupported = code, code == "unsupported_parameter"
-        self.told: str = f" must be {form}, got {describe_value(value)}" if told is None else told
+        self.problem: str = f" must be {form}, got {describe_value(value)}" if problem is None else problem
 
     def place(self, name: str) -> str:
         """Return the place of the wrong part in a list of this name: messages[0].content."""
@@ -133,7 +133,7 @@ def parse_messages(value: Any, column: str) -> str:
     try:
         messages = check_messages(value)
     except WrongMessage as error:
-        raise RequestError(error.code, f"{error.place(column)}{error.told}") from None
+        raise RequestError(error.code, f"{error.place(column)}{error.problem}") from None
     return json_text(f"column {column!r}", messages)
 
 
@@ -165,13 +165,13 @@ def _checked_message(message: Any, at: Steps) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
     for name, values in NO_TEXT.items():
         if name in kept and kept[name] not in values:
-            told = " is not supported: this system reads and writes text alone; leave it out"
-            raise WrongMessage("unsupported_parameter", "absent", kept[name], (*at, name), told)
+            problem = " is not supported: this system reads and writes text alone; leave it out"
+            raise WrongMessage("unsupported_parameter", "absent", kept[name], (*at, name), problem)
     if "tool_calls" in kept:
         kept["tool_calls"] = _checked_calls(kept["tool_calls"], (*at, "tool_calls"))
         if kept["tool_calls"] and role != "assistant":
-            told = f": only of the assistant, not of role {role}"
-            raise WrongMessage("bad_type", "absent", kept["tool_calls"], (*at, "tool_calls"), told)
+            problem = f": only of the assistant, not of role {role}"
+            raise WrongMessage("bad_type", "absent", kept["tool_calls"], (*at, "tool_calls"), problem)
     if isinstance(content, list):
         return kept | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
     if content is None and kept.get("tool_calls"):
@@ -186,18 +186,18 @@ def _checked_calls(calls: Any, at: Steps) -> list[Any]:
         return CALLED_TOOLS.check(calls)
     except WrongValue as error:
         if error.reason is not None:
-            told = f": {error.reason}"
-            raise WrongMessage("bad_encoding", error.form, error.value, (*at, *error.steps), told) from None
+            problem = f": {error.reason}"
+            raise WrongMessage("bad_encoding", error.form, error.value, (*at, *error.steps), problem) from None
         subject = ": tool_calls" if error.steps else ""
-        told = f"{subject} must be {error.form}, got {describe_value(error.value)}"
-        raise WrongMessage("bad_type", error.form, error.value, (*at, *error.steps), told) from None
+        problem = f"{subject} must be {error.form}, got {describe_value(error.value)}"
+        raise WrongMessage("bad_type", error.form, error.value, (*at, *error.steps), problem) from None
 
 
 def _text_part(part: Any, at: Steps) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in MEDIA:
-        told = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
-        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, told)
+        problem = f": {MEDIA[kind]} ({kind}) are not supported. Leave the part out, or describe it in a text."
+        raise WrongMessage("unsupported_parameter", TEXT_PART_FORM, part, at, problem)
     try:
         return TEXT_PART.check(part)
     except WrongValue:

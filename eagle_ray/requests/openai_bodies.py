@@ -182,8 +182,8 @@ class ChatRequest(GenerationBody):
             raise bad_value("top_logprobs", "only with logprobs: true")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            told = "max_tokens and max_completion_tokens differ: give one of them"
-            raise RequestError("bad_value", told, "max_completion_tokens")
+            problem = "max_tokens and max_completion_tokens differ: give one of them"
+            raise RequestError("bad_value", problem, "max_completion_tokens")
 
 
 class CompletionRequest(GenerationBody):
@@ -210,8 +210,8 @@ class CompletionRequest(GenerationBody):
         if self.best_of is not None and self.best_of != n:
             raise unsupported("best_of", "every choice is returned; leave it out, or set it to n")
         if len(self.prompts) * n > MAX_SEQUENCES:
-            told = f"{len(self.prompts)} prompts with n {n} make more than {MAX_SEQUENCES} choices"
-            raise RequestError("too_many_choices", f"prompt: {told}: send several requests", "prompt")
+            problem = f"{len(self.prompts)} prompts with n {n} make more than {MAX_SEQUENCES} choices"
+            raise RequestError("too_many_choices", f"prompt: {problem}: send several requests", "prompt")
 
 
 class ResponseChat(ChatRequest):

@@ -75,8 +75,8 @@ class OutputRows:
     def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
         """Return the error row of one sample of the request, or of one turn of a conversation."""
         prompt = request.prompt if self.config.output.store_prompt else None
-        told = {"error_code": error.code, "error_message": request.error_text(error)}
-        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | told
+        failure = {"error_code": error.code, "error_message": request.error_text(error)}
+        return self._shared(request) | {"status": "error", "prompt": prompt, "sample_index": sample_index} | failure
 
     def _shared(self, request: Request) -> OutputRow:
         return self.constants | {

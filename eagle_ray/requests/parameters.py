@@ -139,11 +139,11 @@ class Parameter:
     def with_rule(self, rule: str) -> Parameter:
         """Return the row with a rule of its group in what a job's and Python's values must be."""
         null = "" if isinstance(self.kind, Boolean) else ", or null"
-        told = {
+        kinds = {
             door: self.kind_at(door).with_form(f"{self.kind_at(door).form}{null}; {rule}")
             for door in (Door.JOB, Door.PYTHON)
         }
-        return dataclasses.replace(self, kinds={**self.kinds, **told})
+        return dataclasses.replace(self, kinds={**self.kinds, **kinds})
 
 
 def parameter(

@@ -23,7 +23,6 @@ from eagle_ray.text.strict_json import parse_json
 ANYWHERE = frozenset(Door)
 RESPONSES = frozenset({Door.RESPONSES})
 BODIES = ANYWHERE - {Door.JOB, Door.PYTHON}  # in a data set such a name is likely to be plain data
-ONE_ANSWER = "a response has one answer; send several requests"
 STATELESS = "no responses are kept; send the whole conversation"
 TEMPLATE = "give chat_template_kwargs, which the target's template reads"
 

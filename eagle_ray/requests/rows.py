@@ -186,8 +186,8 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
         except HalfSurrogate as error:
             raise json_error(f"column {name!r}", error) from None
         except WrongValue as error:
-            told = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
-            raise RequestError("bad_sampling", told) from None
+            problem = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
+            raise RequestError("bad_sampling", problem) from None
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")
     if "seed" in values:

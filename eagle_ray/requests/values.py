@@ -42,7 +42,7 @@ class WrongValue(ValueError):
         steps: keys and indices that lead to that part; none for the whole value.
         reason: what a reader of JSON, a schema or a text found, if there is one.
         needs_text: the wrong part would have to be a text and is none.
-        told: what is wrong with that part, to stand behind its place, if that says more than the form.
+        problem: what is wrong with that part, to stand behind its place, if that says more than the form.
         is_unsupported: it asks for what this system does not do.
     """
 
@@ -50,7 +50,7 @@ class WrongValue(ValueError):
         super().__init__(f"must be {form}, got {reprlib.repr(value)}")
         self.form, self.value, self.steps, self.reason = form, value, steps, reason
         self.needs_text = self.is_unsupported = False
-        self.told: str | None = None
+        self.problem: str | None = None
 
     @property
     def why(self) -> str:
@@ -90,7 +90,7 @@ class Kind(ABC):
         return whole_number(value)
 
     def with_form(self, form: str) -> Kind:
-        """Return this kind, told in other words."""
+        """Return this kind with another form."""
         return replace(self, **{"form": form})
 
     def wrong(self, value: Any, *steps: str | int, limit: int | None = None) -> WrongValue:
@@ -98,7 +98,7 @@ class Kind(ABC):
         return WrongValue(self.form if limit is None else f"{self.form}, at most {limit}", value, steps)
 
     def part(self, kind: Kind, value: Any, *steps: str | int) -> Any:
-        """Return the plain value of a part at these steps. An error of it is told in this kind's form."""
+        """Return the plain value of a part at these steps. Its error has this kind's form."""
         try:
             return kind.check(value)
         except WrongValue as error:
@@ -298,9 +298,11 @@ class Texts(Kind):
             try:
                 item_kind.check(item)
             except WrongValue as error:
-                told = self.wrong(value) if self.takes_one else self.wrong(item, i)  # it could have been one text
-                told.needs_text = error.needs_text
-                raise told from None
+                error_of_text = (
+                    self.wrong(value) if self.takes_one else self.wrong(item, i)
+                )  # it could have been one text
+                error_of_text.needs_text = error.needs_text
+                raise error_of_text from None
         if self.max_items is not None and len(texts) > self.max_items:
             raise self.wrong(value)
         return texts
@@ -567,7 +569,7 @@ class Metadata(Kind):
 
 @dataclass(frozen=True)
 class Either(Kind):
-    """A value of the first of these kinds that it fits. A value that fits none is told whole.
+    """A value of the first of these kinds that it fits. The error of a value that fits none has the whole value.
 
     empties: values that ask for nothing.
     """
@@ -595,7 +597,7 @@ class Either(Kind):
 
 @dataclass(frozen=True)
 class ListOf(Kind):
-    """A list of values of a kind, whose errors are told in this kind's form."""
+    """A list of values of a kind, whose errors have this kind's form."""
 
     item: Kind
     min_items: int = 0
@@ -636,7 +638,7 @@ class AnyObject(Kind):
 
 @dataclass(frozen=True)
 class Object(Kind):
-    """An object of these keys; a null is not given. Errors of its values are told in its own form.
+    """An object of these keys; a null is not given. Errors of its values have its own form.
 
     Attributes:
         name: of its schema.
@@ -732,12 +734,12 @@ def checked(name: str, kind: Kind, value: Any) -> Any:
         return kind.check(value)
     except WrongValue as error:
         param = name + "".join(map(_step, error.steps))
-        if error.told is not None:
+        if error.problem is not None:
             code = "unsupported_parameter" if error.is_unsupported else "bad_value"
-            raise RequestError(code, f"{param}{error.told}", param) from None
+            raise RequestError(code, f"{param}{error.problem}", param) from None
         subject = "" if param == name else f"{name} "
-        told = f"{subject}must be {error.form}, got {reprlib.repr(error.value)}{error.why}"
-        raise bad_value(param, told) from None
+        problem = f"{subject}must be {error.form}, got {reprlib.repr(error.value)}{error.why}"
+        raise bad_value(param, problem) from None
 
 
 def _step(step: str | int) -> str:

@@ -133,7 +133,7 @@ def messages_of(row: Row) -> list[Row] | None:
         messages = [template_message(message) for message in check_messages(turns)]
     except WrongMessage as error:
         code = "unknown_role" if error.code == "bad_role" else error.code
-        raise RequestError(code, f"{error.place('messages')}{error.told}") from None
+        raise RequestError(code, f"{error.place('messages')}{error.problem}") from None
     if not all(message["role"] in ROLES for message in messages):
         raise RequestError("unknown_role", "a turn's role is none of system, user and assistant")
     return [{"role": message["role"], "content": message.get("content")} for message in messages]
