@@ -135,7 +135,12 @@ class GenerationBody(OpenBody):
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters in force: its own, then the defaults. Only a body asks for log-probabilities."""
+        """Return the parameters in force: its own, then the defaults of those that its door has.
+
+        Only a body asks for log-probabilities.
+        """
+        rows = self.rows()
+        defaults = {name: value for name, value in defaults.items() if name in rows}
         own = {name: self.values[name] for name in SAMPLING if name in self.values}
         own.update(logprobs=self.tops is not None, top_logprobs=self.tops or 0, prompt_logprobs=False)
         if self.wanted_tokens is not None:

@@ -140,3 +140,11 @@ def test_a_text_that_is_no_json_has_the_form_and_the_reason_at_every_door():
     for _, found in found_at_every_door("json_schema", "{'a'"):
         assert "must be a JSON schema, as an object or as JSON text" in str(found)
         assert "(Expecting property name enclosed in double quotes" in str(found)
+
+
+def test_a_default_of_a_parameter_that_a_body_lacks_does_not_apply_to_it():
+    defaults = {"thinking_budget": 5, "temperature": 0.5}
+    chat = ChatRequest.read({"messages": [{"role": "user", "content": "Hi"}]})
+    completion = CompletionRequest.read({"prompt": "Hi"})
+    assert [body.sampling_params(defaults).thinking_budget for body in (chat, completion)] == [5, None]
+    assert completion.sampling_params(defaults).temperature == 0.5
