@@ -23,8 +23,8 @@ requests.structured
 text
 requests.values
 requests.messages
-requests.parameters
 requests.refused
+requests.parameters
 sampling
 config tree
 kv

@@ -39,8 +39,8 @@ from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
-from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.refused import has_effect, match_unsupported
+from eagle_ray.requests.parameters import SamplingParams, match_unsupported
+from eagle_ray.requests.refused import has_effect
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.requests.rows import parse_row, with_checked_texts

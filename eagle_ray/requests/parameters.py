@@ -23,8 +23,9 @@ import copy
 import dataclasses
 import difflib
 import functools
+import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -32,11 +33,18 @@ from typing import Any, TypeVar
 
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.messages import MESSAGES
+from eagle_ray.requests.refused import fix_of, refused_at
 from eagle_ray.requests.structured import RESPONSE_FORMAT_FORM
 from eagle_ray.requests.values import (
+    CHATS,
+    EMPTY,
+    EVERYWHERE,
+    HTTP,
+    LOGPROBS,
     AnyObject,
     Boolean,
     Checked,
+    Door,
     Either,
     FlagOrCount,
     Integer,
@@ -69,29 +77,10 @@ MAX_STOP_CHARS = 1024  # of one stop string: a stream looks for its beginning at
 MAX_STOPS, MAX_ITEMS = 64, 1024  # stop strings, and words, choices or token ids, of an HTTP request
 MAX_SAMPLES = 1024  # of a row
 MAX_CHOICES = 128  # of an HTTP request, for each of its prompts
-LOGPROBS = "message.output_text.logprobs"  # what a response may include
 RESPONSE_TOOLS_FORM = 'a list of tools {"type": "function", "name", "description", "parameters", "strict"}'
 RESPONSE_CHOICE_FORM = 'none, auto, required, or {"type": "function", "name": ...}'
-EMPTY: tuple[Any, ...] = ("", [], {})
+_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's length leaves
-
-
-class Door(Enum):
-    """Where a request comes in."""
-
-    JOB = "a job's configuration and rows"
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    TOKENIZE = "/tokenize"
-    DETOKENIZE = "/detokenize"
-    BATCHES = "/v1/batches"
-    PYTHON = "SamplingParams"
-
-
-CHATS = frozenset({Door.CHAT, Door.RESPONSES})
-HTTP = CHATS | {Door.COMPLETIONS}
-EVERYWHERE = HTTP | {Door.JOB, Door.PYTHON}
 
 
 class Group(Enum):
@@ -205,13 +194,10 @@ def _checked(cls: Class) -> Class:
     return cls
 
 
-HINTS: list[Callable[[str], str | None]] = []  # what refused.py, which reads this table, says of an unknown name
-
-
 def _hint(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, 1)
     other = f"Did you mean {near[0]}?" if near else f"Parameters: {', '.join(names)}"
-    return next(filter(None, (hint(name) for hint in HINTS)), other)
+    return python_hint(name) or other
 
 
 @functools.cache
@@ -722,3 +708,30 @@ def rows_at(door: Door) -> Mapping[str, Parameter]:
 
 
 ROW_PARAMETERS = frozenset(rows_at(Door.JOB))
+
+
+def match_unsupported(column: Any) -> str | None:
+    """Return the parameter that a column of this name gives and that rows cannot set, or None.
+
+    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
+    One word in capitals, such as Temperature, is likely to be data. A key that is no text, as a dictionary of Python
+    and a map of Parquet may have, gives none.
+    """
+    if not isinstance(column, str):
+        return None
+    name = _CAMEL_BOUNDARY.sub("_", column.strip()).lower().replace("-", "_")
+    if name in ROW_PARAMETERS:
+        is_misspelt = name != column and ("_" in name or name == column.strip())
+        return name if is_misspelt else None
+    return name if name in refused_at(Door.JOB) else None
+
+
+def python_hint(name: str) -> str | None:
+    """Return what to do about a parameter of another spelling or of another system; None for any other name."""
+    parameter = match_unsupported(name)
+    if parameter is None:
+        return None
+    if parameter in ROW_PARAMETERS:
+        return f"Did you mean {parameter}?"
+    fix = fix_of(parameter, Door.PYTHON)
+    return f"{fix[0].upper()}{fix[1:]}."

@@ -11,13 +11,13 @@ Some of them are parameters of this system at other doors (``Door``): at those t
 
 from __future__ import annotations
 
-import re
+import functools
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.requests.parameters import CHATS, EMPTY, HINTS, LOGPROBS, ROW_PARAMETERS, Door
+from eagle_ray.requests.values import CHATS, EMPTY, LOGPROBS, Door
 from eagle_ray.text.strict_json import parse_json
 
 ANYWHERE = frozenset(Door)
@@ -282,7 +282,6 @@ REFUSED: Mapping[str, Refused] = {
     )
 }
 NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
-_CAMEL_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def fix_of(name: str, door: Door = Door.JOB) -> str:
@@ -302,36 +301,6 @@ def refusal(name: str, value: Any, door: Door) -> str:
     if row is not None and row.has_fix_at(door):
         return fix
     return f"{reprlib.repr(value)} asks for what this system does not do; {fix}"
-
-
-def match_unsupported(column: Any) -> str | None:
-    """Return the parameter that a column of this name gives and that rows cannot set, or None.
-
-    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and " top-p" are not top_p.
-    One word in capitals, such as Temperature, is likely to be data. A key that is no text, as a dictionary of Python
-    and a map of Parquet may have, gives none.
-    """
-    if not isinstance(column, str):
-        return None
-    name = _CAMEL_BOUNDARY.sub("_", column.strip()).lower().replace("-", "_")
-    if name in ROW_PARAMETERS:
-        is_misspelt = name != column and ("_" in name or name == column.strip())
-        return name if is_misspelt else None
-    return name if _row_at(name, Door.JOB) is not None else None
-
-
-def python_hint(name: str) -> str | None:
-    """Return what to do about a parameter of another spelling or of another system; None for any other name."""
-    parameter = match_unsupported(name)
-    if parameter is None:
-        return None
-    if parameter in ROW_PARAMETERS:
-        return f"Did you mean {parameter}?"
-    fix = fix_of(parameter, Door.PYTHON)
-    return f"{fix[0].upper()}{fix[1:]}."
-
-
-HINTS.append(python_hint)
 
 
 def has_effect(name: str, value: Any) -> bool:
@@ -355,7 +324,8 @@ def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
     return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
 
 
-def refused_at(door: Door) -> dict[str, Refused]:
+@functools.cache
+def refused_at(door: Door) -> Mapping[str, Refused]:
     """Return the rows whose names are taken for parameters at a door."""
     return {name: row for name, row in REFUSED.items() if door in row.doors}
 

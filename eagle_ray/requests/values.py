@@ -19,6 +19,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
@@ -29,8 +30,28 @@ from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
+EMPTY: tuple[Any, ...] = ("", [], {})
+LOGPROBS = "message.output_text.logprobs"  # what a response may include
 PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported here
 JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
+
+
+class Door(Enum):
+    """Where a request comes in."""
+
+    JOB = "a job's configuration and rows"
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    BATCHES = "/v1/batches"
+    PYTHON = "SamplingParams"
+
+
+CHATS = frozenset({Door.CHAT, Door.RESPONSES})
+HTTP = CHATS | {Door.COMPLETIONS}
+EVERYWHERE = HTTP | {Door.JOB, Door.PYTHON}
 
 
 class WrongValue(ValueError):

@@ -16,8 +16,8 @@ from typing import Any
 from eagle_ray.batch.input.shards import Shard, rows_in
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import ColumnPath, RowLocation
-from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.refused import REFUSED, has_effect, match_unsupported
+from eagle_ray.requests.parameters import ROW_PARAMETERS, match_unsupported
+from eagle_ray.requests.refused import REFUSED, has_effect
 
 log = logging.getLogger("eagle_ray")
 CARRY_HINT = "(input.on_unknown=carry)."

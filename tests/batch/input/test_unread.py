@@ -13,8 +13,8 @@ import pytest
 from eagle_ray.batch.input.plan import request_rows
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.parameters import ROW_PARAMETERS, Door
-from eagle_ray.requests.refused import REFUSED, has_effect, match_unsupported, refused_at
+from eagle_ray.requests.parameters import ROW_PARAMETERS, Door, match_unsupported
+from eagle_ray.requests.refused import REFUSED, has_effect, refused_at
 from tests.batch.input.test_plan import plan, write_jsonl, write_parquet
 
 ASKED = {
