@@ -111,6 +111,20 @@ class ToolParser(IncrementalParser):
                 return self._finish(self._text[start : self._pos], streamed)
             yield
 
+    def _object_calls(self, separator: str) -> Step[bool]:
+        """Read calls that are JSON objects with separators between them. The first object that is none is content.
+
+        Return whether all were calls.
+        """
+        while True:
+            is_object = (yield from self._next_character()) == "{"
+            if not (is_object and (yield from self._object_call())):
+                self._as_content()
+                return False
+            self._end_call()
+            if not (yield from self._skip(separator)):
+                return True
+
     def _arguments_call(self, name: str) -> Step[bool]:
         """Read the arguments of a call whose name came before them. They begin at _pos; return whether they are any."""
         streamed = self._begin(name, self._pos)
@@ -228,22 +242,11 @@ class Llama3JsonParser(ToolParser):
 
     def _parse(self) -> Step[None]:
         if (yield from self._next_character()) == "{":
-            yield from self._objects()
+            yield from self._object_calls(";")
         else:
             self._pos = 0
         while (yield from self._pass_until(PYTHON_TAG, "content")):
-            yield from self._objects()
-
-    def _objects(self) -> Step[None]:
-        """Read calls with semicolons between them. The first that is none is content."""
-        while True:
-            is_object = (yield from self._next_character()) == "{"
-            if not (is_object and (yield from self._object_call())):
-                self._as_content()
-                return
-            self._end_call()
-            if not (yield from self._skip(";")):
-                return
+            yield from self._object_calls(";")
 
 
 class MistralParser(ToolParser):
@@ -257,16 +260,9 @@ class MistralParser(ToolParser):
 
     def _list(self) -> Step[None]:
         """Read a list of calls, after its bracket. The first that is none is content, and the rest with it."""
-        while True:
-            is_object = (yield from self._next_character()) == "{"
-            if not (is_object and (yield from self._object_call())):
-                self._as_content()
-                return
+        if (yield from self._object_calls(",")):
+            yield from self._skip("]")
             self._end_call()
-            if not (yield from self._skip(",")):
-                break
-        yield from self._skip("]")
-        self._end_call()
 
     def _named_call(self) -> Step[None]:
         name = yield from self._name()
