@@ -34,7 +34,7 @@ from eagle_ray.requests.values import (
     json_text,
 )
 from eagle_ray.text.chat_format import template_message
-from eagle_ray.text.strict_json import HalfSurrogate, parse_json
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json, place_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = {
@@ -93,7 +93,7 @@ class WrongMessage(WrongValue):
 
     def place(self, name: str) -> str:
         """Return the place of the wrong part in a list of this name: messages[0].content."""
-        return name + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.steps)
+        return place_text((name, *self.steps))
 
 
 def check_messages(messages: list[Any]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from typing import Any
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import response_format_text, schema_text
 from eagle_ray.text.chat_format import template_arguments
-from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, is_utf8, parse_json, place_text
 
 Json = dict[str, Any]
 MAX_INTEGER = 2**31 - 1
@@ -129,6 +129,18 @@ class Kind(ABC):
 def whole_number(value: Any) -> Any:
     """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
+
+
+def whole_numbers(value: Any) -> Any:
+    """Return a list with its numbers as whole_number has them, or another value so."""
+    return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+
+
+def list_schema(item: Json, min_items: int = 0, max_items: int | None = None) -> Json:
+    """Return the JSON schema of a list of such items."""
+    shortest = {"minItems": min_items} if min_items else {}
+    longest = {} if max_items is None else {"maxItems": max_items}
+    return {"type": "array", "items": item} | shortest | longest
 
 
 def parsed_if_json(value: Any) -> Any:
@@ -311,7 +323,7 @@ class Texts(Kind):
         return ("",) if self.takes_one else ()
 
     def check(self, value: Any) -> list[str]:
-        texts = self._as_list(value)
+        texts = [value] if isinstance(value, str) and self.takes_one else value
         if not isinstance(texts, list) or len(texts) < self.min_items:
             raise self.wrong(value)
         item_kind = Text(self.form, self.max_chars)
@@ -319,11 +331,9 @@ class Texts(Kind):
             try:
                 item_kind.check(item)
             except WrongValue as error:
-                error_of_text = (
-                    self.wrong(value) if self.takes_one else self.wrong(item, i)
-                )  # it could have been one text
-                error_of_text.needs_text = error.needs_text
-                raise error_of_text from None
+                wrong = self.wrong(value) if self.takes_one else self.wrong(item, i)  # it could have been one text
+                wrong.needs_text = error.needs_text
+                raise wrong from None
         if self.max_items is not None and len(texts) > self.max_items:
             raise self.wrong(value)
         return texts
@@ -334,16 +344,11 @@ class Texts(Kind):
             parsed = parsed_if_json(value)
             is_list = isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed)
             value = parsed if is_list else value
-        return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
-
-    def _as_list(self, value: Any) -> Any:
-        return [value] if isinstance(value, str) and self.takes_one else value
+        return whole_numbers(value)
 
     def schema(self) -> Json:
         item = Text(self.form, self.max_chars).schema()
-        lengths = {"minItems": self.min_items} if self.min_items else {}
-        lengths |= {} if self.max_items is None else {"maxItems": self.max_items}
-        texts = {"type": "array", "items": item} | lengths
+        texts = list_schema(item, self.min_items, self.max_items)
         return {"anyOf": [item, texts]} if self.takes_one else texts
 
 
@@ -370,14 +375,11 @@ class TokenIds(Kind):
         return value
 
     def of_column(self, value: Any) -> Any:
-        value = parsed_if_json(value)
-        return [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
+        return whole_numbers(parsed_if_json(value))
 
     def schema(self) -> Json:
         item = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_TOKEN_ID + 1}
-        lengths = {"minItems": self.min_items} if self.min_items else {}
-        lengths |= {} if self.max_items is None else {"maxItems": self.max_items}
-        return {"type": "array", "items": item} | lengths
+        return list_schema(item, self.min_items, self.max_items)
 
 
 @dataclass(frozen=True)
@@ -637,8 +639,7 @@ class ListOf(Kind):
         return checked
 
     def schema(self) -> Json:
-        shortest = {"minItems": self.min_items} if self.min_items else {}
-        return {"type": "array", "items": self.item.schema()} | shortest
+        return list_schema(self.item.schema(), self.min_items)
 
 
 @dataclass(frozen=True)
@@ -754,20 +755,14 @@ def checked(name: str, kind: Kind, value: Any) -> Any:
     try:
         return kind.check(value)
     except WrongValue as error:
-        param = name + "".join(map(_step, error.steps))
+        named = (step for step in error.steps if isinstance(step, int) or step.isidentifier())
+        param = place_text((name, *named))  # a step that is no name is left out
         if error.problem is not None:
             code = "unsupported_parameter" if error.is_unsupported else "bad_value"
             raise RequestError(code, f"{param}{error.problem}", param) from None
         subject = "" if param == name else f"{name} "
         problem = f"{subject}must be {error.form}, got {reprlib.repr(error.value)}{error.why}"
         raise bad_value(param, problem) from None
-
-
-def _step(step: str | int) -> str:
-    """Return a step into a parameter as clients write it; one that is no name is left out."""
-    if isinstance(step, int):
-        return f"[{step}]"
-    return f".{step}" if step.isidentifier() else ""
 
 
 def bad_value(param: str, problem: str) -> RequestError:
