@@ -115,7 +115,7 @@ class Routes:
         generation = await _while_there(request.receive, self._service.read(body, size, client=client))
         if not body.stream:
             return _json(await _while_there(request.receive, self._service.answer(generation, body_of(body))))
-        events = response_events(self._service.chunks(generation), generation, body, self._service.text)
+        events = response_events(self._service.chunks(generation), generation, body)
         return await _event_stream(request, events)
 
     async def no_response(self, request: Request) -> Response:

@@ -23,7 +23,6 @@ from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
-from eagle_ray.text.output_text import TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
 
@@ -32,49 +31,32 @@ class GenerationRequest:
     """A request, ready for the engine.
 
     Attributes:
-        stops: strings that end a choice.
-        text_options: how output ids become text.
+        answers: its choices, and what is to be shown of them.
         is_typed: it is a text completion of a client whose types allow no null (``openai_client_compat``).
         client: the number of the client's API key.
-        chat_options: tools and values for the template; those that are off for a text completion.
     """
 
-    id: str
-    created: int
-    model: str
     request: ChatRequest | CompletionRequest
-    prompts: list[Prompt]
-    choices: list[Choice]
-    stops: list[str]
-    text_options: TextOptions
+    answers: RequestAnswers
     is_typed: bool = False
     client: int = 0
-    chat_options: ChatOptions = NO_OPTIONS
 
     @property
-    def is_chat(self) -> bool:
-        return isinstance(self.request, ChatRequest)
+    def prompts(self) -> list[Prompt]:
+        return self.answers.prompts
+
+    @property
+    def choices(self) -> list[Choice]:
+        return self.answers.choices
 
     @property
     def echo(self) -> bool:
-        return isinstance(self.request, CompletionRequest) and self.request.echo
+        return self.answers.has_echo
 
-    def answers(self, text: Tokenizer) -> RequestAnswers:
-        """Return its choices with what is to be shown of them."""
-        options = self.request.stream_options
-        return RequestAnswers(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            prompts=self.prompts,
-            choices=self.choices,
-            reader=AnswerReader(text, self.stops, self.text_options, self.chat_options if self.is_chat else None),
-            num_tops=self.request.tops,
-            has_echo=self.echo,
-            has_token_ids=bool(self.request.return_token_ids),
-            has_usage=options is not None and options.include_usage,
-            has_steps=options is not None and options.include_steps,
-        )
+    @property
+    def chat_options(self) -> ChatOptions:
+        """Return tools and values for the template; those that are off for a text completion."""
+        return self.answers.reader.chat_options or NO_OPTIONS
 
 
 def prepare_generation(
@@ -85,12 +67,12 @@ def prepare_generation(
     client: int = 0,
 ) -> GenerationRequest:
     """Return the request with its sequences. Raises RequestError if it cannot be answered."""
-    kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-    id = f"{kind}-{secrets.token_hex(12)}"
+    is_chat = isinstance(request, ChatRequest)
+    id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
-    prompts = _prompts(request, text, chat_options)
+    prompts = _prompts(request, text, chat_options or NO_OPTIONS)
     sampling = request.sampling_params(dict(config.sampling))
-    maker = SequenceMaker.of(sampling, chat_options if kind == "chatcmpl" else None, text, prompts[0].ids)
+    maker = SequenceMaker.of(sampling, chat_options, text, prompts[0].ids)
     num_wanted = 0 if request.wanted_tokens == 0 else None
     choices: list[Choice] = []
     for prompt in prompts:
@@ -101,19 +83,21 @@ def prepare_generation(
         choices += [
             Choice(len(choices) + j, prompt, sequence, num_wanted, sequences[0]) for j, sequence in enumerate(sequences)
         ]
-    return GenerationRequest(
-        id,
-        int(time.time()),
-        config.model_name,
-        request,
-        prompts,
-        choices,
-        sampling.stop,
-        maker.text_options,
-        is_typed=is_typed and kind == "cmpl",
-        client=client,
-        chat_options=chat_options,
+    stream_options = request.stream_options
+    answers = RequestAnswers(
+        id=id,
+        created=int(time.time()),
+        model=config.model_name,
+        prompts=prompts,
+        choices=choices,
+        reader=AnswerReader(text, sampling.stop, maker.text_options, chat_options),
+        num_tops=request.tops,
+        has_echo=isinstance(request, CompletionRequest) and request.echo,
+        has_token_ids=bool(request.return_token_ids),
+        has_usage=stream_options is not None and stream_options.include_usage,
+        has_steps=stream_options is not None and stream_options.include_steps,
     )
+    return GenerationRequest(request, answers, is_typed=is_typed and not is_chat, client=client)
 
 
 def named_error(error: Exception, asked: GenerationRequest) -> Exception:
@@ -153,10 +137,10 @@ def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -
     return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
 
 
-def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions:
-    """Return the options in force: the request's own, then the server's. Raises RequestError."""
+def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions | None:
+    """Return the options in force: the request's own, then the server's; None of a text. Raises RequestError."""
     if not isinstance(request, ChatRequest):
-        return NO_OPTIONS
+        return None
     try:
         return config.chat.options({name: getattr(request, name) for name in CHAT})
     except ValueError as error:

@@ -68,13 +68,13 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Queued = Json | Exception | None
-BodyOf = Callable[[GenerationRequest, "Tokenizer"], Json]
+BodyOf = Callable[[GenerationRequest], Json]
 """Makes the body of a response from a request whose sequences are finished."""
 
 
-def chat_body(generation: GenerationRequest, text: Tokenizer) -> Json:
+def chat_body(generation: GenerationRequest) -> Json:
     """Return the body of a chat or of a text completion."""
-    return generation.answers(text).body()
+    return generation.answers.body()
 
 
 class Threads:
@@ -225,7 +225,7 @@ class Service:
             )
 
     def _written(self, generation: GenerationRequest, body_of: BodyOf) -> bytes:
-        body = body_of(generation, self.text)
+        body = body_of(generation)
         return json_bytes(without_nulls(body) if generation.is_typed else body)
 
     async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
@@ -267,7 +267,7 @@ class Service:
 
     async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
-        is_begun, answers = False, generation.answers(self.text)
+        is_begun, answers = False, generation.answers
         async with aclosing(self.chunks(generation)) as chunks:
             try:
                 async for chunk in chunks:
@@ -285,7 +285,7 @@ class Service:
     async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Json, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with self._admitted(generation):
-            answers = generation.answers(self.text)
+            answers = generation.answers
             queue: asyncio.Queue[Queued] = asyncio.Queue()  # holds text only: a slow reader delays no other request
             echoes = {choice.first: asyncio.Event() for choice in generation.choices}
             if not generation.echo or generation.request.tops is None:  # there is nothing to wait for

@@ -235,7 +235,8 @@ def outcome(service, path: str, body: dict[str, Any]) -> Any:
     sequences = [(choice.sequence.prompt_ids, choice.sequence.sampling, choice.num_wanted) for choice in asked.choices]
     shown = (request.stream, request.stream and request.stream_options, chat.return_token_ids, chat.tops, asked.echo)
     metadata = request.metadata if path == RESPONSES else None
-    return sequences, asked.stops, asked.text_options, dataclasses.astuple(asked.chat_options), shown, metadata or {}
+    reader, options = asked.answers.reader, dataclasses.astuple(asked.chat_options)
+    return sequences, reader.stops, reader.text_options, options, shown, metadata or {}
 
 
 def is_refused_by_name(found: Any, name: str) -> bool:

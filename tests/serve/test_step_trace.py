@@ -77,7 +77,7 @@ def test_a_late_reader_reads_the_same_and_no_character_is_split(service, kind, p
         expected += [(step, depth) for depth in (*range(1, number + 1), 0)]
     assert len(output.encode()) > len(ids) > len(output) and len(ids) < len(expected)
 
-    chunks, events = ChoiceChunks(asked.answers(service.text), choice), []
+    chunks, events = ChoiceChunks(asked.answers, choice), []
     for count in [*range(portion, len(ids), portion), len(ids)]:
         choice.sequence.finish_reason = "length" if count == len(ids) else None
         events += [{"choices": chunk["choices"]} for chunk in chunks.until(count)]

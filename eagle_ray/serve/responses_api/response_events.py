@@ -18,12 +18,11 @@ from eagle_ray.requests.response_answers import ResponseObject
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.sse import event
-from eagle_ray.text.tokenizer import Tokenizer
 
 
-def response_body(request: GenerationRequest, text: Tokenizer, body: ResponsesRequest) -> Json:
+def response_body(request: GenerationRequest, body: ResponsesRequest) -> Json:
     """Return the body of a response that is not streamed."""
-    chat = request.answers(text).body()
+    chat = request.answers.body()
     response = _response(request, body)
     [choice] = chat["choices"]
     response.add(choice["message"], choice["logprobs"])
@@ -36,10 +35,9 @@ async def response_events(
     chunks: AsyncGenerator[Json, None],
     request: GenerationRequest,
     body: ResponsesRequest,
-    text: Tokenizer,
 ) -> AsyncGenerator[str, None]:
     """Yield the events of a streamed response. An error before the first chunk is raised; a later one is an event."""
-    events = ResponseEvents(request, body, text)
+    events = ResponseEvents(request, body)
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
@@ -55,8 +53,8 @@ async def response_events(
 class ResponseEvents:
     """The events of a streamed response, made of the chunks of a chat."""
 
-    def __init__(self, request: GenerationRequest, body: ResponsesRequest, text: Tokenizer):
-        self._answers = request.answers(text)
+    def __init__(self, request: GenerationRequest, body: ResponsesRequest):
+        self._answers = request.answers
         self._response = _response(request, body)
         self._num_sent = 0
 
@@ -99,7 +97,7 @@ def _fields(request: GenerationRequest, body: ResponsesRequest) -> Json:
         choice = {"type": "function", "name": options.named}
     return {
         "object": "response",
-        "created_at": request.created,
+        "created_at": request.answers.created,
         "completed_at": None,
         "status": "in_progress",
         "background": False,
@@ -108,7 +106,7 @@ def _fields(request: GenerationRequest, body: ResponsesRequest) -> Json:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": request.model,
+        "model": request.answers.model,
         "output": [],
         "parallel_tool_calls": options.parallel_tool_calls,
         "previous_response_id": None,
