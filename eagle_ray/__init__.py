@@ -16,7 +16,7 @@ _MODULES = {  # the public names, by module; __init__.pyi has them for type chec
     "eagle_ray.api.ray_data": ("generate", "run_job"),
     "eagle_ray.api.request_output": ("CompletionOutput", "RequestOutput"),
     "eagle_ray.requests.parameters": ("SamplingParams",),
-    "eagle_ray.batch.job_errors": ("JobError",),
+    "eagle_ray.runs.job_errors": ("JobError",),
     "eagle_ray.config": ("JobConfig", "load_config"),
     "eagle_ray.core.errors": ("ConfigError", "EngineError", "RequestError"),
     "eagle_ray.requests.token_logprobs": ("Logprob",),

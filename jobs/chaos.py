@@ -32,8 +32,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment
+from eagle_ray.batch.driver.signals import interruptible
 
 NODES = 3  # with one fake GPU each; the head has none and holds the driver
 MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}

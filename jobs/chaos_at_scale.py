@@ -30,9 +30,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from eagle_ray.batch.job_errors import DONE, INTERRUPTED, MISMATCH, TRANSIENT
-from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.runs.job_errors import DONE, INTERRUPTED, MISMATCH, TRANSIENT
+from eagle_ray.runs.job_shard import JobShard
 from jobs.chaos import (
     MODEST,
     NAME,

@@ -37,7 +37,7 @@ from typing import Any
 
 import aiohttp
 
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.serve.keys import ENV_NAME
 from jobs.local_server import ROOT, Served
 from jobs.tiny_pair.prompts import read_prompts

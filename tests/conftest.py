@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_ray.batch.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
+from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.config import JobConfig, load_config
 from tests.helpers.messages import messages  # noqa: F401
 
@@ -31,7 +31,7 @@ WITH_RAY = (
     "training/test_data_parallel.py",
 )
 WITHOUT_RAY = (
-    "batch/input/",
+    "batch/reader/",
     "batch/test_baseline.py",
     "batch/test_finish.py",
     "batch/test_ipc.py",

@@ -406,7 +406,7 @@ def test_the_example_shows_every_key_at_its_default():
 
 
 def test_reading_a_configuration_loads_nothing_heavy():
-    modules = "eagle_ray.cli.main, eagle_ray.batch.input.plan"
+    modules = "eagle_ray.cli.main, eagle_ray.batch.driver.input_plan"
     code = f"import {modules}, sys; print(*{{'torch', 'ray', 'jinja2'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 

@@ -29,15 +29,15 @@ sampling
 config tree
 kv
 attention requests
-models
+runs
+batch.reader models
 drafters smollm2
 drafters.experimental
 planner
 engine registry
 build
-batch.output
-batch.input
-batch evaluation training
+batch.worker
+batch batch.driver evaluation training
 api doctor serve
 serve.responses_api
 serve.batches
@@ -45,38 +45,11 @@ cli lm_eval
 """
 LEVEL = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}
 UPWARDS = {  # module: (why modules below its level import it today, those modules); this only shrinks
-    "batch.expected_rows": (
-        "which rows are asked for belongs to the input",
-        "batch.input.plan batch.input.source_check",
-    ),
-    "batch.fingerprints": (
-        "a file's version belongs to the input",
-        "batch.input.input_index batch.input.plan batch.input.source_check "
-        "batch.output.manifest batch.output.recorded_inputs",
-    ),
-    "batch.id_digests": (
-        "a noun of rows that stands too high",
-        "batch.input.input_index batch.input.plan batch.input.row_scanner batch.input.source batch.input.source_check "
-        "batch.output.output_index",
-    ),
-    "batch.input.passthrough": ("the types of carried columns are needed by both", "batch.output.partitions"),
-    "batch.job_errors": (
-        "errors that stand too high",
-        "batch.input.files batch.input.parallel_scan batch.input.shards batch.input.source_check "
-        "batch.output.fencing batch.output.layout batch.output.lock batch.output.manifest batch.output.output_index "
-        "batch.output.parquet_file batch.output.partitions batch.output.recorded_inputs batch.output.sharding "
-        "batch.output.sink",
-    ),
-    "batch.job_shard": (
-        "a noun of the configuration that stands too high",
-        "batch.input.plan batch.output.layout batch.output.manifest batch.output.sharding",
-    ),
-    "batch.process_id": ("belongs to the lease", "batch.output.manifest"),
-    "batch.row_index": (
-        "an index of rows that stands too high",
-        "batch.input.input_index batch.input.row_scanner batch.input.source_check batch.output.output_index",
-    ),
-    "batch.signals": ("the lease is given up at a signal", "batch.output.lock"),
+    "batch.driver.input_plan": ("the plan of the input is pickled into read tasks", "batch.reader.source"),
+    "batch.driver.signals": ("the lease is given up at a signal", "runs.lease"),
+    "batch.reader.carried_columns": ("the types of carried columns are needed by both", "runs.partitions"),
+    "batch.reader.files": ("a file's version belongs to the input", "runs.fingerprints"),
+    "batch.reader.jsonl": ("a file's version belongs to the input", "runs.fingerprints"),
     "requests.parameters": ("the one class of sampling parameters is the table", "core.sampling_batch core.sequence"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
     "sampling.control_state": ("a sequence holds the state of its controls", "core.sequence"),
@@ -90,9 +63,9 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
 }
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
-    "batch.dataset": 21,
-    "batch.finish": 23,
-    "batch.run": 42,
+    "batch.driver.dataset": 21,
+    "batch.driver.finish": 23,
+    "batch.driver.run": 42,
     "build": 43,
     "cli.live_demo": 21,
     "cli.main": 28,
@@ -102,7 +75,7 @@ MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "serve.service": 26,
     "training.train_head": 24,
 }
-TORCH_FREE = {"config", "gguf", "report", "storage"}
+TORCH_FREE = {"config", "gguf", "report", "runs", "storage"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
     "transformers": {"attention", "models", "text", "registry", "doctor"},
@@ -112,7 +85,7 @@ HEAVY = {
 }
 ENGINE_PACKAGES = {"kernels", "sampling", "tree", "kv", "attention", "core", "models", "drafters", "planner", "engine"}
 ENGINE_LIBRARIES = {"llguidance", "numpy", "torch", "transformers", "safetensors", "triton", "jaxtyping", "eagle_ray"}
-NO_TORCH = ["config", "report", "storage", "requests/row_schema.py", "batch/output/sink.py"]
+NO_TORCH = ["config", "report", "storage", "requests/row_schema.py", "batch/worker/sink.py"]
 
 
 def package(path: Path) -> str:
@@ -211,7 +184,7 @@ def test_no_torch_where_only_tables_and_settings_live(place):
 
 def test_a_process_that_reads_rows_does_not_load_torch():
     program = (
-        "import sys, eagle_ray.batch.input.source, eagle_ray.serve.batches.batch_input; print('torch' in sys.modules)"
+        "import sys, eagle_ray.batch.reader.source, eagle_ray.serve.batches.batch_input; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from eagle_ray.api.python_config import ConfigLike, job_config
-from eagle_ray.batch.run import configure_logging, run_to_completion
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.run import configure_logging, run_to_completion
+from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config import JobConfig
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -47,8 +47,8 @@ def generate(
         ConfigError: a setting is wrong or a model is missing.
         JobError: with output_path, the job cannot be completed.
     """
-    from eagle_ray.batch.dataset import add_columns, generate_dataset  # imports Ray
-    from eagle_ray.batch.dataset_job import run_dataset_job
+    from eagle_ray.batch.driver.dataset import add_columns, generate_dataset  # imports Ray
+    from eagle_ray.batch.driver.dataset_job import run_dataset_job
 
     rows: Any = dataset
     if preprocess is not None:

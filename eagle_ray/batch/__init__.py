@@ -1,1 +1,1 @@
-"""The batch job: rows in, Parquet out, through Ray Data."""
+"""The batch job: rows in, Parquet out. Each folder is a process: the driver, the readers, the workers."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from eagle_ray.batch.signals import ignore_until_exit, interruptible
+from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
 
 INTERRUPTED = 130  # job_errors has it, and imports much
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import resource
 
-from eagle_ray.batch.job_errors import ClusterUnfit
+from eagle_ray.runs.job_errors import ClusterUnfit
 
 # Least address space with which a command ended well, measured on 2 cores with the embedded pair: `run` ended well with
 # 3.58 GB and not with 3.07 GB, `compare` of methods with 3.07 GB and not with 2.56 GB, `report` with 0.51 GB, not 0.31.

@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.output.manifest import REPORT, SUMMARY
-from eagle_ray.batch.run import log, run_and_report, run_to_completion
+from eagle_ray.batch.driver.run import log, run_and_report, run_to_completion
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.report.text import run_table
+from eagle_ray.runs.manifest import REPORT, SUMMARY
 from eagle_ray.storage.path import StoragePath
 
 SETTINGS: dict[str, Any] = {

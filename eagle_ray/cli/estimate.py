@@ -28,10 +28,9 @@ from typing import Any
 
 import torch
 
-from eagle_ray.batch.cluster import WorkerPlan, plan_workers, threads_wanted
-from eagle_ray.batch.input.plan import InputPlan, plan_input, requests_of
-from eagle_ray.batch.output.manifest import ESTIMATE, output_of, wrap_os_errors
-from eagle_ray.batch.worker import build_engine_bundle
+from eagle_ray.batch.driver.cluster import WorkerPlan, plan_workers, threads_wanted
+from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, requests_of
+from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.build import EngineBundle
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.config.job import ActorRange
@@ -42,6 +41,7 @@ from eagle_ray.models.cpu_runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
+from eagle_ray.runs.manifest import ESTIMATE, output_of, wrap_os_errors
 from eagle_ray.storage.path import write_json
 
 log = logging.getLogger("eagle_ray")

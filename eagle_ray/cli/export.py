@@ -21,18 +21,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.batch.job_errors import JobError
-from eagle_ray.batch.output.layout import data_of, read_derived_record
-from eagle_ray.batch.output.manifest import SUCCESS, SUMMARY
-from eagle_ray.batch.output.output_index import OutputIndex
-from eagle_ray.batch.output.part_files import read_tables, stored_schema
-from eagle_ray.batch.output.recorded_inputs import read_inputs
 from eagle_ray.cli.report_run import record_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
 from eagle_ray.requests.answers import COLUMNS, line_of
 from eagle_ray.requests.token_logprobs import Spell
+from eagle_ray.runs.job_errors import JobError
+from eagle_ray.runs.layout import data_of, read_derived_record
+from eagle_ray.runs.manifest import SUCCESS, SUMMARY
+from eagle_ray.runs.output_index import OutputIndex
+from eagle_ray.runs.part_files import read_tables, stored_schema
+from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256

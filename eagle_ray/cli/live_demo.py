@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.batch.run import GROUP_BY
+from eagle_ray.batch.driver.input_plan import plan_input, requests_of
+from eagle_ray.batch.driver.run import GROUP_BY
 from eagle_ray.build import load_causal_lm, load_tokenizer
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence

@@ -4,7 +4,7 @@ and doctor.
 Parses arguments, builds the configuration, calls a command's module, and reports errors as one message and an exit
 code. torch, ray and transformers are imported only once the configuration is valid.
 
-Exit codes (``batch/job_errors.py`` has the table): 0 done (rows with errors included), 1 an unknown error, 2 usage
+Exit codes (``runs/job_errors.py`` has the table): 0 done (rows with errors included), 1 an unknown error, 2 usage
 or configuration, 3 row errors with --fail-on-row-errors, 4 too many row errors, or no row without one, 5 transient
 (storage, cluster, workers or a device failed for now; --keep-going restarts), 6 the output belongs to another job or
 is damaged, or the input changed, 7 busy (another live driver writes the output), 130 interrupted, resumable.
@@ -24,7 +24,13 @@ import sys
 from collections.abc import Sequence
 
 from eagle_ray import __version__
-from eagle_ray.batch.job_errors import (
+from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
+from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
+from eagle_ray.config import JobConfig, load_config, load_serve_config, load_train_config
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
+from eagle_ray.requests.parameters import MAX_TEMPERATURE
+from eagle_ray.runs.job_errors import (
     CONFIGURATION,
     EXPECTED_ERRORS,
     INTERRUPTED,
@@ -33,12 +39,6 @@ from eagle_ray.batch.job_errors import (
     outcome_by_code,
     outcome_of,
 )
-from eagle_ray.batch.signals import ignore_until_exit, interruptible
-from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
-from eagle_ray.config import JobConfig, load_config, load_serve_config, load_train_config
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.core.start_log import Stdout, StdoutError, discard_stdout
-from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
 COMMANDS = (
     "demo | run | finish | repair | validate | submit | status | report | compare | export | train | serve | bench | "
@@ -365,9 +365,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.batch.auto_restart import end_with_parent, keep_going, write_ending
-    from eagle_ray.batch.on_finish import tell
-    from eagle_ray.batch.run import run_to_end
+    from eagle_ray.batch.driver.auto_restart import end_with_parent, keep_going, write_ending
+    from eagle_ray.batch.driver.on_finish import tell
+    from eagle_ray.batch.driver.run import run_to_end
     from eagle_ray.core.start_log import configure_logging
 
     if args.keep_going:
@@ -385,7 +385,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _finish(args: argparse.Namespace) -> int:
-    from eagle_ray.batch.finish import finish_shards, finish_text
+    from eagle_ray.batch.driver.finish import finish_shards, finish_text
     from eagle_ray.cli.report_run import parse_run_path
     from eagle_ray.core.start_log import configure_logging
 
@@ -398,7 +398,7 @@ def _finish(args: argparse.Namespace) -> int:
 def _repair(args: argparse.Namespace) -> int:
     args.output = args.run
     config = _config_of(args)
-    from eagle_ray.batch.repair import repair_output
+    from eagle_ray.batch.driver.repair import repair_output
     from eagle_ray.core.start_log import configure_logging
 
     configure_logging(config.logging.level)
@@ -412,7 +412,7 @@ def _validate(args: argparse.Namespace) -> int:
 
     print(validate(config))
     if args.estimate is not None:
-        from eagle_ray.batch.run import configure_logging
+        from eagle_ray.batch.driver.run import configure_logging
         from eagle_ray.cli.estimate import estimate_job, estimate_text, store_estimate
 
         configure_logging(config.logging.level)
@@ -424,7 +424,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.batch.ray_jobs import submit
+    from eagle_ray.batch.driver.ray_jobs import submit
 
     asked = {
         "--retry-errors": args.retry_errors,
@@ -436,9 +436,15 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from eagle_ray.batch.output.sharding import read_shard_plan
-    from eagle_ray.batch.status import sharded_status_json, sharded_status_text, status_json, status_of, status_text
+    from eagle_ray.batch.driver.status import (
+        sharded_status_json,
+        sharded_status_text,
+        status_json,
+        status_of,
+        status_text,
+    )
     from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.runs.sharding import read_shard_plan
 
     run = parse_run_path(args.run)
     if read_shard_plan(run):

@@ -11,15 +11,15 @@ import json
 from functools import partial
 from typing import Any
 
-from eagle_ray.batch.output.layout import data_of
-from eagle_ray.batch.output.manifest import REPORT, RUN, SUCCESS, RunHandle, read_manifest
-from eagle_ray.batch.output.part_files import has_column, read_tables
-from eagle_ray.batch.output.sharding import SHARD_PLAN
-from eagle_ray.batch.run import GROUP_BY, stored_summary, summarize_run, write_report
+from eagle_ray.batch.driver.run import GROUP_BY, stored_summary, summarize_run, write_report
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
+from eagle_ray.runs.layout import data_of
+from eagle_ray.runs.manifest import REPORT, RUN, SUCCESS, RunHandle, read_manifest
+from eagle_ray.runs.part_files import has_column, read_tables
+from eagle_ray.runs.sharding import SHARD_PLAN
 from eagle_ray.storage.path import StoragePath
 
 

@@ -18,12 +18,12 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.output.layout import RUN, data_of
-from eagle_ray.batch.output.part_files import read_tables, stored_schema
-from eagle_ray.batch.run import GROUP_BY
+from eagle_ray.batch.driver.run import GROUP_BY
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.scores import ScoredSample, as_score, score_report
 from eagle_ray.report.summary import as_text
+from eagle_ray.runs.layout import RUN, data_of
+from eagle_ray.runs.part_files import read_tables, stored_schema
 from eagle_ray.storage.path import StoragePath
 
 SCORE_COLUMNS = ("correct", "passed", "score")  # read without --score, the first one that is there

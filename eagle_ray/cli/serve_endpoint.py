@@ -13,13 +13,13 @@ import socket
 import time
 from collections.abc import Iterable
 
-from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
-from eagle_ray.batch.signals import accept_interrupt
+from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment
+from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.config import ServeConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import configure_logging, log_while_waiting
+from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
 
@@ -49,7 +49,7 @@ def run_endpoint(config: ServeConfig) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     log.info("getting Ray ready")
-    from eagle_ray.batch.cluster import connect, threads_wanted
+    from eagle_ray.batch.driver.cluster import connect, threads_wanted
 
     connect(address)
     try:

@@ -33,12 +33,12 @@ def train(config: TrainConfig) -> str:
 
 def _train_on_workers(config: TrainConfig, paths: list[str]) -> dict[str, Any]:
     """Join or start the cluster, train on it, and leave it."""
-    from eagle_ray.batch.ray_environment import prepare_ray_environment
+    from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 
     address = prepare_ray_environment(config.training.ray_address)
     import ray
 
-    from eagle_ray.batch.cluster import connect
+    from eagle_ray.batch.driver.cluster import connect
     from eagle_ray.training.data_parallel import train_on_workers
 
     was_connected = ray.is_initialized()

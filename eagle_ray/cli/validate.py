@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from eagle_ray.batch.input.passthrough import PassthroughColumn
-from eagle_ray.batch.input.plan import (
+from eagle_ray.batch.driver.input_plan import (
     InputPlan,
     check_not_empty,
     plan_input,
@@ -21,15 +20,9 @@ from eagle_ray.batch.input.plan import (
     requests_of,
     row_settings_line,
 )
-from eagle_ray.batch.job_errors import JobError, OutputDamaged
-from eagle_ray.batch.output.layout import data_of, root_of
-from eagle_ray.batch.output.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
-from eagle_ray.batch.output.output_index import OutputIndex, own_files
-from eagle_ray.batch.output.partitions import Partitions
-from eagle_ray.batch.output.recorded_inputs import read_inputs
-from eagle_ray.batch.output.sharding import check_not_sharded
-from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.ray_environment import LOCAL, resolve_address, temporary_directory
+from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
+from eagle_ray.batch.reader.carried_columns import PassthroughColumn
 from eagle_ray.build import (
     ModelLimits,
     check_device,
@@ -48,6 +41,13 @@ from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
+from eagle_ray.runs.job_errors import JobError, OutputDamaged
+from eagle_ray.runs.layout import data_of, root_of
+from eagle_ray.runs.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
+from eagle_ray.runs.output_index import OutputIndex, own_files
+from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.sharding import check_not_sharded
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment, resolve_address
+from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment, resolve_address
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.check_result import Finding, counted
 from eagle_ray.doctor.system import num_cores
+from eagle_ray.runs.job_errors import ClusterError
 
 MANY_ROWS = 1 << 30  # so that no worker is left out for want of rows
 
@@ -59,7 +59,7 @@ def _here() -> list[Mapping[str, float]]:
     if node["GPU"]:
         from ray._private.accelerators import get_accelerator_manager_for_resource
 
-        from eagle_ray.batch.cluster import ACCELERATOR
+        from eagle_ray.batch.driver.cluster import ACCELERATOR
 
         manager = get_accelerator_manager_for_resource("GPU")
         kind = None if manager is None else manager.get_current_node_accelerator_type()
@@ -71,7 +71,7 @@ def _there(address: str) -> list[Mapping[str, float]]:
     """Join the cluster for a moment."""
     import ray
 
-    from eagle_ray.batch.cluster import connect, nodes
+    from eagle_ray.batch.driver.cluster import connect, nodes
 
     connect(address)
     try:
@@ -81,7 +81,10 @@ def _there(address: str) -> list[Mapping[str, float]]:
 
 
 def _planned(execution: ExecutionConfig, device: str, nodes: Sequence[Mapping[str, float]], is_here: bool) -> Workers:
-    from eagle_ray.batch.cluster import plan_workers, threads_wanted  # Ray reads its environment as it is imported
+    from eagle_ray.batch.driver.cluster import (  # Ray reads its environment as it is imported
+        plan_workers,
+        threads_wanted,
+    )
 
     plan = plan_workers(execution, device, nodes, MANY_ROWS, threads_wanted(os.environ))
     memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Literal
 
-from eagle_ray.batch.ray_environment import temporary_directory
+from eagle_ray.batch.driver.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.check_result import Finding

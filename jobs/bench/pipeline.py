@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
+from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.models.head_checkpoint import load_head, read_config, save_head

@@ -15,8 +15,8 @@ import time
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.batch.actor import ProgressClient
-from eagle_ray.batch.progress import WORK_COUNTERS, ProgressActor, WorkerReport
+from eagle_ray.batch.worker.actor import ProgressClient
+from eagle_ray.batch.worker.progress import WORK_COUNTERS, ProgressActor, WorkerReport
 
 ROWS_PER_BATCH = 64
 BATCHES = 5  # of each worker

@@ -30,8 +30,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, output_schema
+from eagle_ray.runs.part_files import part_name
 
 ROWS_PER_FILE = 10_000
 TEXT = "the quick brown fox jumps over the lazy dog "
@@ -42,7 +42,7 @@ def count(event, arguments):
     global opened
     opened += event == "open" and str(arguments[0]).startswith(sys.argv[3])
 sys.addaudithook(count)
-from eagle_ray.batch import run
+from eagle_ray.batch.driver import run
 from eagle_ray.config import load_config
 def generate(config, plan, run, *rest):
     raise KeyboardInterrupt
@@ -50,7 +50,7 @@ run._check_models = lambda config: None
 run.join_cluster = lambda config: None
 run.ParallelScan = lambda scanner, connect: scanner  # all of it in this process, whose CPU is counted
 if sys.argv[2] == "stop":
-    from eagle_ray.batch import pipeline
+    from eagle_ray.batch.driver import pipeline
     pipeline.generate = generate
 code = run.run_job(load_config(None, env={}, overrides=json.loads(sys.argv[1])))
 print(json.dumps({"code": code, "opened": opened, "read": int(open("/proc/self/io").readline().split()[1])}))
@@ -125,11 +125,11 @@ def make_input(path: Path, first: int, num_rows: int) -> None:
 
 def make_run(directory: Path, num_rows: int) -> None:
     """Write the output files that a job over the rows leaves, without an attempt of its own that has ended."""
-    from eagle_ray.batch.fingerprints import fingerprints
-    from eagle_ray.batch.input.files import find_files
-    from eagle_ray.batch.output.lock import lock_output
-    from eagle_ray.batch.output.manifest import open_run, output_of, record_outcome
+    from eagle_ray.batch.reader.files import find_files
     from eagle_ray.config import load_config
+    from eagle_ray.runs.fingerprints import fingerprints
+    from eagle_ray.runs.lease import lock_output
+    from eagle_ray.runs.manifest import open_run, output_of, record_outcome
 
     config = load_config(None, env={}, overrides=settings(directory))
     with lock_output(output_of(config)):

@@ -10,11 +10,11 @@ import signal
 import pyarrow as pa
 import torch
 
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.worker import Worker
-from eagle_ray.batch.worker_subprocess import main
+from eagle_ray.batch.worker.worker import Worker
+from eagle_ray.batch.worker.worker_subprocess import main
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
+from eagle_ray.runs.manifest import RunHandle
 
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
 LOGGED = "measuring the cost of steps: for up to 5 s"

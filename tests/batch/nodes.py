@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from eagle_ray.batch.ray_environment import LOCAL, prepare_ray_environment
+from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.config import JobConfig
 
 MODEST = {"num_cpus": 1, "object_store_memory": 100 << 20, "node_ip_address": "127.0.0.1", "include_dashboard": False}

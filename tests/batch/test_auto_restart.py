@@ -15,12 +15,12 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from eagle_ray.batch import auto_restart
-from eagle_ray.batch.auto_restart import delay_s
-from eagle_ray.batch.job_errors import TRANSIENT, RunResult
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver import auto_restart
+from eagle_ray.batch.driver.auto_restart import delay_s
+from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
+from eagle_ray.runs.job_errors import TRANSIENT, RunResult
+from eagle_ray.runs.lease import lock_output
 from eagle_ray.storage.path import StoragePath
 from tests.batch.nodes import parent_of
 from tests.conftest import PAIR, token_rows
@@ -188,6 +188,6 @@ def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(f
 
 def test_a_child_whose_parent_died_before_it_could_ask_ends_at_once():
     """PID 1 adopts such a child, so its parent is not the one that it was started by."""
-    child = "from eagle_ray.batch.auto_restart import end_with_parent\nend_with_parent(2**22 + 1)\nprint('still here')"
+    child = "from eagle_ray.batch.driver.auto_restart import end_with_parent\nend_with_parent(2**22 + 1)\nprint('still here')"
     ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and ended.stdout == ""

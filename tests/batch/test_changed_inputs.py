@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch import run as run_module
-from eagle_ray.batch.job_errors import OutputMismatch
-from eagle_ray.batch.row_index import INDEX
-from eagle_ray.batch.run import run_to_completion
+from eagle_ray.batch.driver import run as run_module
+from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.runs.job_errors import OutputMismatch
+from eagle_ray.runs.row_index import INDEX
 from tests.batch.test_starts import answered, append, cut_off, engine, flipped, rows, without_segments
 from tests.conftest import MakeJob
 

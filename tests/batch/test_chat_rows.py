@@ -8,14 +8,14 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.api.prompts import prompt_requests
-from eagle_ray.batch.input.plan import plan_input, request_rows, requests_of
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.worker import Worker
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
+from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
+from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer

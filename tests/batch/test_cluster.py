@@ -11,9 +11,8 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from eagle_ray.batch import cluster
-from eagle_ray.batch.actor import as_config_error
-from eagle_ray.batch.cluster import (
+from eagle_ray.batch.driver import cluster
+from eagle_ray.batch.driver.cluster import (
     GROWTH,
     GcsWatch,
     RayletWatch,
@@ -27,13 +26,14 @@ from eagle_ray.batch.cluster import (
     plan_workers,
     threads_wanted,
 )
-from eagle_ray.batch.error_classifier import SMALLER
-from eagle_ray.batch.job_errors import ClusterError, ClusterUnfit, outcome_of
-from eagle_ray.batch.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
-from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
+from eagle_ray.batch.driver.ray_environment import RAY_JOB_VARIABLE
+from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.worker.actor import as_config_error
+from eagle_ray.batch.worker.error_classifier import SMALLER
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, outcome_of
 
 TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.crash_isolation import WORKER_DIED, Isolation, SharedExclusiveLock
-from eagle_ray.batch.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker
+from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, Isolation, SharedExclusiveLock
+from eagle_ray.batch.worker.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker
 from eagle_ray.requests.row_schema import request_schema, table_of
 
 KILLER = "k"

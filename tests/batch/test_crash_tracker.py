@@ -1,6 +1,6 @@
 """Blame for deaths: who gets it, who is cleared, and when it is final."""
 
-from eagle_ray.batch.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker, max_group_size
+from eagle_ray.batch.worker.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker, max_group_size
 
 
 def test_all_that_was_in_flight_gets_the_blame_and_nothing_else():

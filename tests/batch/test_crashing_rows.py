@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray.batch import pipeline, worker_process
-from eagle_ray.batch.actor import EngineActor
-from eagle_ray.batch.run import run_job
+from eagle_ray.batch.driver import pipeline
+from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.worker import worker_process
+from eagle_ray.batch.worker.actor import EngineActor
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 from tests.batch.test_job import ids_of, rows_of

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.api.python_config import job_config
-from eagle_ray.batch.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
-from eagle_ray.batch.dataset_job import input_table
-from eagle_ray.batch.input.parquet import arrow_rows
-from eagle_ray.batch.input.plan import plan_input, request_columns, request_rows, requests_of
+from eagle_ray.batch.driver.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
+from eagle_ray.batch.driver.dataset_job import input_table
+from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows, requests_of
+from eagle_ray.batch.reader.parquet import arrow_rows
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.requests.row_schema import REQUEST
 from tests.conftest import PAIR, token_rows
@@ -38,7 +38,7 @@ def table(rows: list[dict]) -> pa.Table:
 
 def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
     """What a job answers, by id."""
-    from eagle_ray.batch.worker import build_engine_bundle
+    from eagle_ray.batch.worker.worker import build_engine_bundle
     from eagle_ray.requests.sequences import sequences_of
 
     config = make_job(rows, **{"sampling.max_tokens": 6})
@@ -151,8 +151,8 @@ def test_the_columns_of_the_input_keep_their_types_beside_sampling_params():
 
 
 def test_an_empty_block_has_no_rows(make_job):
-    from eagle_ray.batch.dataset import INPUT_ROW
-    from eagle_ray.batch.output.nested_rows import nest
+    from eagle_ray.batch.driver.dataset import INPUT_ROW
+    from eagle_ray.batch.worker.nested_rows import nest
     from eagle_ray.requests.row_schema import output_schema
 
     assert len(with_input_columns(nest(output_schema([INPUT_ROW]).empty_table()))) == 0

@@ -8,22 +8,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.finish import finish_shards, finish_text
-from eagle_ray.batch.id_digests import digests
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
-from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
-from eagle_ray.batch.output.part_files import part_name
-from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
-from eagle_ray.batch.run import summarize_run
-from eagle_ray.batch.status import sharded_status_text
+from eagle_ray.batch.driver.finish import finish_shards, finish_text
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.run import summarize_run
+from eagle_ray.batch.driver.status import sharded_status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
+from eagle_ray.runs.id_digests import digests
+from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
+from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
+from eagle_ray.runs.part_files import part_name
+from eagle_ray.runs.sharding import SHARD_PLAN, claim_output
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
 from tests.conftest import token_rows
 
@@ -106,7 +106,7 @@ def test_shards_that_never_started_are_all_named(make_job):
 
 
 def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
-    from eagle_ray.batch import finish
+    from eagle_ray.batch.driver import finish
 
     summarize = finish.summarize_run
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.ipc import Channel
+from eagle_ray.batch.worker.ipc import Channel
 
 LARGE = pa.table({"numbers": np.arange(32 << 20)})  # 256 MB
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from eagle_ray.batch import run
-from eagle_ray.batch.finished import forget_finished
-from eagle_ray.batch.run import run_job
+from eagle_ray.batch.driver import run
+from eagle_ray.batch.driver.finished import forget_finished
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.nodes import parent_of
@@ -26,7 +26,7 @@ RUN_JOB = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit a SIGINT that is ignored
 from eagle_ray.config import JobConfig
-from eagle_ray.batch.run import run_job
+from eagle_ray.batch.driver.run import run_job
 code = run_job(JobConfig.model_validate_json(sys.argv[1]))
 print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 """

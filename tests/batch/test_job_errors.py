@@ -4,8 +4,10 @@ import errno
 
 import pytest
 
-from eagle_ray.batch import run
-from eagle_ray.batch.job_errors import (
+from eagle_ray.batch.driver import run
+from eagle_ray.cli import main as cli
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import (
     EXPECTED_ERRORS,
     OUTCOME_BY_ERROR,
     OUTCOMES,
@@ -14,8 +16,6 @@ from eagle_ray.batch.job_errors import (
     outcome_by_code,
     outcome_of,
 )
-from eagle_ray.cli import main as cli
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import storage_errors
 from eagle_ray.storage.storage_errors import StorageError
 

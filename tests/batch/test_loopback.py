@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from eagle_ray.batch import ray_environment
-from eagle_ray.batch.cluster import _check_loopback
-from eagle_ray.batch.job_errors import ClusterError
-from eagle_ray.batch.ray_environment import (
+from eagle_ray.batch.driver import ray_environment
+from eagle_ray.batch.driver.cluster import _check_loopback
+from eagle_ray.batch.driver.ray_environment import (
     LOCAL,
     LOOPBACK_VARIABLES,
     MAX_TMPDIR_BYTES,
@@ -20,6 +19,7 @@ from eagle_ray.batch.ray_environment import (
     temporary_directory,
 )
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import ClusterError
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
 from tests.helpers.processes import Watched

@@ -10,25 +10,25 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
-from eagle_ray.batch.output import manifest
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
-from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
-from eagle_ray.batch.status import status_of
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.status import status_of
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
+from eagle_ray.runs import manifest
+from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
+from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows
 
 DEEP = "[" * 100_000  # JSON that Python's reader gives up
 HOLD = """
 import sys
-from eagle_ray.batch.output.lock import lock_output
+from eagle_ray.runs.lease import lock_output
 from eagle_ray.storage.path import StoragePath
 with lock_output(StoragePath.of(sys.argv[1])):
     print("held", flush=True)

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.batch.metrics import DESCRIPTIONS, PREFIX, JobMetrics
-from eagle_ray.batch.progress import WORK_COUNTERS, WorkerReport
-from eagle_ray.batch.run import run_job
+from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.worker.metrics import DESCRIPTIONS, PREFIX, JobMetrics
+from eagle_ray.batch.worker.progress import WORK_COUNTERS, WorkerReport
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.conftest import token_rows

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle_ray.batch.job_errors import BUSY, DONE, RunResult
-from eagle_ray.batch.on_finish import tell
+from eagle_ray.batch.driver.on_finish import tell
 from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config
+from eagle_ray.runs.job_errors import BUSY, DONE, RunResult
 
 RECORD = """
 import json, os, sys

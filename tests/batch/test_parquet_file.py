@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.job_errors import OutputDamaged
-from eagle_ray.batch.output.parquet_file import open_part, read_columns
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.parquet_file import open_part, read_columns
 from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, open_parquet
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 

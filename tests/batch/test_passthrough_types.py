@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.run import run_job
+from eagle_ray.batch.driver.run import run_job
 from tests.conftest import small_job, token_rows
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -46,7 +46,7 @@ def done(ray_session, tmp_path_factory) -> tuple[pa.Table, pa.Table]:
 
 
 def read_output(data: Path) -> pa.Table:
-    from eagle_ray.batch.output.part_files import read_tables, stored_schema
+    from eagle_ray.runs.part_files import read_tables, stored_schema
     from eagle_ray.storage.path import StoragePath
 
     location = StoragePath.of(data)

@@ -10,11 +10,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from eagle_ray.batch import progress_monitor
-from eagle_ray.batch.cluster import RayMessages, WorkerPlan
-from eagle_ray.batch.job_errors import ClusterError, TooManyErrors, outcome_of
-from eagle_ray.batch.progress import Progress, ProgressActor, WorkerReport
-from eagle_ray.batch.progress_monitor import (
+from eagle_ray.batch.driver import progress_monitor
+from eagle_ray.batch.driver.cluster import RayMessages, WorkerPlan
+from eagle_ray.batch.driver.progress_monitor import (
     STALL_LIMITS_S,
     Limits,
     ProgressMonitor,
@@ -22,8 +20,10 @@ from eagle_ray.batch.progress_monitor import (
     stall_error,
     waited_for,
 )
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.worker.progress import Progress, ProgressActor, WorkerReport
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.ray_environment import RAY_JOB_VARIABLE
-from eagle_ray.batch.ray_jobs import check_output_outlives_job, with_absolute_paths
+from eagle_ray.batch.driver.ray_environment import RAY_JOB_VARIABLE
+from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job, with_absolute_paths
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import read_json

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from eagle_ray.batch.input.plan import request_rows
-from tests.batch.input.test_plan import plan
+from eagle_ray.batch.driver.input_plan import request_rows
+from tests.batch.reader.test_plan import plan
 
 README = Path(__file__).parents[2] / "README.md"
 

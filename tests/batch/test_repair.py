@@ -7,19 +7,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.job_errors import OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.batch.output.fencing import remove_stale_files
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import RUN, open_run, output_of, read_manifest
-from eagle_ray.batch.output.part_files import part_name
-from eagle_ray.batch.output.recorded_inputs import input_lists, read_inputs
-from eagle_ray.batch.output.sharding import SHARD_PLAN, claim_output
-from eagle_ray.batch.repair import DAMAGED_COPY, repair_output
-from eagle_ray.batch.status import status_of, status_text
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.repair import DAMAGED_COPY, repair_output
+from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
+from eagle_ray.runs.fence import remove_stale_files
+from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import RUN, open_run, output_of, read_manifest
+from eagle_ray.runs.part_files import part_name
+from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
+from eagle_ray.runs.sharding import SHARD_PLAN, claim_output
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows
 

@@ -10,8 +10,8 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch import verification as module
-from eagle_ray.batch.verification import run_checks
+from eagle_ray.batch.driver import verification as module
+from eagle_ray.batch.driver.verification import run_checks
 from eagle_ray.cli import main as cli
 from eagle_ray.requests.row_schema import ADDED_COLUMNS
 from tests.batch.test_starts import engine

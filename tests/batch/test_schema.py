@@ -3,7 +3,6 @@
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.output.part_files import as_stored
 from eagle_ray.requests.row_schema import (
     REQUEST,
     VERSION_KEY,
@@ -12,6 +11,7 @@ from eagle_ray.requests.row_schema import (
     schema_differences,
     table_of,
 )
+from eagle_ray.runs.part_files import as_stored
 
 # JOBS.md, "Rows out"; the confidence and calibrated columns are its "confidence calibration counts".
 DOCUMENTED = """\

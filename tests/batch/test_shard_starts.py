@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.finish import finish_shards
-from eagle_ray.batch.job_errors import Incomplete, OutputMismatch
-from eagle_ray.batch.job_shard import JobShard
-from eagle_ray.batch.output.manifest import output_of
-from eagle_ray.batch.repair import repair_output
-from eagle_ray.batch.row_index import INDEX
-from eagle_ray.batch.run import run_to_completion
+from eagle_ray.batch.driver.finish import finish_shards
+from eagle_ray.batch.driver.repair import repair_output
+from eagle_ray.batch.driver.run import run_to_completion
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
+from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.manifest import output_of
+from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
 from tests.batch.test_job_shard import shard_of
 from tests.batch.test_starts import (

@@ -8,10 +8,10 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from eagle_ray.batch.finish import finish_shards
-from eagle_ray.batch.job_errors import Incomplete, OutputLocked
-from eagle_ray.batch.run import run_job
-from eagle_ray.batch.status import sharded_status_text
+from eagle_ray.batch.driver.finish import finish_shards
+from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.status import sharded_status_text
+from eagle_ray.runs.job_errors import Incomplete, OutputLocked
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.test_job import start_driver, with_changes
 from tests.conftest import token_rows

@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.run import run_job
-from eagle_ray.batch.signals import (
+from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.signals import (
     AGAIN_S,
     FROM_OUTSIDE,
     accept_interrupt,
@@ -98,7 +98,7 @@ def test_an_interrupt_while_the_command_is_imported_is_one_line_and_130():
 
 IN_A_TEXT = """
 import signal, sys
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.signals import interruptible
 try:
     with interruptible():
         exec("signal.raise_signal(signal.SIGTERM)")

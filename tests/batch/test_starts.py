@@ -16,20 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch import fingerprints, pipeline
-from eagle_ray.batch import run as run_module
-from eagle_ray.batch.finished import previous_run
-from eagle_ray.batch.input import plan as plan_module
-from eagle_ray.batch.input import row_scanner
-from eagle_ray.batch.input.files import InputFile
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.batch.output import output_index
-from eagle_ray.batch.output.manifest import output_of
-from eagle_ray.batch.output.part_files import next_schema, part_name
-from eagle_ray.batch.row_index import INDEX
-from eagle_ray.batch.run import run_to_completion
+from eagle_ray.batch.driver import input_plan as plan_module
+from eagle_ray.batch.driver import pipeline
+from eagle_ray.batch.driver import run as run_module
+from eagle_ray.batch.driver.finished import previous_run
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.batch.reader import row_scanner
+from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.config import JobConfig
+from eagle_ray.runs import fingerprints, output_index
+from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
+from eagle_ray.runs.manifest import output_of
+from eagle_ray.runs.part_files import next_schema, part_name
+from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import parquet_bytes
 from tests.conftest import MakeJob
 

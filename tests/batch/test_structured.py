@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import request_rows
+from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_batch import parse_batch_line
@@ -18,8 +18,8 @@ from eagle_ray.requests.output_rows import controls_json
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
-from tests.batch.input.test_openai_batch import line
-from tests.batch.input.test_plan import plan
+from tests.batch.reader.test_openai_batch import line
+from tests.batch.reader.test_plan import plan
 from tests.batch.test_controls import write
 from tests.batch.test_logprobs import TINY
 from tests.batch.test_sequences import request

@@ -1,6 +1,6 @@
 """The seconds that a run and its workers took, over attempts."""
 
-from eagle_ray.batch.usage_meter import UsageMeter
+from eagle_ray.batch.driver.usage_meter import UsageMeter
 
 
 def test_workers_count_from_their_start_between_the_fewest_and_the_most():

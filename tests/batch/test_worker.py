@@ -6,13 +6,13 @@ import importlib
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.worker import Worker, build_engine_bundle
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker.worker import Worker, build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.row_schema import request_schema, table_of
+from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 from tests.helpers.row_invariants import broken_laws

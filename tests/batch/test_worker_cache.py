@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from eagle_ray import build
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.output.layout import CACHE
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import RunHandle, open_run, output_of
-from eagle_ray.batch.start_cache import StartCache
-from eagle_ray.batch.worker import Worker
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.worker.start_cache import StartCache
+from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.planner import cost_cache
+from eagle_ray.runs.layout import CACHE
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import RunHandle, open_run, output_of
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 from tests.kernels.test_triton_cache import make_entry

@@ -16,18 +16,18 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch import worker_process
-from eagle_ray.batch.actor import as_config_error
-from eagle_ray.batch.error_classifier import Fault, WorkerError, classify_error
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.job_errors import ClusterError, ModelUnusable
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.process_id import _start_time
-from eagle_ray.batch.worker import Worker
-from eagle_ray.batch.worker_process import LogLine, ProcessEnded, WorkerProcess
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker import worker_process
+from eagle_ray.batch.worker.actor import as_config_error
+from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, classify_error
+from eagle_ray.batch.worker.worker import Worker
+from eagle_ray.batch.worker.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
+from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
+from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.process_id import _start_time
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
@@ -268,8 +268,8 @@ def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
 
 ALONE = """
 import pickle, sys
-from eagle_ray.batch.actor import EngineActor
-from eagle_ray.batch.worker_process import WorkerProcess
+from eagle_ray.batch.worker.actor import EngineActor
+from eagle_ray.batch.worker.worker_process import WorkerProcess
 config, run, passthrough, threads, batch = pickle.load(sys.stdin.buffer)
 worker = WorkerProcess(config, run, passthrough, threads)
 worker.wait_until_ready()

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from eagle_ray.batch import verification
-from eagle_ray.batch.completeness import count_done
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.output.output_index import OutputIndex
+from eagle_ray.batch.driver import verification
+from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.requests.sequences import seed_of
+from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from eagle_ray.batch.job_errors import ClusterUnfit
 from eagle_ray.cli import address_space_limit
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
+from eagle_ray.runs.job_errors import ClusterUnfit
 
 KB = 1024
 LIMITED = """

@@ -6,7 +6,7 @@ from pathlib import Path
 import duckdb
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.input.plan import plan_input, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.cli import demo
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, requests_of
-from eagle_ray.batch.worker import build_engine_bundle
+from eagle_ray.batch.driver.input_plan import plan_input, requests_of
+from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.cli.estimate import (
     SampledRow,
     drain_time,

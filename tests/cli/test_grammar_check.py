@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from eagle_ray.batch.input.plan import requests_of
+from eagle_ray.batch.driver.input_plan import requests_of
 from eagle_ray.build import ASSETS
 from eagle_ray.cli import grammar_check
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.cli.validate import validate
 from eagle_ray.sampling.grammar import GrammarCompiler
-from tests.batch.input.test_plan import plan, write_jsonl
+from tests.batch.reader.test_plan import plan, write_jsonl
 
 TARGET = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
 GOOD = {"type": "object", "properties": {"age": {"type": "integer"}}}

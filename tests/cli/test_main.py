@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.batch.job_errors import outcome_of
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import failed_start
+from eagle_ray.runs.job_errors import outcome_of
 from tests.helpers.tokenizers import write_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.output.part_files import part_name
 from eagle_ray.cli.report_scores import scores_of
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
+from eagle_ray.runs.part_files import part_name
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 CATEGORY = pa.field("category", pa.string())

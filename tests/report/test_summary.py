@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.output.part_files import read_tables
 from eagle_ray.report.comparison import compare
 from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
 from eagle_ray.report.text import comparison_table, render, run_table
 from eagle_ray.requests.row_schema import output_schema, table_of
+from eagle_ray.runs.part_files import read_tables
 from eagle_ray.storage.path import StoragePath
 
 SCHEMA = output_schema([pa.field("category", pa.string())])

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from eagle_ray.batch.input.plan import PROMPTS
+from eagle_ray.batch.driver.input_plan import PROMPTS
 from eagle_ray.config import SamplingConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import ColumnPath, RequestColumns, RowLocation, RowPosition

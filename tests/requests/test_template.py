@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import PromptTemplate
 

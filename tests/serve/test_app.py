@@ -7,12 +7,12 @@ import json
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.worker import Worker
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import ServeConfig
 from eagle_ray.requests.openai_bodies import CompletionRequest
 from eagle_ray.requests.row_schema import request_schema, table_of
+from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.serve import openapi
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text

@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.job_errors import InputChanged
 from eagle_ray.build import download
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.storage import remote
 from eagle_ray.storage.model_store import fetch_model
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.storage_errors import NotFound, NotSupported, StorageError
-from tests.batch.input.test_compressed import JSONL, zstd
-from tests.batch.input.test_plan import ids, plan
+from tests.batch.reader.test_compressed import JSONL, zstd
+from tests.batch.reader.test_plan import ids, plan
 
 
 class RangeHandler(SimpleHTTPRequestHandler):

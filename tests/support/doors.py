@@ -24,10 +24,8 @@ from typing import Any
 import pytest
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.job_errors import OUTCOMES
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.worker import Worker
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config, load_serve_config
 from eagle_ray.core.errors import ConfigError
@@ -36,6 +34,8 @@ from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.parameters import SAMPLING, Group
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
+from eagle_ray.runs.job_errors import OUTCOMES
+from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
 from eagle_ray.serve.openapi import openapi

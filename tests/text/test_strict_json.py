@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.config import load_config
 from eagle_ray.text.strict_json import MAX_JSON_DEPTH, HalfSurrogate, check_texts, parse_json
 

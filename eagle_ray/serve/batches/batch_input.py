@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from eagle_ray.batch.input.jsonl import rows_in_jsonl
+from eagle_ray.batch.reader.jsonl import rows_in_jsonl
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_batch import LINE_KEYS
 from eagle_ray.requests.rows import unreadable

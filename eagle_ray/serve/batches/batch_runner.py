@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from eagle_ray.batch.crash_isolation import WORKER_DIED, SharedExclusiveLock
+from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, SharedExclusiveLock
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pyarrow.fs
 import pytest
 
-from eagle_ray.batch.output import lock
+from eagle_ray.runs import lease as lock
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import StoragePath
 from tests.batch.s3.proxy import FaultProxy

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from eagle_ray.batch.job_errors import outcome_of
 from eagle_ray.cli.main import main
+from eagle_ray.runs.job_errors import outcome_of
 from eagle_ray.storage import retry_budget, s3
 from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout, read_json
 from eagle_ray.storage.retry_budget import EXTENDED_WAITS_S, extended_retries

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.input.plan import plan_input
-from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked
-from eagle_ray.batch.output import fencing
-from eagle_ray.batch.output.fencing import remove_stale_files, wait_for_stale_writers
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, open_run, read_manifest, record_outcome
-from eagle_ray.batch.output.nested_rows import nest
-from eagle_ray.batch.output.sink import AtomicParquetSink
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.worker.nested_rows import nest
+from eagle_ray.batch.worker.sink import AtomicParquetSink
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
+from eagle_ray.runs import fence as fencing
+from eagle_ray.runs.fence import remove_stale_files, wait_for_stale_writers
+from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, open_run, read_manifest, record_outcome
 from tests.batch.s3.proxy import Refuse
 from tests.conftest import small_job, token_rows
 
@@ -74,11 +74,11 @@ def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
     def slip_in(*args: object) -> dict:
         """Another driver begins between this one's look and its write."""
         nonlocal second
-        monkeypatch.setattr("eagle_ray.batch.output.manifest._versions", dict)
+        monkeypatch.setattr("eagle_ray.runs.manifest._versions", dict)
         second = start(job())
         return {}
 
-    monkeypatch.setattr("eagle_ray.batch.output.manifest._versions", slip_in)
+    monkeypatch.setattr("eagle_ray.runs.manifest._versions", slip_in)
     with pytest.raises(OutputLocked, match="is being written by another driver"):
         start(job())
     assert second.attempt == first.attempt + 1 == read_manifest(first.output)["attempt"]

@@ -17,13 +17,14 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.job_errors import OutputLocked
-from eagle_ray.batch.output import fencing, manifest
-from eagle_ray.batch.output.lock import LOCK, lock_output
-from eagle_ray.batch.output.recorded_inputs import read_inputs
-from eagle_ray.batch.run import run_job, run_to_completion
+from eagle_ray.batch.driver.run import run_job, run_to_completion
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
+from eagle_ray.runs import fence as fencing
+from eagle_ray.runs import manifest
+from eagle_ray.runs.job_errors import OutputLocked
+from eagle_ray.runs.lease import LOCK, lock_output
+from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from tests.batch.s3.proxy import FaultProxy, Refuse
 from tests.conftest import small_job, token_rows

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from eagle_ray.batch.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
-from eagle_ray.batch.output import lock
-from eagle_ray.batch.output.lock import LOCK, Lease, lock_output
-from eagle_ray.batch.signals import interruptible
+from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs import lease as lock
+from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
+from eagle_ray.runs.lease import LOCK, Lease, lock_output
 from eagle_ray.storage import s3
 from tests.batch.s3.proxy import IgnoreConditions, Refuse
 

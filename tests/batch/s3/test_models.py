@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.error_classifier import classify_error
-from eagle_ray.batch.job_errors import CONFIGURATION, TRANSIENT, outcome_of
+from eagle_ray.batch.worker.error_classifier import classify_error
 from eagle_ray.build import check_models, download, download_metadata
 from eagle_ray.cli.validate import validate
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.model_checks import pair_here
+from eagle_ray.runs.job_errors import CONFIGURATION, TRANSIENT, outcome_of
 from eagle_ray.storage import model_store
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.path import StoragePath

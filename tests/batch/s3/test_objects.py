@@ -6,17 +6,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.input.files import find_files
-from eagle_ray.batch.input.plan import plan_input, request_rows
-from eagle_ray.batch.input.shards import rows_in, scan
-from eagle_ray.batch.job_errors import InputChanged
-from eagle_ray.batch.output.layout import CACHE, RUN
-from eagle_ray.batch.output.manifest import RunHandle
-from eagle_ray.batch.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.start_cache import StartCache
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.reader.files import find_files
+from eagle_ray.batch.reader.shards import rows_in, scan
+from eagle_ray.batch.worker.start_cache import StartCache
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
+from eagle_ray.runs.job_errors import InputChanged
+from eagle_ray.runs.layout import CACHE, RUN
+from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
 from tests.kernels.test_triton_cache import make_entry

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pyarrow.dataset
 import pytest
 
-from eagle_ray.batch.finish import finish_shards
-from eagle_ray.batch.job_errors import Incomplete, OutputLocked, OutputMismatch
-from eagle_ray.batch.output.lock import lock_output
-from eagle_ray.batch.output.manifest import SUCCESS, output_of
-from eagle_ray.batch.row_index import INDEX
-from eagle_ray.batch.run import run_to_completion
+from eagle_ray.batch.driver.finish import finish_shards
+from eagle_ray.batch.driver.run import run_to_completion
 from eagle_ray.config import JobConfig
+from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch
+from eagle_ray.runs.lease import lock_output
+from eagle_ray.runs.manifest import SUCCESS, output_of
+from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath, json_bytes
 from tests.batch.test_starts import Killed, engine, reads, rows, scans
 from tests.conftest import small_job

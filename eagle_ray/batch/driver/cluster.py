@@ -1,0 +1,429 @@
+"""The Ray cluster: join or start one, and decide how many engines it runs.
+
+connect("local")
+plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)      # 4 workers of 2 threads
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+
+from eagle_ray.batch.driver.ray_environment import LOCAL, RAY_JOB_VARIABLE
+from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
+from eagle_ray.config import ExecutionConfig
+from eagle_ray.config.job import ActorRange
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.core.start_log import log_while_waiting
+from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
+
+log = logging.getLogger("eagle_ray")
+MOST_CPU_WORKERS = 8  # each loads a copy of the models
+ROUNDING = 1e-6  # three thirds of a GPU are one
+GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
+ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
+START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
+JOIN_WITHIN_S = 90.0
+MEMORY_MESSAGE = re.compile(r"memory pressure|\bOOM\b|out of memory", re.IGNORECASE)
+NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other programs there. Waiting for memory"
+TELL_MEMORY_EVERY_S = 60.0
+MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
+ASK_GCS_EVERY_S = 5.0
+LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
+RECONNECT_AFTER_S = 0.01
+ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
+ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOCAL_OPTIONS: dict[str, Any] = {
+    "include_dashboard": False,
+    "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
+    "_node_ip_address": LOOPBACK_ADDRESS,  # Ray's servers listen there alone
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """The minimum and maximum number of engine actors, and GPUs and CPU threads of each.
+
+    accelerator_type: kind of its GPUs, or None for any.
+    """
+
+    fewest: int
+    most: int
+    num_gpus: float
+    threads: int
+    accelerator_type: str | None = None
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """Return Ray's options for a worker. CPUs are for reading and writing; engines divide them by threads."""
+        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
+        return {"num_gpus": self.num_gpus, "num_cpus": 0} | kind
+
+
+def connect(address: str) -> None:
+    """Join the cluster at the address; LOCAL starts one on this machine.
+
+    An open session is used as it is. Raises ClusterError if no cluster responds.
+    """
+    check_not_interrupted()
+    if ray.is_initialized():
+        return
+    _check_answers(address)
+    options = LOCAL_OPTIONS if address == LOCAL else {}
+    limit_s = START_WITHIN_S if address == LOCAL else JOIN_WITHIN_S
+    waiting = "starting Ray" if address == LOCAL else f"joining the Ray cluster at {address}"
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    _take_ray_messages()
+    try:
+        with _silence_stderr(), _preserve_sigterm(), log_while_waiting(waiting), time_limit(limit_s):
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    except Exception as error:  # of many kinds, bare ones among them
+        raise _start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
+    if address == LOCAL:
+        _check_loopback(ray.util.get_node_ip_address())
+    check_not_interrupted()
+
+
+def _start_error(error: Exception, limit_s: float) -> ClusterError:
+    """Return why Ray did not start on this machine, as ClusterUnfit if a retry would not help."""
+    logs = ray._common.utils.get_default_ray_temp_dir()
+    where = f" Its logs are in {logs}." if os.path.isdir(logs) else ""
+    if isinstance(error, TimeoutError) or "timed out" in str(error):
+        return ClusterError(
+            f"Ray did not start on this machine in time ({limit_s:.0f} s at most): the machine is overloaded or has no "
+            f"memory left.{where} Run the same command again once it has."
+        )
+    if isinstance(error, (PermissionError, NotADirectoryError)):
+        return ClusterUnfit(
+            f"Ray cannot start on this machine: {one_line(error)}. Set RAY_TMPDIR to a directory that can be written."
+        )
+    return ClusterError(f"Ray did not start on this machine: {one_line(error)}.{where}")
+
+
+def _join_error(error: Exception, address: str, limit_s: float) -> ClusterError:
+    """Return why the cluster at the address could not be joined."""
+    if isinstance(error, TimeoutError):
+        return ClusterError(
+            f"execution.ray_address: the Ray cluster at {address!r} could not be joined within {limit_s:.0f} s. Give "
+            "the address that its head was started with (ray start --node-ip-address), and check its Ray's version."
+        )
+    return ClusterError(
+        f"no Ray cluster at {address!r} (execution.ray_address): {one_line(error)}; "
+        "a cluster with token authentication wants RAY_AUTH_MODE=token here too"
+    )
+
+
+def _check_loopback(node_address: str) -> None:
+    """Raise ClusterError, and stop the Ray just started, if it listens on an address that other machines can reach."""
+    if node_address != LOOPBACK_ADDRESS:
+        ray.shutdown()
+        raise ClusterError(
+            f"execution.ray_address: Ray listens on {node_address} instead of {LOOPBACK_ADDRESS}, because it was "
+            "imported before its environment was prepared. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 and start again."
+        )
+
+
+def _check_answers(address: str) -> None:
+    """Raise ClusterError if nothing listens at an address with a port, ConfigError if it is not an address.
+
+    Ray resolves other addresses itself.
+    """
+    try:
+        url = urlsplit(address if "://" in address else f"//{address}")
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise ConfigError(f"execution.ray_address: {address!r} is not an address: {error}") from None
+    if host is None or port is None:
+        return
+    try:
+        socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"execution.ray_address: nothing answers at {address!r} ({error}): start the cluster there, or set it to "
+            "local"
+        ) from error
+
+
+class RayMessages:
+    """What Ray itself would print in this process: messages of raylets, and errors of its own actors.
+
+    Attributes:
+        memory_kill_at: when Ray last ended workers for lack of memory, on the monotonic clock, or None.
+    """
+
+    def __init__(self) -> None:
+        self.memory_kill_at: float | None = None
+        self._told_at = -math.inf
+
+    def receive(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+        """Log a raylet's message for debugging, and a lack of memory for the user."""
+        text = "\n".join(data["lines"])
+        log.debug("Ray: %s", text)
+        if MEMORY_MESSAGE.search(text):
+            self.memory_kill_at = time.monotonic()
+            if self.memory_kill_at - self._told_at > TELL_MEMORY_EVERY_S:
+                self._told_at = self.memory_kill_at
+                log.warning("%s", NO_MEMORY)
+
+    def lacks_memory(self, now: float) -> bool:
+        """Return whether Ray ended workers for lack of memory a short time ago."""
+        return self.memory_kill_at is not None and now - self.memory_kill_at < MEMORY_KILL_IS_RECENT_S
+
+
+ray_messages = RayMessages()
+
+
+def _take_ray_messages() -> None:
+    """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
+    worker = ray._private.worker
+    worker.print_to_stdstream = ray_messages.receive
+    worker._unhandled_error_handler = lambda e: log.debug("Ray: unhandled error: %s", e)
+
+
+@contextmanager
+def _preserve_sigterm() -> Iterator[None]:
+    """Keep SIGTERM for the job, which reports before it ends. Ray handles it twice and would end the process at once.
+
+    Its Python handler is replaced by a function that does nothing; its core takes the signal from the system.
+    """
+    setter = ray._private.utils.set_sigterm_handler
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = setter
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # what Python believes is so again
+
+
+@contextmanager
+def _silence_stderr() -> Iterator[None]:
+    """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
+
+    Log lines of this package still appear.
+    """
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    handlers = [h for h in log.handlers if isinstance(h, logging.StreamHandler) and h.stream is sys.stderr]
+    with open(stderr, "w", errors="backslashreplace", buffering=1) as stream:
+        os.dup2(nowhere, 2)
+        try:
+            for handler in handlers:
+                handler.setStream(stream)
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            for handler in handlers:
+                handler.setStream(sys.stderr)
+            os.close(nowhere)
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """Return the resources of each live node of the connected cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def check_alive() -> None:
+    """Raise ClusterError if a process of our own local cluster is gone.
+
+    Ray reports that only after a minute, and then ends this process at once.
+    """
+    node = ray._private.worker._global_node
+    if node is None:
+        return
+    gone = {name for name, _ in node.dead_processes()}
+    for name in ESSENTIAL:
+        if name in gone:
+            raise ClusterError(
+                f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
+                f"{node.get_logs_dir_path()}. Run the same command again to resume."
+            )
+
+
+def gcs_address() -> str | None:
+    """Return the address of the connected cluster's GCS; None for a Ray Client, which cannot see it."""
+    node = ray._private.worker._global_node
+    return node.gcs_address if node else None
+
+
+class GcsWatch:
+    """Detects the loss of a remote cluster: its GCS no longer responds.
+
+    Ray reports nothing for a minute, and then ends this process with exit code 1.
+    """
+
+    def __init__(self, address: str | None):
+        self._address = address
+        self._answered_at = self._asked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raise ClusterError after LOST_AFTER_S without a response. Asks every ASK_GCS_EVERY_S."""
+        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+            return
+        self._asked_at = time.monotonic()
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+            self._answered_at = time.monotonic()
+        except OSError as error:
+            if time.monotonic() - self._answered_at > LOST_AFTER_S:
+                raise ClusterError(
+                    f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
+                    f"({error}). Run the same command again to resume, on this cluster or another."
+                ) from None
+
+
+def raylet_socket() -> str | None:
+    """Return the path of the socket of the raylet of a cluster that this driver joined.
+
+    None for a Ray Client, which has none, and for our own local cluster, whose processes check_alive sees.
+    """
+    node = ray._private.worker._global_node
+    return node.raylet_socket_name if node and not node.is_head() else None
+
+
+class RayletWatch:
+    """Reports at once that the raylet of the driver's node has ended. It holds a connection and waits for its end.
+
+    Ray's core ends a driver without a raylet with exit code 1, at its next use of the object store.
+
+    Args:
+        path: of the raylet's Unix socket; None: nothing is watched.
+        on_loss: called with a ClusterError, from a thread of the watch.
+    """
+
+    def __init__(self, path: str | None, on_loss: Callable[[ClusterError], None]):
+        self._on_loss = on_loss
+        self._closing = threading.Event()
+        self._connection = socket.socket(socket.AF_UNIX)
+        if path is not None:
+            threading.Thread(target=self._watch, args=(path,), name="eagle-ray-raylet", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+        with suppress(OSError):  # not connected, or closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self, path: str) -> None:
+        """Wait until nothing listens at the path. A raylet that only dropped the connection is connected again."""
+        try:
+            while not self._closing.wait(RECONNECT_AFTER_S):
+                with self._connection as connection, suppress(ConnectionResetError):
+                    connection.connect(path)
+                    while connection.recv(1024):
+                        pass
+                self._connection = socket.socket(socket.AF_UNIX)
+        except (ConnectionRefusedError, FileNotFoundError):
+            self._on_loss(
+                ClusterError(
+                    f"the raylet of this driver's Ray node has ended ({path}; was the node lost, or out of memory?). "
+                    "Run the same command again to resume, on this cluster or another."
+                )
+            )
+        except OSError as error:  # such as a socket of another user
+            log.debug("the raylet at %s is not watched: %s", path, error)
+
+
+def plan_workers(
+    execution: ExecutionConfig,
+    device: str,
+    nodes: Sequence[Mapping[str, float]],
+    num_rows: int,
+    most_threads: int | None = None,
+) -> WorkerPlan:
+    """Return the number of workers; the cores are divided among them.
+
+    num_rows: more actors than rows would be idle. most_threads: of one worker, if the user set it. Raises
+    ClusterUnfit if no node has such GPUs at all, ClusterError if there are too few: a lost node may come back.
+    """
+    kind = execution.accelerator_type
+    if kind is not None:
+        nodes = _nodes_with(kind, nodes)
+    cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+    gpus = [node.get("GPU", 0) for node in nodes]
+    num_gpus = _gpus_per_worker(execution, device, sum(gpus))
+    if kind is not None and not num_gpus:
+        raise ClusterUnfit(
+            f"execution.accelerator_type: {kind}, and workers of this job get no GPU. Leave it out, or change "
+            "model.device or execution.gpus_per_actor."
+        )
+    room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
+    fewest, most = _range_of(execution, room, cpus)
+    if room is not None and fewest > room:
+        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
+    share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
+    most = max(1, min(most, num_rows))
+    return WorkerPlan(min(fewest, most), most, num_gpus, min(share, most_threads or share), kind)
+
+
+def _nodes_with(kind: str, nodes: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Return the nodes with this kind of GPU. Raises ClusterUnfit that names the kinds that the cluster has."""
+    found = [node for node in nodes if ACCELERATOR + kind in node]
+    if found:
+        return found
+    kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
+    there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
+    raise ClusterUnfit(
+        f"execution.accelerator_type: no node of the cluster has {kind!r}; {there}. Set it to one of them, or to null."
+    )
+
+
+def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:
+    """Describe the GPUs wanted and available, and the settings or the machine that would work."""
+    if not sum(gpus):
+        wanted = f"execution.gpus_per_actor is {num_gpus:g}, but the cluster has no GPU"
+        return f"{wanted}: run it on a machine with a GPU, or set execution.gpus_per_actor to 0 to run on CPUs"
+    by_node = f"GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}"
+    if room:
+        field = "execution.actors.min" if isinstance(execution.actors, ActorRange) else "execution.actors"
+        each = f"with {num_gpus:g} GPU{'' if num_gpus == 1 else 's'} of one node each"
+        return f"{fewest} actors {each} are wanted, and there is room for {room} ({by_node}): set {field} to {room}"
+    return (
+        f"an actor takes {num_gpus:g} GPUs of one node, and no node has as many ({by_node}): set "
+        f"execution.gpus_per_actor to {max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs"
+    )
+
+
+def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
+    """Return the minimum and maximum number of actors. room: how many the GPUs carry, or None."""
+    if isinstance(execution.actors, ActorRange):
+        return execution.actors.min, execution.actors.max
+    if execution.actors != "auto":
+        return execution.actors, execution.actors
+    if room is None:
+        return (min(max(1, cpus // 2), MOST_CPU_WORKERS),) * 2
+    return max(1, room), GROWTH * max(1, room)
+
+
+def threads_wanted(environ: Mapping[str, str]) -> int | None:
+    """Return OMP_NUM_THREADS if the user set it. A Ray job's driver always finds Ray's own 1 there."""
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ else None
+
+
+def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
+    """Return the GPUs per worker. auto: one, or an equal share if the job names more actors than there are GPUs."""
+    if device == "cuda" and not gpus:
+        raise ClusterUnfit(
+            "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
+        )
+    if execution.gpus_per_actor != "auto":
+        return execution.gpus_per_actor
+    if not gpus or device == "cpu":
+        return 0
+    return 1 / math.ceil(max(1, execution.actors / gpus)) if isinstance(execution.actors, int) else 1

@@ -1,0 +1,336 @@
+"""A Ray Dataset of prompts to a Ray Dataset of completions, lazily.
+
+    answered = generate_dataset(ray.data.read_parquet("prompts/"), config)
+    answered.take(1)[0]["text"]                                                 # 'Paris.'
+
+Nothing is stored on the way, so an execution that fails starts again from its inputs; ``run_dataset_job`` has a job's
+output, progress and resume. The columns of the input travel with each request as one opaque value, so that their types
+stay as they are. What a function of the user adds to a row travels as one opaque value, too: Arrow has one type for a
+column of a block, so values of other rows would change what the row means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+import ray.data
+from ray import cloudpickle
+
+from eagle_ray.batch.driver.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.driver.input_plan import request_columns, settings_line, template_of
+from eagle_ray.batch.driver.pipeline import map_engine
+from eagle_ray.batch.reader.carried_columns import output_names
+from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
+from eagle_ray.batch.worker.actor import EngineActor, as_config_error
+from eagle_ray.batch.worker.nested_rows import unnest
+from eagle_ray.batch.worker.progress import start_progress
+from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
+from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.core.slot_limits import usual_slots
+from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
+from eagle_ray.requests.parameters import SamplingParams, match_unsupported
+from eagle_ray.requests.refused import has_effect
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
+from eagle_ray.requests.rows import parse_row, with_checked_texts
+from eagle_ray.requests.values import describe_value, plain_value
+from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.storage.path import StoragePath
+
+log = logging.getLogger("eagle_ray")
+INPUT_ROW = pa.field("_input_row", pa.binary())  # an Arrow stream of one row: the input's columns
+ADDED_VALUES = pa.field("_added_values", pa.binary())  # a pickled dictionary: what a function added to the row
+SAMPLING_PARAMS = "sampling_params"  # a column of dictionaries, as Ray Data's own LLM processors take it
+ERROR_COLUMN = "max_tokens"  # holds the error of a row whose sampling_params are none; any column that is read does
+LOCATION = RowLocation("dataset", "dataset", RowPosition(0, None))  # a row of a Dataset has no place to name
+WITHOUT_MEANING = ("row_index", "source_file", "run_id", "attempt", "config_hash")  # output columns of a job's files
+ADDED = tuple(field.name for field in OUTPUT_FIELDS if field.name not in WITHOUT_MEANING)
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
+READ = frozenset(field.name for field in ROW_FIELDS) | {"prompt"}  # input columns that the output's replace
+PATHS = {"input": {"path": "dataset"}, "output": {"path": "dataset"}}  # keys that are required and not read
+# Keys, or their beginnings, of a job's input files, its output and what it does at its end.
+OF_JOBS = (
+    "input.format",
+    "input.allow_unfinished",
+    "execution.ray_address",
+    "execution.rows_per_file",
+    "execution.max_error_rate",
+    "execution.price_per_hour",
+    "execution.restarts.",
+    "execution.shard",
+    "output.format",
+    "output.partition_by",
+    "output.compression",
+    "output.if_exists",
+    "report.",
+    "on_finish.",
+    "logging.format",
+    "logging.progress_every_s",
+)
+MANY_ROWS = 1 << 30  # how many there are is not known before they are read
+
+
+class DatasetActor(EngineActor):
+    """An EngineActor without a driver that watches it: a failed start fails the execution."""
+
+    def _cannot_start(self, error: Exception) -> NoReturn:
+        raise as_config_error(error) from None
+
+
+def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:
+    """Return the input's columns and the output columns ADDED, one row per sample.
+
+    Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and sampling values of
+    their own, also as a dictionary sampling_params. A row without an id gets one from its content, so that seeds
+    depend on neither order nor blocks. A row that cannot be answered has status error. An input column with the name of
+    an output column gets the prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the
+    cluster lacks the GPUs.
+    """
+    from eagle_ray.build import check_models  # torch
+
+    _check_keys(config)
+    check_models(config.model, config.speculative)
+    execution, limit = config.execution, config.input.limit
+    if limit is not None:
+        dataset = dataset.limit(limit)
+    if execution.preserve_order:
+        dataset.context.execution_options.preserve_order = True  # the context of every Dataset made from it, too
+    log.setLevel(config.logging.level.upper())
+    columns = dataset.columns(fetch_if_missing=False)  # None where a function makes them
+    if columns is not None:
+        name_settings(tuple(columns))
+    workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
+    batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
+    run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
+    actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
+    requests = dataset.map_batches(
+        RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+    )
+    nested = map_engine(requests, batch_size, workers, actor_args, DatasetActor)
+    return nested.map_batches(
+        OutputMaker(config.input.passthrough), batch_format="pyarrow", batch_size=None, udf_modifying_row_count=True
+    )
+
+
+def _check_keys(config: JobConfig) -> None:
+    """Raise ConfigError naming the keys that ask for what only a job can do, which stores its output."""
+    usual = flatten_config(JobConfig.model_validate(PATHS).model_dump(mode="json"))
+    given = flatten_config(config.model_dump(mode="json"))
+    wrong = [key for key in given if key.startswith(OF_JOBS) and given[key] and given[key] != usual.get(key)]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: of no meaning to eagle_ray.generate without output_path, which stores nothing. Leave "
+            "them out, or give output_path."
+        )
+
+
+@cache
+def name_settings(columns: tuple[str, ...]) -> None:
+    """Log once in this process which of these columns are taken for parameters of their rows."""
+    if (line := settings_line(READ.intersection(columns) - {"prompt"})) is not None:
+        log.warning("%s", line)
+
+
+def add_columns(dataset: ray.data.Dataset, function: RowFunction) -> ray.data.Dataset:
+    """Return the Dataset with the columns that the function returns for each row, added or in place of its own."""
+    return dataset.map_batches(ColumnAdder(function), batch_format="pyarrow", batch_size=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnAdder:
+    """A task that calls a function on each row of a block and keeps what it returns in the column ADDED_VALUES."""
+
+    function: RowFunction
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        added = [with_checked_texts(self.function(row)) for row in batch.to_pylist()]
+        values = pa.array([cloudpickle.dumps(row) for row in added], ADDED_VALUES.type)
+        return batch.append_column(ADDED_VALUES, values)
+
+
+def split_added(batch: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
+    """Return the block without ADDED_VALUES, and what was added to each row."""
+    if ADDED_VALUES.name not in batch.column_names:
+        return batch, [{}] * len(batch)
+    added = [cloudpickle.loads(value) for value in batch[ADDED_VALUES.name].to_pylist()]
+    return batch.drop_columns([ADDED_VALUES.name]), added
+
+
+def with_added_columns(table: pa.Table, added: list[dict[str, Any]], but: Container[str]) -> pa.Table:
+    """Return the rows with what was added to them as columns. A row without a value has that of its own column.
+
+    but: added names that become no columns.
+    """
+    for name in dict.fromkeys(name for row in added for name in row if name not in but):
+        is_read = name in table.column_names and any(name not in row for row in added)
+        own = table[name].to_pylist() if is_read else [None] * len(added)
+        column = any_column([row.get(name, value) for row, value in zip(added, own, strict=True)])
+        others = table.drop_columns([name]) if name in table.column_names else table
+        table = others.append_column(name, column)
+    return table
+
+
+def any_column(values: list[Any]) -> pa.Array:
+    """Return values as a column of the type that Arrow finds; if it finds none, as texts and JSON texts."""
+    values = [None if isinstance(value, RequestError) else value for value in values]
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
+        return pa.array([None if value is None else _text(value) for value in values], pa.string())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else value_json(value)
+
+
+def value_json(value: Any) -> str:
+    """Return the JSON text of any value, which arrow_rows reads."""
+    return json.dumps(plain_value(value, _opened), default=_json_form)
+
+
+def _json_form(value: Any) -> Any:
+    if isinstance(value, RequestError):
+        return {ERROR_KEY: [value.code, str(value)]}
+    return list(value) if isinstance(value, bytes) else str(value)
+
+
+def _opened(value: Any) -> Any:
+    """Return what an object of a user's function says: its values, or a model's schema. Keys are texts, as in JSON."""
+    if isinstance(value, SamplingParams):
+        return value.given()
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):
+        return value.model_json_schema()
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(exclude_unset=True)
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """A task that turns blocks of input rows into request rows. columns: where a row has its prompt and id.
+
+    settings: how rows are treated that cannot be answered, and columns that ask for what rows cannot set.
+    names_settings: whether to log the columns that are taken for parameters.
+    """
+
+    columns: RequestColumns
+    settings: InputConfig
+    names_settings: bool = False
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        rows = []
+        inputs, added = split_added(batch)
+        if self.names_settings:
+            name_settings(tuple(inputs.column_names))
+        table = with_added_columns(inputs, added, READ | {SAMPLING_PARAMS})
+        for i, row in enumerate(arrow_rows(inputs)):
+            row = {name: plain_value(value, _opened) for name, value in (row | added[i]).items()}
+            request = self._request(with_checked_texts(row))
+            carried = stream_bytes(table.slice(i, 1))
+            if self.columns.id.column_in(row) is None or request.id == LOCATION.id:
+                request = replace(request, id=content_id(request))
+            if request.error is not None and self.settings.on_bad_row == "fail":
+                message = str(request.error).removeprefix(f"{LOCATION}: ")
+                raise ConfigError(f"dataset: {message} (input.on_bad_row is fail)")
+            rows.append(request.to_row() | {INPUT_ROW.name: carried})
+        return table_of(rows, request_schema([INPUT_ROW]))
+
+    def _request(self, row: dict[str, Any]) -> Request:
+        row = with_sampling_params(row)
+        for name, value in row.items() if self.settings.on_unknown != "carry" else ():
+            parameter = match_unsupported(name)
+            if parameter is None or not has_effect(parameter, value):
+                continue
+            problem = f"dataset: column {name!r} is a request parameter that rows cannot set"
+            if self.settings.on_unknown == "refuse":
+                raise ConfigError(f"{problem}. Drop it, or treat it as data (input.on_unknown=carry).")
+            log.warning("%s. It is treated as data.", problem)
+        return parse_row(row, self.columns, LOCATION)
+
+
+def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with the entries of its sampling_params as values."""
+    params = plain_value(row.get(SAMPLING_PARAMS), _opened)
+    rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
+    if params is None or isinstance(params, RequestError):
+        return rest if params is None else rest | {ERROR_COLUMN: params}
+    if not isinstance(params, Mapping):
+        wrong = f"column {SAMPLING_PARAMS!r} must be an object of sampling values, got {describe_value(params)}"
+        return rest | {ERROR_COLUMN: RequestError("bad_type", wrong)}
+    return rest | {name: value for name, value in params.items() if value is not None}
+
+
+def content_id(request: Request) -> str:
+    """Return an id made from what a request asks: rows that ask the same have the same id, and so the same samples."""
+    asked = {name: value for name, value in request.to_row().items() if name != "request_id" and value is not None}
+    return hashlib.blake2b(repr(sorted(asked.items())).encode(), digest_size=8).hexdigest()
+
+
+def stream_bytes(table: pa.Table) -> bytes:
+    """Return the table as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMaker:
+    """A task that turns blocks of nested output rows into rows of the result. carried: as input.passthrough."""
+
+    carried: str | list[str]
+
+    def __call__(self, nested: pa.Table) -> pa.Table:
+        return with_input_columns(nested, self.carried)
+
+
+def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa.Table:
+    """Return the rows of a block with the columns of their input rows before the output columns.
+
+    carried: all, none or a list of names, as input.passthrough.
+    """
+    rows = unnest(nested)
+    streams = [pa.ipc.open_stream(value.as_buffer()).read_all() for value in rows[INPUT_ROW.name].combine_chunks()]
+    outputs = rows.select(ADDED)
+    messages = pc.replace_substring(outputs["error_message"], f"{LOCATION}: ", "", max_replacements=1)
+    outputs = outputs.set_column(outputs.column_names.index("error_message"), "error_message", messages)
+    if not streams:
+        return outputs
+    inputs = _concatenated(streams)
+    listed = {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
+    kept = [name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS]
+    names = output_names(kept, ADDED)
+    inputs = inputs.select(list(names)).rename_columns(list(names.values()))
+    for field, column in zip(outputs.schema, outputs.columns, strict=True):
+        inputs = inputs.append_column(field, column)
+    return inputs.combine_chunks()
+
+
+def _concatenated(tables: list[pa.Table]) -> pa.Table:
+    """Return tables as one. Columns whose types have no common type become texts and JSON texts."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        names = dict.fromkeys(name for table in tables for name in table.column_names)
+        return pa.table({name: _joined(name, tables) for name in names})
+
+
+def _joined(name: str, tables: list[pa.Table]) -> pa.ChunkedArray | pa.Array:
+    parts = [table[name] if name in table.column_names else pa.nulls(len(table)) for table in tables]
+    try:
+        return pa.concat_tables([pa.table([part], [name]) for part in parts], promote_options="permissive")[name]
+    except pa.ArrowException:
+        return any_column([value for part in parts for value in part.to_pylist()])

@@ -1,0 +1,493 @@
+"""InputPlan: the whole input, scanned before anything starts.
+
+It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
+ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
+
+    plan = plan_input(config)
+    [request.id for request in requests_of(plan)]      # ['q-1', 'q-2']
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eagle_ray import __version__
+from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
+from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
+from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.jsonl import detect_batch
+from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
+from eagle_ray.batch.reader.run_files import RUN_FORMAT
+from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
+from eagle_ray.batch.reader.shards import Shard, chunks_in
+from eagle_ray.batch.reader.unread import check_unread
+from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
+from eagle_ray.requests.request import Request, table_of_requests
+from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
+from eagle_ray.requests.rows import InputRow, id_of, parse_row
+from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
+from eagle_ray.runs.id_digests import EMPTY, Digests, digests, isin
+from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.storage.path import StoragePath
+
+ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """The input as it was scanned.
+
+    Attributes:
+        passthrough_columns: the columns to pass through, in order.
+        row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
+        index: its files and rows. Readers of a shard have none.
+        fingerprints: of the files, by path.
+        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
+        key: of the settings and the content of the files; equal keys have equal rows.
+        default_rows: output rows of an id that the input does not have, whose rows another input left.
+        job_shard: the part of the rows that this process runs; None for all.
+    """
+
+    files: tuple[InputFile, ...]
+    shards: tuple[Shard, ...]
+    columns: RequestColumns
+    passthrough_columns: tuple[PassthroughColumn, ...]
+    row_settings: frozenset[str]
+    index: InputIndex | None = field(compare=False)
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict, compare=False)
+    changes: InputChanges = field(default_factory=lambda: InputChanges(), compare=False)
+    key: str = field(default="", compare=False)
+    default_rows: int = 1
+    job_shard: JobShard | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def for_readers(self) -> InputPlan:
+        """Return the part that readers of a shard need."""
+        return replace(self, shards=(), index=None, fingerprints={}, changes=InputChanges())
+
+    @property
+    def without_passthrough(self) -> InputPlan:
+        """Return the plan of the requests alone."""
+        return replace(self, passthrough_columns=())
+
+    @property
+    def needed(self) -> list[str]:
+        """Return the input columns that requests are made of."""
+        return self.columns.needed
+
+    @property
+    def rows(self) -> ExpectedRows:
+        """Return the rows by id, of the job's shard if it has one. Raises ValueError as all_rows does."""
+        return self.all_rows if self.job_shard is None else self.all_rows.of_shard(self.job_shard)
+
+    @property
+    def all_rows(self) -> ExpectedRows:
+        """Return the rows of all shards by id. Raises ValueError for a reader's plan, which has no index."""
+        index = self.index
+        if index is None:
+            raise ValueError("the plan of a reader has no index of rows")
+        numbers = {file.path: index.files[file.path].number for file in self.files}
+        allowed = np.zeros(index.next_number, np.int64)
+        for shard in self.shards:
+            allowed[numbers[shard.file.path]] += shard.num_rows
+        starts, total = np.zeros_like(allowed), 0
+        for file in self.files:
+            starts[numbers[file.path]] = total
+            total += int(allowed[numbers[file.path]])
+        return ExpectedRows(index, allowed, starts, self.default_rows)
+
+    @property
+    def passthrough(self) -> list[pa.Field]:
+        """Return the output columns of the passthrough columns."""
+        return [column.field for column in self.passthrough_columns]
+
+    @property
+    def passthrough_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each passthrough column, by its name in the output."""
+        return {column.name: column.type for column in self.passthrough_columns}
+
+    @property
+    def source_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each passthrough column, by its name in the input."""
+        return {column.source: column.type for column in self.passthrough_columns}
+
+
+@dataclass(frozen=True, slots=True)
+class InputChanges:
+    """How input files differ from those of the run's earlier attempts.
+
+    Attributes:
+        grown: paths of files with more rows at their end.
+        rewritten: paths of other changed files whose old rows the index knows.
+        changed: ids whose request is another one now.
+        vanished: ids of the rewritten files that are in no file now.
+    """
+
+    grown: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()
+    changed: Digests = field(default_factory=lambda: EMPTY)
+    vanished: Digests = field(default_factory=lambda: EMPTY)
+
+    def of_shard(self, shard: JobShard) -> InputChanges:
+        """Return the changes with the ids of one shard only."""
+        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
+        return replace(self, changed=changed, vanished=vanished)
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousRun:
+    """What earlier attempts at an output left for the scan of its input.
+
+    Attributes:
+        index: directory of the run's index.
+        inputs: the fingerprints that it recorded, by path.
+        finished_key: key of the plan whose rows the output holds, all of them, or None.
+    """
+
+    index: StoragePath
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    finished_key: str | None = None
+
+
+def plan_input(
+    config: JobConfig, previous: PreviousRun | None = None, scan_with: Callable[[RowScanner], Scan] | None = None
+) -> InputPlan:
+    """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
+
+    With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
+    parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
+    again. scan_with: makes the scan of new files from one that scans them here.
+    """
+    files = find_files(config.input.path, config.input.format, config.input.allow_unfinished)
+    of_run = any(file.format == RUN_FORMAT for file in files)
+    columns = request_columns(config.input.columns, template_of(config.input), of_run)
+    job_shard = JobShard.of(config.execution.shard) if config.execution.shard else None
+    noted = previous.inputs if previous is not None else {}
+    prints = fingerprints(files, noted)
+    detects = _detects_batches(config.input)
+    settings = {"columns": columns, "n": config.sampling.n, "detects": detects, "version": __version__}
+    index = InputIndex(index_key(settings))
+    if previous is not None:
+        index = InputIndex.load(previous.index, index.key)
+    if detects:
+        files = _with_formats(files, prints, index)
+    key = _plan_key(config, files, prints)
+    finished = previous is not None and key == previous.finished_key
+    if not finished:
+        index = index.with_rows()
+    scanner = RowScanner(config, columns)
+    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
+    if job_shard is not None:
+        changes = changes.of_shard(job_shard)
+
+    types: dict[str, pa.DataType] = {}
+    shards: list[Shard] = []
+    for file in files:
+        entry = index.files[file.path]
+        join_into(types, entry.types)
+        shards += entry.shards_of(file)
+    if types:
+        _check_columns(config.input.columns, columns, types)
+    limited = _apply_limit(shards, config.input.limit)
+    nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
+    names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
+    passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
+    row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
+    plan = InputPlan(
+        files=files,
+        shards=limited,
+        columns=columns,
+        passthrough_columns=passthrough,
+        row_settings=row_settings,
+        index=index,
+        fingerprints=prints,
+        changes=changes,
+        key=key,
+        default_rows=config.sampling.n,
+        job_shard=job_shard,
+    )
+    if not finished:  # the run has passed these checks with this key
+        mapped = (columns.id, *columns.prompt_paths)
+        check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
+        _check_ids(plan, plan.all_rows.duplicates())
+        _check_rows(plan, config.input.on_bad_row)
+    return plan
+
+
+def _update(
+    index: InputIndex,
+    files: Iterable[InputFile],
+    noted: Mapping[str, Fingerprint],
+    prints: Mapping[str, Fingerprint],
+    scan_parts: Scan,
+) -> InputChanges:
+    """Scan the files that the index lacks, and return what changed since the run recorded its input."""
+    files = list(files)
+    before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
+    differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
+    growth = Growth(prints)
+    grown = {file.path for file in differing if growth(file, noted[file.path])}
+    if not index.add(files, prints, scan_parts, growth):
+        return InputChanges(tuple(sorted(grown)))
+
+    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
+    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
+    current = {index.files[file.path].number for file in files}
+    changed, gone = index.compare(replaced.values(), current)
+    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
+
+
+class Growth:
+    """Tells whether a file's lines are the recorded ones, and more behind them. A file is read once for one record."""
+
+    def __init__(self, prints: Mapping[str, Fingerprint]) -> None:
+        self._prints = prints
+        self._found: dict[tuple[str, str], bool] = {}
+
+    def __call__(self, file: InputFile, was: Fingerprint) -> bool:
+        if file.format not in ("jsonl", "openai_batch") or not file.can_split:
+            return False
+        key = (file.path, content_of(was))
+        if key not in self._found:
+            self._found[key] = begins_with(file.storage_path, was, self._prints[file.path])
+        return self._found[key]
+
+
+def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
+    content = [(file.path, file.name, file.format, content_of(prints[file.path])) for file in files]
+    settings = config.input.model_dump(mode="json", exclude={"path"})
+    checked = {"input": settings, "n": config.sampling.n, "partition_by": config.output.partition_by}
+    checked["shard"] = config.execution.shard
+    return index_key(checked | {"files": content, "version": __version__})
+
+
+def _detects_batches(config: InputConfig) -> bool:
+    """Return whether OpenAI batch files are detected: unless the configuration says how to read a file's lines."""
+    return config.format == "auto" and config.template is None and not any(config.columns.model_dump().values())
+
+
+def _with_formats(
+    files: Iterable[InputFile], prints: Mapping[str, Fingerprint], index: InputIndex
+) -> tuple[InputFile, ...]:
+    """Return the files with the format that the index has for their content. Others are opened."""
+    known = [index.known_format(file, prints[file.path]) for file in files]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        opened = threads.map(
+            detect_batch, [file for file, format_ in zip(files, known, strict=True) if format_ is None]
+        )
+        return tuple(
+            next(opened) if format_ is None else file if format_ == file.format else replace(file, format=format_)
+            for file, format_ in zip(files, known, strict=True)
+        )
+
+
+def row_settings_line(plan: InputPlan) -> str | None:
+    """Return settings_line of the plan's columns; requests of batch files are not columns."""
+    if plan.index is None:
+        return None
+    entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
+    names = {name for entry in entries for name, type_ in entry.types.items() if not pa.types.is_null(type_)}
+    return settings_line(names & ROW_SETTINGS)
+
+
+def settings_line(names: Iterable[str]) -> str | None:
+    """Return one line that names the columns that are taken for parameters of their rows, or None if there are none."""
+    listed = ", ".join(sorted(names))
+    return f"columns that set parameters of their rows: {listed}. Rename a column that is data." if listed else None
+
+
+def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
+    """Raise ConfigError if there are no rows and input.allow_empty is not set."""
+    if plan.num_rows == 0 and not config.input.allow_empty:
+        raise ConfigError(
+            f"input.path: there is no row in {_files(plan)}. Give an input with rows, or --allow-empty "
+            "(input.allow_empty: true) if that is as it should be."
+        )
+
+
+def _files(plan: InputPlan) -> str:
+    others = f" and {len(plan.files) - 1} other files" if len(plan.files) > 1 else ""
+    return f"{plan.files[0].path}{others}"
+
+
+def requests_of(plan: InputPlan) -> Iterator[Request]:
+    """Yield the request of every row of the input in order, good or bad, with its carried columns."""
+    return map(Request.of_row, request_rows(plan))
+
+
+def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
+    """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
+    for table in request_tables(plan):
+        columns = [python_values(table[name]) for name in table.schema.names]
+        yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+
+
+def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
+    """Yield the rows in small tables."""
+    for shard in plan.shards:
+        yield from shard_tables(plan, shard)
+
+
+def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
+    """Yield the requests of one shard in small tables."""
+    for chunk in chunks_in(shard, plan.needed, plan.source_types):
+        requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
+        table = table_of_requests(requests)
+        for column in plan.passthrough_columns:
+            table = table.append_column(column.name, chunk.carried[column.source])
+        yield table
+
+
+def request_columns(
+    config: ColumnsConfig, template: PromptTemplate | None = None, of_run: bool = False
+) -> RequestColumns:
+    """Return the configured columns. Without a configured prompt, every default prompt column of the rows is read.
+
+    of_run: the rows are those of another run, which have ids that are made for them, and no prompt of their own.
+    """
+    names = (*PROMPTS, "turns")
+    configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
+    if template is not None and configured:
+        raise ConfigError(f"input.template: input.columns.{next(iter(configured))} is set too. Keep one of them.")
+    if of_run and template is None and not configured:
+        raise ConfigError(
+            "input.template: missing. The rows of a run (input.path run:DIR) are asked something about with a template "
+            f"of their columns, {', '.join(CONTEXT)} or a carried one; or name a prompt column in input.columns."
+        )
+    id_column = _path("id", config.id or (RUN_ID if of_run else "id"))
+    defaults = {} if template is not None else {name: _path(name, name) for name in PROMPTS}
+    return RequestColumns(id_column, configured or defaults, template)
+
+
+def template_of(config: InputConfig) -> PromptTemplate | None:
+    """Return the parsed input.template. Raises ConfigError."""
+    given = config.template
+    if given is None:
+        return None
+    try:
+        return PromptTemplate.of(given if isinstance(given, str) else [dict(message) for message in given])
+    except ValueError as error:
+        raise ConfigError(f"input.template: {error}") from None
+
+
+def _path(name: str, text: str) -> ColumnPath:
+    try:
+        return ColumnPath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"input.columns.{name}: {error}") from None
+
+
+def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
+    """Check that configured columns exist in some file, and that there is a prompt."""
+    for name, path in [("id", columns.id), *columns.prompts.items()]:
+        if path.text in ROW_SETTINGS:
+            raise ConfigError(
+                f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
+            )
+        if getattr(config, name) is not None and path.column_in(types) is None:
+            raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
+    for path in columns.template.fields if columns.template is not None else ():
+        if path.column_in(types) is None:
+            raise ConfigError(f"input.template: no file has a column {path.text!r}{_near(path.text, types)}")
+    if columns.template is None and not any(path.column_in(types) for path in columns.prompts.values()):
+        raise ConfigError(
+            f"input.columns: no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}. Name the one that holds "
+            "the prompts with input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with "
+            f"input.template; columns: {', '.join(types)}"
+        )
+
+
+def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
+    """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
+    paths = (columns.id, *columns.prompts.values())
+    mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
+    return [name for name in names if name not in mapped]
+
+
+def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+    if config.passthrough == "none":
+        return []
+    if config.passthrough == "all":
+        return [name for name in types if name not in columns.fully_used]
+    for name in config.passthrough:
+        if types and name not in types:
+            raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
+    return list(dict.fromkeys(config.passthrough))
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
+
+
+def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+    """Return the first rows of the input, in file order."""
+    if limit is None:
+        return tuple(shards)
+    kept: list[Shard] = []
+    for shard in shards:
+        if limit > 0:
+            kept.append(shard.truncate(min(shard.num_rows, limit)))
+            limit -= shard.num_rows
+    return tuple(kept)
+
+
+def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
+    """Return the sorted digests of these ids and their positions in the input."""
+    for row, location in _rows(plan) if len(wanted) else ():
+        request_id = id_of(row, plan.columns, location)
+        if isin(digests([request_id]), wanted):
+            yield request_id, location
+
+
+def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+    """Return the first of these ids as text, for a message."""
+    names: list[str] = []
+    for name, _ in ids_in(plan, np.sort(ids)):
+        if len(names) == most:
+            return ", ".join([*names, "..."])
+        names.append(name)
+    return ", ".join(names)
+
+
+def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:
+    """Raise ConfigError naming both locations of an id that occurs twice."""
+    locations: dict[str, RowLocation] = {}
+    for request_id, location in ids_in(plan, duplicate_ids):
+        if request_id in locations:
+            raise _duplicate_error(request_id, locations[request_id], location)
+        locations[request_id] = location
+
+
+def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -> ConfigError:
+    fix = "make the ids unique"
+    if request_id == first.id == second.id:
+        fix = "their files have the same name below their roots: use one glob or a parent directory, or an id column"
+    return ConfigError(f"id {request_id!r} occurs twice: {first} and {second}; {fix}")
+
+
+def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
+    for shard in plan.shards:
+        for chunk in chunks_in(shard, plan.needed, plan.source_types):
+            yield from ((row, shard.file.location_of(position)) for position, row in chunk.rows)
+
+
+def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
+    for row, location in _rows(plan) if on_bad_row == "fail" else ():
+        request = parse_row(row, plan.columns, location)
+        if request.error is not None:
+            raise ConfigError(f"{request.error} (input.on_bad_row is fail)")

@@ -1,0 +1,320 @@
+"""ProgressMonitor: log a running job's progress, and stop the job if it cannot end well.
+
+It reports the rows that engines have finished and, separately, the rows in files, to the log and to
+``_progress.json``.
+
+    with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
+        dataset.write_datasink(sink)
+    # [   12 s] 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import cast
+
+import ray
+from ray.actor import ActorHandle
+
+from eagle_ray.batch.driver.cluster import (
+    GcsWatch,
+    RayletWatch,
+    WorkerPlan,
+    check_alive,
+    gcs_address,
+    ray_messages,
+    raylet_socket,
+)
+from eagle_ray.batch.driver.display import Facts, display
+from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
+from eagle_ray.batch.driver.usage_meter import USAGE, UsageMeter
+from eagle_ray.batch.worker.progress import Progress
+from eagle_ray.config.records import ProgressRecord
+from eagle_ray.engine.counters import choice_text
+from eagle_ray.report.text import FALLBACK_NAMES
+from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
+from eagle_ray.runs.layout import read_derived_record
+from eagle_ray.runs.manifest import PROGRESS, RUN, RunHandle
+from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.storage.path import StoragePath, json_bytes
+from eagle_ray.storage.retry_budget import disable_extended_retries
+
+log = logging.getLogger("eagle_ray")
+POLL_S = 1.0
+MIN_RATE_WINDOW_S = 1.0  # a speed over less time says nothing
+MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
+
+
+STALL_LIMITS_S = {"memory": 600.0, "workers to start": 7200.0}  # without an answered row, by what is waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop the job. max_error_rate: a share of rows. max_starts: worker starts without a good row
+    between them.
+    """
+
+    max_error_rate: float
+    max_starts: int
+
+    def exceeded_by(self, progress: Progress) -> Exception | None:
+        if progress.fatal is not None:
+            return progress.fatal
+        if progress.rows >= MIN_ROWS_FOR_ERROR_RATE and progress.errors > self.max_error_rate * progress.rows:
+            return TooManyErrors(f"{progress.errors} of {progress.rows} rows are errors")
+        if progress.consecutive_starts > self.max_starts:
+            last = progress.notes[-1] if progress.notes else "none of them left a word"
+            return ClusterError(
+                f"workers die again and again: {progress.consecutive_starts} were started "
+                f"and no row was answered ({last})"
+            )
+        return None
+
+
+def waited_for(progress: Progress, lacks_memory: bool) -> str | None:
+    """Return what the job waits for, a key of STALL_LIMITS_S, or None."""
+    if lacks_memory:
+        return "memory"
+    return None if progress.starts else "workers to start"
+
+
+def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
+    """Return why the job ends if it has waited for too long."""
+    if waiting_for is None or seconds <= STALL_LIMITS_S[waiting_for]:
+        return None
+    why = {
+        "memory": "Ray ends workers because a node's memory is nearly full. End other programs there, or set "
+        "execution.actors or execution.slots to less",
+        "workers to start": "the cluster has not started any worker. Another job may hold its GPUs or memory: see "
+        "`ray status`",
+    }
+    return ClusterError(
+        f"no row was answered for {seconds:.0f} s: {why[waiting_for]}. Run the same command again to resume."
+    )
+
+
+class ProgressMonitor:
+    """While it is open, it logs progress and writes ``_progress.json`` every few seconds.
+
+    A job that cannot end well is stopped: the main thread is interrupted, and leaving the context raises the reason:
+    the error that keeps workers from starting, TooManyErrors once MIN_ROWS_FOR_ERROR_RATE rows are done,
+    ClusterError if workers crash repeatedly, OutputDamaged or FencedError if ``_run.json`` is deleted or names
+    another attempt.
+    """
+
+    def __init__(
+        self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
+    ):
+        self._actor, self._run, self._num_rows = actor, run, num_rows
+        self._every_s, self._limits = every_s, limits
+        self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
+        self._num_start_lines = 0
+        self._choices: set[str] = set()  # workers whose choice of a method was logged
+        self._planner_errors: set[str] = set()  # workers whose planner's failure was logged
+        self._fallbacks: set[tuple[str, str]] = set()  # what does not run and why, as it was logged
+        self._started, self._ready_at = time.monotonic(), None
+        self._latest = Progress()  # what the workers last reported
+        self._num_rows_seen, self._advanced_at = 0, self._started
+        self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
+        self._gcs = GcsWatch(gcs_address())
+        self._stop_reason: Exception | None = None
+        self._write_error = ""  # why the latest progress file could not be written
+        self._thread = threading.Thread(target=self._monitor_loop, name="eagle-ray-progress", daemon=True)
+
+    def __enter__(self) -> ProgressMonitor:
+        self._thread.start()
+        self._raylet = RayletWatch(raylet_socket(), self._stop_without_raylet)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self._closing.set()
+        self._raylet.close()
+        self._thread.join()
+        if self._stop_reason is not None:
+            if not is_interrupted():
+                accept_interrupt()
+            raise self._stop_reason from None
+        if self._write_error and error is None:
+            log.warning("%s cannot be written: %s", PROGRESS, self._write_error)
+
+    def _monitor_loop(self) -> None:
+        disable_extended_retries()
+        next_file = self._started
+        with display(self._every_s) as progress_display:
+            while not self._closing.wait(min(POLL_S, self._every_s)):
+                if (progress := self._poll()) is None:
+                    progress = self._latest
+                    self._check_limits(progress)
+                self._latest = progress
+                self._rows_in_files = progress.rows_in_files
+                if is_due := time.monotonic() >= next_file:
+                    next_file += self._every_s
+                facts = self._facts(progress)
+                progress_display.show(facts)
+                if is_due:
+                    self._write(facts)
+            if self._stop_reason is None and (progress := self._poll()) is not None:
+                self._count_files()
+                progress_display.show_last(facts := self._facts(progress))
+                self._write(facts)
+
+    def _poll(self) -> Progress | None:
+        """Return the workers' progress, after logging their notes and checking the limits."""
+        try:
+            check_alive()
+            self._gcs.check()
+            if self._run.output.is_local:  # on S3 a request: only where the progress file is written
+                self._run.check_current()
+            progress = cast(Progress, ray.get(self._actor.snapshot.remote(), timeout=30))
+        except JobError as error:
+            self._stop(error)
+            return None
+        except OSError as error:  # the rows matter, not this
+            log.debug("%s cannot be read now: %s", RUN, error)
+            return None
+        except ray.exceptions.RayError:  # an ending cluster, or one that is too busy: the next look will tell
+            return None
+        for level, line in progress.start_lines[self._num_start_lines :]:
+            log.log(level, line)
+        self._num_start_lines = len(progress.start_lines)
+        for note in progress.notes[self._num_notes :]:
+            log.warning(note)
+        self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
+        self._log_choices(progress)
+        self._log_planner_errors(progress)
+        self._log_fallbacks(progress)
+        if self._ready_at is None:
+            self._ready_at = progress.ready_at
+        self._check_limits(progress)
+        return progress
+
+    def _log_choices(self, progress: Progress) -> None:
+        """Log what speculative.method auto chose, once for each worker."""
+        for name in progress.method_choices.keys() - self._choices:
+            report = progress.workers[name]
+            log.info("worker %s: %s", name, choice_text(report.method or "", report.method_rates))
+            self._choices.add(name)
+
+    def _log_planner_errors(self, progress: Progress) -> None:
+        """Warn of each worker whose planner failed, once."""
+        for name in progress.planner_errors.keys() - self._planner_errors:
+            error = progress.planner_errors[name]
+            log.warning("worker %s drafts nothing from now on: its planner failed (%s)", name, error)
+            self._planner_errors.add(name)
+
+    def _log_fallbacks(self, progress: Progress) -> None:
+        """Warn of kernels or CUDA graphs that do not run on CUDA devices, once for each reason."""
+        for name, reasons in progress.fallbacks.items():
+            for part, reason in reasons.items() - self._fallbacks:
+                self._fallbacks.add((part, reason))
+                if not any(reason in line for _, line in progress.start_lines):  # else the worker warned at its start
+                    log.warning("worker %s runs without %s: %s", name, FALLBACK_NAMES[part], reason)
+
+    def _count_files(self) -> None:
+        """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""
+        try:
+            reported = cast(dict[str, int], ray.get(self._actor.files.remote(), timeout=30))
+            self._rows_in_files = count_rows(self._run.data, self._run.attempt, reported)
+        except (OSError, JobError, ray.exceptions.RayError) as error:  # the rows matter, not this
+            log.debug("the files cannot be counted now: %s", error)
+
+    def _write(self, facts: Facts) -> None:
+        """Write the progress file. A failure is logged once the job is done: a failed write of rows says more."""
+        try:
+            self._run.publish(PROGRESS, json_bytes(facts))
+            self._write_error = ""
+        except JobError as error:
+            self._stop(error)
+        except OSError as error:  # the rows matter, not this
+            self._write_error = str(error)
+            log.debug("%s cannot be written: %s", PROGRESS, error)
+
+    def _facts(self, progress: Progress) -> Facts:
+        """Return the facts that are logged and written to ``_progress.json``."""
+        now = time.monotonic()
+        waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
+        running = now - (self._ready_at or now)
+        self._meter.update(len(progress.workers), now)
+        rows_left = max(0, self._num_rows - progress.rows)
+        return {
+            "run_id": self._run.run_id,
+            "attempt": self._run.attempt,
+            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "elapsed_s": round(now - self._started, 1),
+            "working_s": round(running, 1),  # since the first worker was ready
+            "workers_started": progress.starts,
+            "workers_ready": len(progress.workers),
+            "starting": progress.starting,
+            "waiting_for": waiting_for,
+            "rows_to_do": self._num_rows,
+            "rows_done": min(progress.rows, self._num_rows),  # a lost worker's rows are made, and counted, again
+            "rows_in_files": self._rows_in_files,
+            "errors": progress.errors,
+            "output_tokens": progress.output_tokens,
+            "tokens_per_s": progress.output_tokens / running if running >= MIN_RATE_WINDOW_S else None,
+            "mean_acceptance_length": progress.mean_acceptance_length,
+            "busy_slots": progress.busy_slots,
+            "engine_s": round(progress.engine_s, 1),
+            "engine_busy": progress.engine_s / running
+            if running >= MIN_RATE_WINDOW_S
+            else None,  # what the pipeline leaves
+            "engine": progress.work,
+            "methods": progress.method_choices,
+            "planner_errors": progress.planner_errors,
+            "fallbacks": progress.fallbacks,
+            USAGE: self._meter.usage(),  # of all attempts
+            "seconds_left": rows_left * running / progress.rows
+            if progress.rows and running >= MIN_RATE_WINDOW_S
+            else None,
+        }
+
+    def _check_limits(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.rows > self._num_rows_seen:
+            self._num_rows_seen, self._advanced_at = progress.rows, now
+        waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
+        reason = self._limits.exceeded_by(progress) or stall_error(waiting_for, now - self._advanced_at)
+        if reason is not None:
+            self._stop(reason)
+
+    def _stop_without_raylet(self, reason: ClusterError) -> None:
+        """Stop, and log the reason before: Ray's core may end this process before the main thread reports it."""
+        if not self._closing.is_set():
+            log.error("eagle-ray: %s", reason)
+        self._stop(reason)
+
+    def _stop(self, reason: Exception) -> None:
+        if not self._closing.is_set() and not is_interrupted():  # an ending Ray is not why the job ends then
+            self._stop_reason = reason
+            self._closing.set()
+            interrupt()
+
+
+def _progress_before(run: RunHandle) -> Facts | None:
+    """Return what earlier attempts of this run last wrote to ``_progress.json``, or None."""
+    with suppress(OSError):
+        facts = read_derived_record(run.output / PROGRESS, ProgressRecord)
+        return facts if facts and facts.get("run_id") == run.run_id else None
+    return None
+
+
+def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> int:
+    """Return the rows in the files of an attempt.
+
+    reported: rows of files by their path below data/. Their footers are not read.
+    """
+    total = 0
+    for file in data.glob(f"**/part-{attempt:03d}-*.parquet"):
+        name = file.relative_to(data)
+        if name is not None and name in reported:
+            total += reported[name]
+        else:
+            with open_part(file) as parquet:
+                total += parquet.metadata.num_rows
+    return total

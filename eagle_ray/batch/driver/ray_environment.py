@@ -1,0 +1,141 @@
+"""Environment variables that Ray reads at import, so they must be set before it. Does not import Ray.
+
+address = prepare_ray_environment("auto")
+from eagle_ray.batch.driver.cluster import connect
+connect(address)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from eagle_ray.core.errors import ConfigError
+
+log = logging.getLogger("eagle_ray")
+LOCAL = "local"
+RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
+TMPDIR = "RAY_TMPDIR"
+TOKEN = "RAY_AUTH_TOKEN"
+QUIET_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # no network at run time
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a warning at each start
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else Ray's core logs an error about Ray Data's own actors at each start
+}
+LOOPBACK_VARIABLES = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
+}  # else Ray takes 127.0.0.1 for the machine's own address
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+ELSEWHERE = ("10.255.255.255", 9)  # any address beyond this machine; nothing is sent to it
+ANSWERS_WITHIN_S = 5.0
+SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below the temporary directory
+MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
+MAX_TMPDIR_BYTES = MAX_SOCKET_BYTES - len(SOCKET)
+SHORT_DIRECTORIES = ("/tmp", "/var/tmp")
+
+
+def prepare_ray_environment(address: str) -> str:
+    """Set the variables and return the address to connect to, as resolve_address does.
+
+    QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1. Raises ConfigError
+    if Ray cannot be started on this machine.
+    """
+    address = resolve_address(address)
+    for name, value in QUIET_VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if address == LOCAL:
+        os.environ.update(LOOPBACK_VARIABLES | _directory_variable() | _token_variable())
+    elif _is_on_loopback_alone(address):
+        os.environ.update(LOOPBACK_VARIABLES)
+    return address
+
+
+def resolve_address(address: str) -> str:
+    """Return the address that "auto" stands for, or the address."""
+    return os.environ.get("RAY_ADDRESS", LOCAL) if address == "auto" else address
+
+
+def temporary_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the directory for the files of a Ray that is started on this machine.
+
+    It is RAY_TMPDIR, or TMPDIR, or a short one if the names of Ray's sockets below TMPDIR would be too long. Raises
+    ConfigError if it cannot be used.
+    """
+    name = TMPDIR if environ.get(TMPDIR) else "TMPDIR"
+    wanted = environ.get(name) or SHORT_DIRECTORIES[0]
+    if problem := _problem_of(wanted):
+        others = [] if name == TMPDIR else [other for other in SHORT_DIRECTORIES if not _problem_of(other)]
+        if not others:
+            raise ConfigError(f"{name}: {problem}. Set {TMPDIR} to another directory for Ray's files, such as /tmp.")
+        return others[0]
+    return wanted
+
+
+def _problem_of(directory: str) -> str | None:
+    """Return why Ray cannot keep its files in the directory, or None."""
+    if (size := len(os.fsencode(directory))) > MAX_TMPDIR_BYTES:
+        return f"{directory} has {size} bytes, and Ray's sockets leave room for {MAX_TMPDIR_BYTES}"
+    return None if _can_be_written(Path(directory)) else f"{directory} cannot be written"
+
+
+def _can_be_written(directory: Path) -> bool:
+    """Return whether the directory, or the nearest parent that exists, can be written."""
+    with suppress(OSError):  # such as a parent that may not be searched
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return False
+
+
+def _directory_variable() -> dict[str, str]:
+    """Return RAY_TMPDIR if Ray would take a directory that it cannot use."""
+    directory = temporary_directory()
+    wanted = os.environ.get(TMPDIR) or os.environ.get("TMPDIR") or directory
+    if directory == wanted:
+        return {}
+    log.info("TMPDIR: %s. Ray keeps its files in %s/ray.", _problem_of(wanted), directory)
+    return {TMPDIR: directory}
+
+
+def _token_variable() -> dict[str, str]:
+    """Return a token for Ray's authentication, if the home directory, where Ray keeps its own, cannot be written."""
+    if any(name in os.environ for name in (TOKEN, f"{TOKEN}_PATH")):
+        return {}
+    with suppress(RuntimeError):  # no home directory at all
+        token = Path.home() / ".ray" / "auth_token"
+        if os.access(token, os.R_OK) or _can_be_written(token.parent):
+            return {}
+    return {TOKEN: secrets.token_hex(32)}
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Return whether a cluster at a loopback address cannot be reached at this machine's own, which Ray would take."""
+    with suppress(ValueError):
+        url = urlsplit(address if "://" in address else f"//{address}")
+        if url.hostname in LOOPBACK_HOSTS and url.port is not None:
+            return answers(url.hostname, url.port) and not answers(_own_host(), url.port)
+    return False
+
+
+def _own_host() -> str:
+    """Return this machine's address as other machines see it, or 127.0.0.1 if it has no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(ELSEWHERE)
+            return probe.getsockname()[0]
+        except OSError:
+            return LOOPBACK_HOSTS[0]
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether something listens there."""
+    with suppress(OSError):
+        socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S).close()
+        return True
+    return False

@@ -1,1 +1,0 @@
-"""Write the output: part files, their index, the manifest and the lock."""

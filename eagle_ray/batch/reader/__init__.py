@@ -1,0 +1,1 @@
+"""Ray read tasks, and the scan of the driver: files, formats, shards and rows."""

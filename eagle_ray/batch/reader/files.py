@@ -1,0 +1,251 @@
+"""Input files: expand a glob, a directory or a list of them into files in a fixed order, each with its format.
+
+[file.format for file in find_files("data/*.parquet", "auto")]      # ['parquet', 'parquet']
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from eagle_ray.batch.reader.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.columns import RowLocation, RowPosition
+from eagle_ray.runs.job_errors import InputChanged
+from eagle_ray.runs.layout import data_of
+from eagle_ray.runs.partitions import partition_values
+from eagle_ray.storage.decompression import CODECS, open_decompressed
+from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
+from eagle_ray.storage.storage_errors import ObjectChanged
+
+log = logging.getLogger("eagle_ray")
+FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
+UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in other ways
+_DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
+CHANGED_REMEDY = (
+    "Run the same command again once the file is as it should be: new rows are answered, and it is refused only if an "
+    "answered row changed. --overwrite answers the whole file as it is now."
+)
+_ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
+EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One file. name: its path below the glob's root, part of the ids made for rows without one.
+
+    format: parquet, jsonl, csv, openai_batch or run. version: distinguishes its contents from others.
+    """
+
+    storage_path: StoragePath
+    name: str
+    format: str
+    version: FileVersion
+
+    @property
+    def path(self) -> str:
+        """Return the path as shown in messages and in the rows' source_file."""
+        return str(self.storage_path)
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether its lines can be read from any offset: a compressed file only from its start."""
+        return self._codec is None and (self.storage_path.is_local or self.storage_path.is_s3)
+
+    @property
+    def partitions(self) -> dict[str, str | None]:
+        """Return the columns and values in the names of its directories below the glob's root; a run has its own."""
+        return {} if self.format == RUN_FORMAT else partition_values(self.name)
+
+    def open(self) -> BinaryIO:
+        """Return the content, decompressed. Raises FileNotFoundError."""
+        open_file = self.storage_path.open
+        return open_file() if self._codec is None else open_decompressed(open_file, self._codec)
+
+    @property
+    def _codec(self) -> str | None:
+        return CODECS.get(_suffixes(self.storage_path)[1])
+
+    def location_of(self, position: RowPosition) -> RowLocation:
+        """Return the location of one of its rows."""
+        return RowLocation(self.name, self.path, position)
+
+    def check_unchanged(self) -> None:
+        """Raise InputChanged if the file is no longer the one that was planned.
+
+        A local file is compared by its size only, since another node's copy may have another time; the driver
+        compares the rest (``fingerprints.check_unchanged``).
+        """
+        with self.detect_changes():
+            now = self.storage_path.stat()
+        if now.size != self.version.size:
+            raise self.changed_error(f"{self.version.size:,} bytes then, {now.size:,} now")
+        if not self.storage_path.is_local and now != self.version:
+            raise self.changed_error("its content")
+
+    @contextmanager
+    def detect_changes(self) -> Iterator[None]:
+        """Turn read errors of a file that was replaced or removed into InputChanged."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.changed_error("it is gone") from None
+        except ObjectChanged:
+            raise self.changed_error("its content") from None
+
+    def changed_error(self, difference: str) -> InputChanged:
+        return InputChanged(f"{self.path} changed while the job read it ({difference}). {CHANGED_REMEDY}")
+
+
+def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool = False) -> tuple[InputFile, ...]:
+    """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates.
+
+    allow_unfinished: of a pattern run:DIR, also read the files of a run that is not finished. Raises ConfigError.
+    """
+    found: dict[StoragePath, InputFile] = {}
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if any(map(is_run, patterns)):
+        format_ = _run_format(patterns, format_)
+    for pattern in patterns:
+        try:
+            root, files = find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
+        except NotFound as error:  # the bucket
+            raise ConfigError(f"input.path: {error}") from None
+        if not files:
+            raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
+        for location, version in files.items():
+            found.setdefault(location, _input_file(location, version, root, format_))
+        if "=" in root.name and not is_run(pattern):
+            log.warning(
+                "input.path: %s is in the path that is given, so it is no column. For one, give the directory above "
+                "it, or a glob with a wildcard there.",
+                root.name,
+            )
+    if partitions := dict.fromkeys(name for file in found.values() for name in file.partitions):
+        log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
+    return tuple(found.values())
+
+
+def _run_format(patterns: list[str], format_: str) -> str:
+    """Return the format of runs. Raises ConfigError for a mixture, whose rows would have no common columns."""
+    if not all(map(is_run, patterns)):
+        raise ConfigError("input.path: runs (run:DIR) and files cannot be read together. Give runs alone.")
+    if format_ != "auto":
+        raise ConfigError(f"input.format: must be auto with input.path run:DIR, got {format_!r}")
+    return RUN_FORMAT
+
+
+def resolve_pattern(pattern: str) -> StoragePath:
+    """Return the pattern as an absolute path with its wildcards. Raises ConfigError if it cannot be one."""
+    if pattern.startswith("embedded:"):
+        if pattern not in EMBEDDED:
+            raise ConfigError(f"input.path: there is no {pattern!r}; the bundled input is {', '.join(EMBEDDED)}")
+        return EMBEDDED[pattern]
+    if is_run(pattern):
+        return data_of(run_directory(pattern))
+    try:
+        return StoragePath.of(pattern)
+    except ValueError as error:
+        raise ConfigError(f"input.path: {error}") from None
+
+
+def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
+    """Return the glob's root (the directory before the first wildcard) and the sorted files below it."""
+    path = resolve_pattern(pattern)
+    if path.exists():
+        return path.parent, {path: path.stat()}
+    if path.is_directory():
+        read, skipped = {}, []
+        for file, version in path.list_versions().items():
+            if _is_hidden(file, path):
+                continue
+            if _suffixes(file)[0] in FORMATS:
+                read[file] = version
+            else:
+                skipped.append(file)
+        _log_skipped(path, skipped)
+        return path, read
+    root, below = split_at_wildcard(path)
+    return root, root.list_versions(below)
+
+
+def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
+    """Return whether a name in the path begins with a dot or an underscore, but for directories such as _lang=de."""
+    *directories, name = _name_below(file, directory).split("/")
+    others = [part for part in directories if not part.startswith("_") or "=" not in part]
+    return any(part.startswith((".", "_")) for part in (*others, name))
+
+
+def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
+    """Log the files of a directory that are not read."""
+    if files:
+        names = _printable(", ".join(_name_below(file, directory) for file in files[:3]))
+        others = f" and {len(files) - 3} others" if len(files) > 3 else ""
+        log.warning("input.path: %s%s in %s: left out, as %s", names, others, directory, _DIRECTORY_HINT)
+
+
+def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
+    """Split a pattern into the directory before the first wildcard, and the rest."""
+    root, parts = path.parent, [path.name]
+    while glob.has_magic(root.text) and root != root.parent:
+        root, parts = root.parent, [root.name, *parts]
+    return root, "/".join(parts)
+
+
+def _input_file(location: StoragePath, version: FileVersion, root: StoragePath, format_: str) -> InputFile:
+    if (name := _printable(location.text)) != location.text:
+        raise ConfigError(f"input.path: the name of {name} is not UTF-8 text. Rename the file or its directory.")
+    suffix, compression = _suffixes(location)
+    if suffix in UNREADABLE:
+        raise ConfigError(
+            f"input.path: {location} is compressed as {suffix}. Unpack it, or compress it as .gz or .zst, first."
+        )
+    chosen = FORMATS.get(suffix) if format_ == "auto" else format_
+    if chosen == "parquet" and compression:
+        raise ConfigError(
+            f"input.path: {location} is a compressed Parquet file, which cannot be read in parts. Unpack it; Parquet "
+            "compresses its columns itself."
+        )
+    if chosen is None:
+        raise ConfigError(
+            f"input.path: the format of {location} is not known by its extension ({', '.join(FORMATS)}): "
+            "set input.format to parquet, jsonl, csv or openai_batch"
+        )
+    return InputFile(location, _name_below(location, root), chosen, version)
+
+
+def _suffixes(location: StoragePath) -> tuple[str, str]:
+    """Return the extension and that of the compression, or "": (".jsonl", ".gz"). A URL's query is not part of them."""
+    name = location.name if location.is_local else re.split("[?#]", location.name, maxsplit=1)[0]
+    stem, suffix = os.path.splitext(name)
+    return (os.path.splitext(stem)[1], suffix) if suffix in CODECS else (suffix, "")
+
+
+def _printable(name: str) -> str:
+    """Return a file's name, with the bytes that are not UTF-8 as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _name_below(location: StoragePath, directory: StoragePath) -> str:
+    return location.text.removeprefix(directory.text).lstrip("/")
+
+
+def _hint(pattern: str) -> str:
+    """Describe what exists at the path, or where was searched and the nearest name."""
+    path = resolve_pattern(pattern)
+    if path.is_directory():
+        return f": {_DIRECTORY_HINT}, such as {pattern}/*"
+    root, _ = split_at_wildcard(path)
+    if not root.is_directory():
+        return f": there is no directory {root}"
+    if path.name in (names := root.list_names()):
+        return f" in {root}: it is a pipe or the like, or a link to nowhere"
+    near = difflib.get_close_matches(path.name, names, 1)
+    return f" in {root}" + (f"; did you mean {_printable(near[0])}?" if near else "")

@@ -1,0 +1,186 @@
+"""Rows of Arrow tables and of Parquet files as Python values, a batch in memory at a time.
+
+A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
+
+    with pq.ParquetFile("a.parquet") as parquet:
+        list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))      # [{'prompt': 'Hi'}]
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.requests.rows import UNCARRIED, InputRow
+
+BATCH_ROWS = 256
+NANOSECONDS = pa.time64("ns")
+JSON_VALUES = {b"eagle_ray.values": b"json"}  # metadata of a column whose texts are JSON, each of a value of any type
+ERROR_KEY = "eagle_ray.error"  # of an object in such a column that stands for a RequestError: its code and message
+Convert = Callable[[Any], Any]
+CONVERSION_ERRORS = (
+    pa.ArrowException,
+    OverflowError,
+    ValueError,
+    KeyError,
+)  # dates beyond Python's years, unknown time zones
+
+
+def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
+    """Raise ConfigError if two columns have one name: a row could hold only one of them."""
+    names = parquet.schema_arrow.names
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{file.path} has more than one column {repeated[0]!r}: rename or drop all but one of them")
+
+
+def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
+    """Return the rows as Python values: structs without nulls, float32 as short as it is written, JSON_VALUES read."""
+    rows = table.to_pylist(maps_as_pydicts="lossy")
+    for field in table.schema:
+        is_json = JSON_VALUES.items() <= (field.metadata or {}).items()
+        convert = _json_value if is_json else _converter(field.type)
+        for row in rows if convert is not None else ():
+            row[field.name] = _converted(row[field.name], convert)
+    return rows
+
+
+def _json_value(text: str) -> Any:
+    value = json.loads(text)
+    return RequestError(*value[ERROR_KEY]) if isinstance(value, dict) and ERROR_KEY in value else value
+
+
+def _converted(value: Any, convert: Convert | None) -> Any:
+    return value if value is None or convert is None else convert(value)
+
+
+def _converter(type_: pa.DataType) -> Convert | None:
+    """Return what converts Python's value of a type, or None if it stays as it is."""
+    if pa.types.is_float32(type_) or pa.types.is_float16(type_):
+        number = type_.to_pandas_dtype()
+        return lambda value: float(str(number(value)))
+    if pa.types.is_struct(type_):
+        return _struct_converter(type_)
+    if pa.types.is_map(type_):
+        convert = _converter(type_.item_type)
+        return None if convert is None else lambda value: {k: _converted(v, convert) for k, v in value.items()}
+    if not pa.types.is_nested(type_) or pa.types.is_union(type_):
+        return None
+    convert = _converter(type_.value_type)
+    return None if convert is None else lambda value: [_converted(item, convert) for item in value]
+
+
+def _struct_converter(type_: pa.StructType) -> Convert:
+    """Return what leaves a struct's nulls out, but the content of a message: an assistant's null is OpenAI's form."""
+    converters = {field.name: _converter(field.type) for field in type_}
+    kept = {"content"} if "role" in converters else set()
+
+    def convert(value: dict[str, Any]) -> dict[str, Any]:
+        present = {name: item for name, item in value.items() if item is not None or name in kept}
+        return {name: _converted(item, converters[name]) for name, item in present.items()}
+
+    return convert
+
+
+def rows_in_parquet(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]
+) -> Iterator[InputRow]:
+    """Yield the rows of some row groups with their needed columns; text that is not UTF-8 makes its row a bad one.
+
+    Raises ConfigError naming a column with values that Python cannot hold.
+    """
+    for rows, _ in batches_in_parquet(parquet, file, needed, groups):
+        yield from rows
+
+
+def batches_in_parquet(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    """Yield batches: the needed columns as rows, as rows_in_parquet does, and the carried ones as they are."""
+    names = parquet.schema_arrow.names
+    read = [name for name in dict.fromkeys(needed) if name in names]
+    kept = [name for name in dict.fromkeys(carried) if name in names]
+    columns = list(dict.fromkeys([*read, *kept]))
+    if not columns:  # pyarrow reads no rows of no columns
+        num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
+        yield from ((_empty_rows(n), pa.record_batch({})) for n in _batch_sizes(num_rows))
+        return
+    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
+        rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else _empty_rows(batch.num_rows)
+        yield _without_bad_text(rows, batch.select(kept))
+
+
+def _empty_rows(number: int) -> list[InputRow]:
+    return [{} for _ in range(number)]
+
+
+def _batch_sizes(num_rows: int) -> Iterator[int]:
+    for start in range(0, num_rows, BATCH_ROWS):
+        yield min(BATCH_ROWS, num_rows - start)
+
+
+def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[list[InputRow], pa.RecordBatch]:
+    """Make a row with a carried text that is not UTF-8 a bad row, without that text: readers could not decode it."""
+    for index, name in enumerate(carried.schema.names):
+        column = carried.column(index)
+        if _is_valid(column):
+            continue
+        kept = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
+        for place in (place for place, row in enumerate(kept) if row is None):
+            error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
+            row = rows[place]
+            rows[place] = error if isinstance(row, RequestError) else row | {UNCARRIED: error}
+        carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
+    return rows, carried
+
+
+def _is_valid(column: pa.Array) -> bool:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _nanoseconds_as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return times in nanoseconds as text, since Python's have microseconds."""
+    columns = [column.cast(pa.string()) if column.type == NANOSECONDS else column for column in batch.columns]
+    fields = [field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _to_rows(batch: pa.RecordBatch, file: InputFile) -> list[InputRow]:
+    try:
+        return list(arrow_rows(batch))
+    except UnicodeError as error:  # Parquet's writers do not check their texts: halve until the row is alone
+        if batch.num_rows == 1:
+            return [RequestError("bad_encoding", f"a text of the row is not UTF-8 ({error}): write it as UTF-8")]
+        half = batch.num_rows // 2
+        return _to_rows(batch.slice(0, half), file) + _to_rows(batch.slice(half), file)
+    except CONVERSION_ERRORS as error:
+        raise _conversion_error(batch, file, error) from None
+
+
+def _conversion_error(batch: pa.RecordBatch, file: InputFile, error: Exception) -> ConfigError:
+    """Return an error that names the column with values that Python cannot hold."""
+    column = next((name for name in batch.schema.names if not _is_convertible(batch.column(name))), "?")
+    return ConfigError(
+        f"{file.path}: column {column!r} ({batch.schema.field(column).type}) holds values that cannot be read "
+        f"({error}): cast it, for example to a string, or leave it out with input.passthrough"
+    )
+
+
+def _is_convertible(column: pa.Array) -> bool:
+    try:
+        column.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeError:  # a bad row of its own
+        return True
+    except CONVERSION_ERRORS:
+        return False
+    return True

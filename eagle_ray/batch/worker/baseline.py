@@ -1,0 +1,207 @@
+"""BaselineComparison: the job's engine and a plain one over the same weights, slots and caches.
+
+The speed-up is measured fairly: both engines decode the same rows in the same slots of one otherwise idle worker,
+both warmed up, in turns of alternating order, so that a machine that slows down slows both. The prefix cache is
+reset between turns. The drafting engine starts untrained, as in a new worker, so its learning counts against it.
+
+    comparison = BaselineComparison(config, threads=2)
+    comparison.measure(rows)["speed_up"]
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from eagle_ray.batch.worker.worker import build_engine_bundle
+from eagle_ray.config import JobConfig
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sequence import Sequence, new_controls
+from eagle_ray.drafters.null import NullDrafter
+from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.target import PrefillBatch
+from eagle_ray.planner.planner import UniformPlanner
+from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.requests.request import Request
+from eagle_ray.requests.sequences import sequence_of
+from eagle_ray.sampling.adjustments import Adjustments
+from eagle_ray.sampling.grammar_state import GrammarState
+from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
+from eagle_ray.sampling.sampler import gumbel_noise, process
+
+ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRow:
+    """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
+
+    request: Request
+    sample_index: int
+    output_ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of_all(cls, turns: list[Speed]) -> Speed:
+        return cls(sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+class BaselineComparison:
+    """Loads the models. Raises as build_engine_bundle does."""
+
+    def __init__(self, config: JobConfig, threads: int):
+        bundle = build_engine_bundle(config, threads)
+        self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
+        self._draft_engine = bundle.engine
+        graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
+        no_draft_planner = UniformPlanner(0, 0, 0)
+        self._plain_engine = Engine(
+            self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, 0, graphs=graphs
+        )
+        self._plain_engine.grammars = self._draft_engine.grammars
+        if config.execution.order == "auto":
+            self._plain_engine.order_for_throughput()  # as build_engine_bundle does
+
+    def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """Return output tokens per second of all slots together, with drafts and without, prompts included.
+
+        turns: tokens and seconds of each turn, with drafts and without.
+        """
+        engines = [self._draft_engine, self._plain_engine]
+        turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
+        rows_per_turn = ROWS_PER_SLOT * self._draft_engine.scheduler.num_slots
+        for engine in engines:
+            self._decode(engine, rows[:rows_per_turn])
+        for start in range(0, len(rows), rows_per_turn):
+            for engine in engines:
+                turns[engine].append(self._timed(engine, rows[start : start + rows_per_turn]))
+            engines.reverse()
+        both = turns[self._draft_engine], turns[self._plain_engine]
+        drafted, plain = map(Speed.of_all, both)
+        return {
+            "rows": len(rows),
+            "slots": self._draft_engine.scheduler.num_slots,
+            "output_tokens": drafted.tokens,
+            "tokens_per_s": drafted.tokens_per_s,
+            "plain_tokens_per_s": plain.tokens_per_s,
+            "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
+            "turns": [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(*both, strict=True)],
+        }
+
+    def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
+        """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
+        plain = self._decode(self._plain_engine, rows)
+        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
+        differing = [difference for difference in found if difference is not None]
+        return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
+
+    def _timed(self, engine: Engine, rows: list[ChosenRow]) -> Speed:
+        started = time.monotonic()
+        sequences = self._decode(engine, rows)
+        seconds = time.monotonic() - started
+        return Speed(sum(len(s.output_ids) for s in sequences), seconds)
+
+    def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
+        """Return each row's finished sequence, in order."""
+        self._target.cache.blocks.reset_prefix_cache()
+        sequences = [self._sequence(row) for row in rows]
+        for sequence in sequences:
+            engine.add(sequence)
+        while engine.has_work:
+            engine.step()
+        return sequences
+
+    def _sequence(self, row: ChosenRow) -> Sequence:
+        return sequence_of(row.request, self._config, self._tokenizer, row.sample_index)
+
+    def _first_difference(self, row: ChosenRow, plain: Sequence) -> dict[str, Any] | None:
+        """Return the first token in which the stored output is not plain decoding's; None for equal outputs.
+
+        gap: by how much plain decoding preferred its own token, in logits, or in scores with the noise of a sample.
+        near_tie: whether rounding alone explains the difference; cause: how it does, as rounding_cause returns it.
+        """
+        stored, expected = row.output_ids, plain.output_ids
+        assert stored is not None, "rows without their ids are not verified"
+        if stored == expected:
+            return None
+        shorter = min(len(stored), len(expected))
+        position = next((i for i in range(shorter) if stored[i] != expected[i]), shorter)
+        gap = cause = None
+        if position < shorter:
+            ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
+            logits = self._next_logits(ids)
+            if plain.controls is not None:
+                logits = self._controlled_logits(logits, plain, expected[:position])
+            first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
+            gap = first - second
+            cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
+        return {
+            "request_id": id_of_turn(str(row.request.id), row.request.turn_index),
+            "sample_index": row.sample_index,
+            "position": position,
+            "token": stored[position] if position < len(stored) else None,
+            "plain_token": expected[position] if position < len(expected) else None,
+            "gap": gap if gap is not None and math.isfinite(gap) else None,
+            "near_tie": cause is not None,
+            "cause": cause,
+        }
+
+    def _controlled_logits(
+        self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
+    ) -> Float[Tensor, " V"]:
+        grammars, spec = self._plain_engine.grammars, plain.grammar_spec
+        state = None if grammars is None or spec is None else grammars.start(spec)
+        return controlled_logits(logits, plain, output_ids, state)
+
+    @torch.inference_mode()
+    def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
+        """Return the target's logits for the token after these ids."""
+        blocks, device = self._target.cache.blocks, self._target.device
+        blocks.reserve(0, len(ids))
+        logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
+        blocks.free(0)
+        return logits[0].cpu()
+
+
+def controlled_logits(
+    logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int], grammar: GrammarState | None = None
+) -> Float[Tensor, " V"]:
+    """Return the logits after the sequence's controls, for the token after output_ids.
+
+    Args:
+        grammar: the sequence's, before its first token; it advances.
+    """
+    before = sequence.controls
+    if before is None:
+        return logits
+    state = new_controls(sequence, before.ends, len(logits), grammar)
+    state.sync(output_ids)
+    adjusted = logits.to(torch.float32, copy=True)[None]
+    Adjustments.of([(state, [[]])]).apply(adjusted)
+    return adjusted[0]
+
+
+def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:
+    """Return the scores whose argmax is the token at `position`: logits, or processed logits plus noise."""
+    if params.is_greedy:
+        return logits.float()
+    sampling, row = SamplingBatch.of([params]), torch.tensor([0])
+    noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))
+    return (process(logits[None], sampling, row) + noise)[0]

@@ -1,0 +1,285 @@
+"""Progress: the sum of what the workers have done, and the rows in flight when a worker crashed.
+
+Each worker sends its totals to one small Ray actor, with the call that begins its next rows; the driver reads the sum.
+A lost report is made up for by the next.
+
+    progress = start_progress(num_workers=2)
+    ray.get(progress.snapshot.remote()).rows      # 40
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from eagle_ray.batch.worker.crash_tracker import CrashRecord, CrashTracker
+from eagle_ray.engine.counters import EngineCounters
+
+# Of an engine's counters, those that add up over workers: its steps and what they were spent on.
+WORK_COUNTERS = (
+    "num_steps",
+    "num_plain_steps",
+    "num_probes",
+    "num_planner_failures",
+    "num_verify_rows",
+    "num_prefill_tokens",
+    "num_reused_tokens",
+    "num_preemptions",
+)
+KILLED = "the process was killed"  # where a worker left no word
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """Totals of one worker.
+
+    Attributes:
+        slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
+        engine_s: seconds inside the engine's steps.
+        work: WORK of the engine.
+        planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
+        method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
+        fallbacks: why kernels or CUDA graphs do not run on the worker's CUDA device, by "kernels" and "graphs".
+    """
+
+    worker_id: str
+    slot_steps: int
+    offered_steps: int
+    engine_s: float = 0.0
+    work: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    errors: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    accepted: int = 0
+    planner_error: str | None = None
+    method: str | None = None
+    method_rates: dict[str, float] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, worker_id: str, counters: EngineCounters) -> WorkerReport:
+        """Return the report of a worker that has finished no row yet."""
+        offered = counters.num_steps * counters.num_slots
+        work = {name: getattr(counters, name) for name in WORK_COUNTERS}
+        return cls(
+            worker_id,
+            counters.num_slot_steps,
+            offered,
+            counters.busy_s,
+            work,
+            planner_error=counters.planner_error,
+            method=counters.method,
+            method_rates=counters.method_rates,
+            fallbacks=counters.fallbacks,
+        )
+
+    def with_batch(self, answers: pa.Table, counters: EngineCounters) -> WorkerReport:
+        """Return the report with one more batch of output rows."""
+        return replace(
+            WorkerReport.of(self.worker_id, counters),
+            rows=self.rows + len(answers),
+            errors=self.errors + pc.sum(pc.equal(answers["status"], "error"), min_count=0).as_py(),
+            output_tokens=self.output_tokens + _sum(answers, "completion_tokens"),
+            steps=self.steps + _sum(answers, "num_spec_steps"),
+            accepted=self.accepted + _sum(answers, "num_accepted_draft_tokens"),
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """Each worker's latest report, and their sums.
+
+    Attributes:
+        starts: workers that began to load, crashed ones included.
+        consecutive_starts: the same since the last row finished.
+        ready_at: when the first worker became ready, in seconds of the monotonic clock of the driver's node.
+        notes: lines to show to the user.
+        start_lines: log lines of starting workers with their level, each distinct line once.
+        fatal: the reason why no worker can start.
+        rows_in_files: rows of the files that write tasks reported.
+    """
+
+    starts: int = 0
+    consecutive_starts: int = 0
+    ready_at: float | None = None
+    workers: dict[str, WorkerReport] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    start_lines: list[tuple[int, str]] = field(default_factory=list)
+    fatal: Exception | None = None
+    rows_in_files: int = 0
+
+    def add(self, report: WorkerReport) -> None:
+        if self.ready_at is None:
+            self.ready_at = time.monotonic()
+        before = self.workers.get(report.worker_id, report)
+        if report.rows - report.errors > before.rows - before.errors:
+            self.consecutive_starts = 0
+        self.workers[report.worker_id] = report
+
+    @property
+    def starting(self) -> str | None:
+        """Return the last logged part of the start, or None once a worker is ready."""
+        if self.workers or not self.start_lines:
+            return None
+        return self.start_lines[-1][1].partition(":")[0]
+
+    def add_start(self) -> None:
+        self.starts += 1
+        self.consecutive_starts += 1
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that are done. A worker reports its rows later than write tasks report their files."""
+        return max(self._sum("rows"), self.rows_in_files)
+
+    @property
+    def errors(self) -> int:
+        return self._sum("errors")
+
+    @property
+    def output_tokens(self) -> int:
+        return self._sum("output_tokens")
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return 1 + self._sum("accepted") / self._sum("steps") if self._sum("steps") else None
+
+    @property
+    def busy_slots(self) -> float | None:
+        """Return the share of slots that held a sequence, over all steps of all workers."""
+        offered = self._sum("offered_steps")
+        return self._sum("slot_steps") / offered if offered else None
+
+    @property
+    def engine_s(self) -> float:
+        """Return the mean seconds that a worker's engine was inside its steps."""
+        seconds = sum(report.engine_s for report in self.workers.values())
+        return seconds / len(self.workers) if self.workers else 0.0
+
+    @property
+    def work(self) -> dict[str, int]:
+        """Return WORK summed over all workers."""
+        return {name: sum(report.work.get(name, 0) for report in self.workers.values()) for name in WORK_COUNTERS}
+
+    @property
+    def method_choices(self) -> dict[str, dict[str, object]]:
+        """Return what speculative.method auto chose in each worker, and why, by worker."""
+        return {
+            name: {"method": report.method, "tokens_per_s": report.method_rates}
+            for name, report in self.workers.items()
+            if report.method is not None
+        }
+
+    @property
+    def planner_errors(self) -> dict[str, str]:
+        """Return why planners failed, by worker."""
+        return {name: report.planner_error for name, report in self.workers.items() if report.planner_error}
+
+    @property
+    def fallbacks(self) -> dict[str, dict[str, str]]:
+        """Return why kernels or CUDA graphs do not run on CUDA devices, by worker."""
+        return {name: report.fallbacks for name, report in self.workers.items() if report.fallbacks}
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(report, name) for report in self.workers.values())
+
+
+class ProgressActor:
+    """Totals of the workers' reports and the crash records: one actor per job.
+
+    num_workers: workers started at first. If this actor is killed, the reports arrive again; crash records are lost.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._progress, self._crash_tracker = Progress(), CrashTracker()
+        self._num_workers = num_workers
+        self._exit_reasons: dict[str, str] = {}
+        self._failed: set[str] = set()
+        self._files: dict[str, int] = {}
+
+    def start(self, actor_id: str) -> None:
+        """Record that an actor starts. If it restarts, the rows in flight on it get a crash record."""
+        self._progress.add_start()
+        self._crash_tracker.record_crash(actor_id, self._exit_reasons.pop(actor_id, KILLED))
+
+    def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
+        """Record that an actor cannot start. Return whether the job ends: not while other actors run or may start.
+
+        is_local: the error may concern only that actor.
+        """
+        self._failed.add(actor_id)
+        others_may_start = is_local and len(self._failed) < self._num_workers
+        if self._progress.workers or others_may_start:
+            self._note(f"{error}; the others go on")
+            return False
+        self._progress.fatal = error
+        return True
+
+    def begin(
+        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
+    ) -> dict[str, CrashRecord]:
+        """Record that rows begin, and what `update` takes. Return the crash records of those that have one."""
+        self.update(actor_id, finished, report)
+        return self._crash_tracker.begin(actor_id, ids)
+
+    def begin_suspects(
+        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
+    ) -> None:
+        self.update(actor_id, finished, report)
+        self._crash_tracker.begin_suspects(actor_id, ids)
+
+    def update(self, actor_id: str, finished: Iterable[str], report: WorkerReport | None) -> None:
+        """Record rows that finished, and an actor's totals."""
+        self._crash_tracker.finish(actor_id, finished)
+        if report is not None:
+            self.report(report)
+
+    def report(self, report: WorkerReport) -> None:
+        self._progress.add(report)
+
+    def add_file(self, name: str, num_rows: int) -> None:
+        """Record a part file that was published. A repeated task publishes none, but reports its file again."""
+        if name not in self._files:
+            self._files[name] = num_rows
+            self._progress.rows_in_files += num_rows
+
+    def files(self) -> dict[str, int]:
+        """Return the rows of each file that was reported."""
+        return self._files
+
+    def report_exit(self, actor_id: str, worker_id: str, reason: str) -> None:
+        self._exit_reasons[actor_id] = reason
+        self._note(f"worker {worker_id} ends: {reason}")
+
+    def log(self, level: int, text: str) -> None:
+        """Keep a log line of a starting worker."""
+        if (level, text) not in self._progress.start_lines:
+            self._progress.start_lines.append((level, text))
+
+    def snapshot(self) -> Progress:
+        return self._progress
+
+    def _note(self, line: str) -> None:
+        if self._progress.notes[-1:] != [line]:
+            self._progress.notes.append(line)
+
+
+def start_progress(num_workers: int) -> ActorHandle:
+    """Start the actor on the driver's own node: if that node dies, so does the job."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(ProgressActor)
+    options = actor.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+    return cast(ActorHandle, options.remote(num_workers))
+
+
+def _sum(answers: pa.Table, column: str) -> int:
+    return pc.sum(answers[column], min_count=0).as_py()

@@ -1,0 +1,88 @@
+"""AtomicParquetSink: write Ray Data's blocks as Parquet files, each complete or absent.
+
+Blocks hold nested rows, one per id. A write task makes one file in each partition directory of its rows, named after
+its attempt and its place in it. A repeated task finds the files that its first try published and keeps them.
+
+    dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+from ray.actor import ActorHandle
+from ray.data._internal.execution.interfaces import TaskContext
+from ray.data.block import Block, BlockAccessor
+from ray.data.datasource import Datasink
+
+from eagle_ray.batch.worker.nested_rows import unnest
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import StorageUnavailable, outcome_of
+from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.part_files import part_name
+from eagle_ray.runs.partitions import Partitions
+from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
+from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.storage_errors import remedy_of
+
+NO_PARTITIONS = Partitions()
+
+
+@dataclass(frozen=True)
+class AtomicParquetSink(Datasink[None]):
+    """Write rows as Parquet files.
+
+    Attributes:
+        schema: the columns of the files: some or all of the rows' columns.
+        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more will come.
+        progress: the ProgressActor, which gets the rows of each file.
+    """
+
+    run: RunHandle
+    schema: pa.Schema
+    ids_per_file: int
+    compression: str
+    partitions: Partitions = NO_PARTITIONS
+    progress: ActorHandle | None = None
+
+    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
+        """Write the blocks, in a Ray task. Raises FencedError if a newer attempt owns the output, StorageUnavailable if
+        it is full.
+
+        A permanent error of the operating system becomes a ConfigError.
+        """
+        with extended_retries():
+            self._write(blocks, ctx)
+
+    def _write(self, blocks: Iterable[Block], ctx: TaskContext) -> None:
+        tables = [BlockAccessor.for_block(block).to_arrow() for block in blocks]
+        nonempty = [unnest(table).select(self.schema.names).cast(self.schema) for table in tables if table.num_rows]
+        table = pa.concat_tables([self.schema.empty_table(), *nonempty])
+        if table.num_rows:
+            for directory, rows in self.partitions.split(table):
+                parent = self.run.data / directory if directory else self.run.data
+                file = parent / part_name(self.run.attempt, ctx.task_idx)
+                self._publish(file, parquet_bytes(rows, self.compression))
+                if self.progress is not None:
+                    self.progress.add_file.remote(file.relative_to(self.run.data), len(rows))
+
+    def _publish(self, file: StoragePath, data: bytes) -> None:
+        """Create the file. The error names it, since Ray replaces the path of an OSError."""
+        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
+        try:
+            file.create(data, self.run.check_current)
+        except StorageError:  # names its object
+            raise
+        except OSError as error:
+            self.run.check_current()  # if the output was deleted, that is the reason
+            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
+            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+
+    @property
+    def min_rows_per_write(self) -> int:
+        return self.ids_per_file
+
+    def get_name(self) -> str:
+        return "parquet"

@@ -1,0 +1,86 @@
+"""The part files of an output: their names, and reading their columns, one file in memory at a time.
+
+A file is named after the attempt and the task that made it, and may be in partition directories (``partitions``).
+
+    for table in read_tables(run.data, ["request_id", "text"]):
+        print(table["text"][0])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.runs.parquet_file import open_part, read_columns
+from eagle_ray.runs.partitions import partition_types, with_partition_columns
+from eagle_ray.requests.row_schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
+from eagle_ray.storage.path import StoragePath, parquet_bytes
+
+PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
+
+
+def part_name(attempt: int, task: int) -> str:
+    return f"part-{attempt:03d}-{task:06d}.parquet"
+
+
+def attempt_of(file: StoragePath) -> int | None:
+    """Return the attempt that made a file, or None if the name is not ours."""
+    match = PART.fullmatch(file.name)
+    return int(match.group(1)) if match else None
+
+
+def part_files(data: StoragePath) -> list[StoragePath]:
+    """Return every Parquet file below, in the order in which they were made."""
+    return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
+
+
+def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
+    """Yield these columns of every file, as read_part returns them."""
+    for file in part_files(data):
+        yield read_part(file, columns)
+
+
+def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
+    """Return these columns of a part file, partition columns included. ADDED_COLUMNS that the file lacks are null.
+
+    Raises OutputDamaged.
+    """
+    added = {field.name: field.type for field in OUTPUT_FIELDS if field.name in ADDED_COLUMNS and field.name in columns}
+    with open_part(file) as parquet:
+        partition_schema = partition_types(parquet.schema_arrow)
+        stored = [name for name in columns if name not in partition_schema.names]
+        kept = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
+        wanted = pa.schema([partition_schema.field(name) for name in columns if name in partition_schema.names])
+    whole = with_partition_columns(kept, wanted, file.text)
+    for name, type_ in added.items():
+        if name not in whole.schema.names:
+            whole = whole.append_column(name, pa.nulls(len(whole), type_))
+    return whole.select(columns)
+
+
+def stored_schema(data: StoragePath) -> pa.Schema:
+    """Return the columns of the files, partition columns last; all files of a run have the same."""
+    for file in part_files(data)[:1]:
+        with open_part(file) as parquet:
+            schema = parquet.schema_arrow
+            partition_schema = partition_types(schema)
+        return pa.schema([*(field for field in schema if field.name not in partition_schema.names), *partition_schema])
+    return pa.schema([])
+
+
+def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
+    schema, absent = output_schema(passthrough), missing_columns(stored_schema(data))
+    return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
+
+
+def as_stored(schema: pa.Schema) -> pa.Schema:
+    """Return the columns as Parquet stores them: it names list items differently and has coarser times."""
+    return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
+
+
+def has_column(data: StoragePath, name: str) -> bool:
+    return name in stored_schema(data).names

@@ -1,0 +1,227 @@
+"""Row index: what a run remembers of its rows on disk, sorted by id, so that a start need not read them again.
+
+The index is in ``OUT/_index`` and is a cache: lost, damaged or older than what it describes, it is built again. A
+segment is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 bytes of digest a row and a few numbers. It
+is mapped into memory, so that a driver holds no copy. Several segments are read together by ranges of the digest,
+which bounds memory whatever the number of rows.
+
+    >>> from eagle_ray.runs.id_digests import digests
+    >>> index = StoragePath.of("runs/a/_index")
+    >>> table = sorted_by_id({"id": digests(["b", "a"]), "file": np.zeros(2, np.uint32)})
+    >>> segment = write_segment(index, "output", table)
+    >>> read_segment(index, segment)["id"] == table["id"]
+    array([ True,  True])
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+
+from eagle_ray.runs.id_digests import DIGEST, SIZE
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.storage.path import StoragePath, read_json_object
+
+log = logging.getLogger("eagle_ray")
+INDEX = "_index"  # a directory next to data/
+SEGMENT_ROWS = 1 << 21
+RANGE_ROWS = 1 << 20  # rows in memory at a time
+MAX_SMALL_SEGMENTS = 64  # above those that the rows fill
+PREFIXES = 1 << 16  # ranges are cut at two-byte prefixes of the digest
+
+Table = dict[str, np.ndarray]
+"""Columns of equal length; "id" holds digests."""
+
+
+class IndexDamaged(OutputDamaged):
+    """A segment is missing, or is not the one that was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file of the index. checksum: CRC-32 of its bytes."""
+
+    name: str
+    num_rows: int
+    checksum: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "num_rows": self.num_rows, "checksum": self.checksum}
+
+
+def sorted_by_id(table: Table) -> Table:
+    return take(table, np.argsort(table["id"], kind="stable"))
+
+
+def take(table: Table, chosen: np.ndarray) -> Table:
+    """Return the rows at these indices, or those of a mask."""
+    return {name: column[chosen] for name, column in table.items()}
+
+
+def cut(table: Table, start: int, stop: int) -> Table:
+    return {name: column[start:stop] for name, column in table.items()}
+
+
+def join(tables: Sequence[Table], empty: Table) -> Table:
+    """Return the rows of the tables. empty: a table of the same columns without rows."""
+    return {name: np.concatenate([empty[name], *(table[name] for table in tables)]) for name in empty}
+
+
+def write_segment(directory: StoragePath, kind: str, table: Table) -> Segment:
+    """Write a sorted table as a new file of the index."""
+    sink = pa.BufferOutputStream()
+    arrow = pa.table({name: _as_arrow(column) for name, column in table.items()})
+    with pa.ipc.new_file(sink, arrow.schema) as writer:
+        writer.write_table(arrow)
+    data = sink.getvalue().to_pybytes()
+    name = f"{kind}-{uuid4().hex[:12]}.arrow"
+    (directory / name).write_atomic(data)
+    return Segment(name, len(table["id"]), zlib.crc32(data))
+
+
+def read_segment(directory: StoragePath, segment: Segment) -> Table:
+    """Return a segment, mapped into memory if it is local. Raises IndexDamaged."""
+    file = directory / segment.name
+    try:
+        source = _mapped(file)
+        if zlib.crc32(source.read_buffer()) != segment.checksum:
+            raise IndexDamaged(f"{file} is not what was written. Delete {directory}: it is built again.")
+        source.seek(0)
+        arrow = pa.ipc.open_file(source).read_all()
+        return {name: _as_numpy(arrow[name]) for name in arrow.column_names}
+    except (OSError, pa.ArrowException) as error:
+        raise IndexDamaged(f"{file} cannot be read ({error}). Delete {directory}: it is built again.") from error
+
+
+def _mapped(file: StoragePath) -> pa.MemoryMappedFile:
+    """Map a file into memory; one that is elsewhere is copied to a temporary file that lives as long as the map."""
+    if file.is_local:
+        return pa.memory_map(file.text)
+    with tempfile.NamedTemporaryFile(prefix="eagle-ray-index-") as copy, file.open() as stream:
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+        return pa.memory_map(copy.name)
+
+
+def segments_in(facts: list[dict[str, Any]]) -> list[Segment]:
+    """Return segments from their JSON form. Raises TypeError for another form."""
+    return [Segment(**fact) for fact in facts]
+
+
+def read_index_file(file: StoragePath) -> dict[str, Any] | None:
+    """Return the JSON object of an index file, or None if there is none that can be read, or not as it was written."""
+    try:
+        facts = read_json_object(file)
+    except OSError:
+        return None
+    if facts is None or facts.pop("checksum", None) not in (None, _checksum_of(facts)):
+        return None
+    return facts
+
+
+def _checksum_of(facts: dict[str, Any]) -> int:
+    """Return the CRC-32 of what an index file says without its checksum."""
+    others = {name: value for name, value in facts.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(others, separators=(",", ":")).encode())
+
+
+def free_index_name(output: StoragePath) -> None:
+    """Delete a file that has the name of the index's directory. The caller holds the lock."""
+    place = output / INDEX
+    if place.is_local and place.exists():
+        log.warning("%s is a file, not a directory: deleted, and the index is built again", place)
+        place.remove()
+
+
+def remove_index(output: StoragePath) -> None:
+    """Delete the index of an output, so that it is built again. Its segments go when the next index is written."""
+    for file in (output / INDEX).glob("*.json"):
+        file.remove()
+
+
+def write_rows(directory: StoragePath, kind: str, tables: Iterable[Table]) -> list[Segment]:
+    """Write tables in any order as segments of at most SEGMENT_ROWS rows, each sorted."""
+    segments: list[Segment] = []
+    waiting: list[Table] = []
+    for table in tables:
+        for start in range(0, len(table["id"]), SEGMENT_ROWS):
+            waiting.append(cut(table, start, start + SEGMENT_ROWS))
+            if sum(len(each["id"]) for each in waiting) >= SEGMENT_ROWS:
+                segments.append(_write_joined(directory, kind, waiting))
+                waiting = []
+    if waiting:
+        segments.append(_write_joined(directory, kind, waiting))
+    return segments
+
+
+def _write_joined(directory: StoragePath, kind: str, tables: list[Table]) -> Segment:
+    return write_segment(directory, kind, sorted_by_id(join(tables, cut(tables[0], 0, 0))))
+
+
+def remove_unused(directory: StoragePath, kind: str, used: Iterable[Segment]) -> None:
+    """Delete segments that the index no longer names, such as those of a killed writer."""
+    names = {segment.name for segment in used}
+    with suppress(OSError):
+        for file in directory.glob(f"{kind}-*.arrow"):
+            if file.name not in names:
+                file.remove()
+
+
+def has_many_segments(num_segments: int, num_rows: int) -> bool:
+    """Return whether segments should be merged: each start may add a small one."""
+    return num_segments > MAX_SMALL_SEGMENTS + 2 * num_rows // SEGMENT_ROWS
+
+
+def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
+    """Write a JSON file of the index with its checksum, without white space: it may list many files and shards."""
+    file.write_atomic(json.dumps(facts | {"checksum": _checksum_of(facts)}, separators=(",", ":")).encode())
+
+
+def num_ranges(num_rows: int) -> int:
+    """Return into how many ranges of the digest this many rows are cut."""
+    return min(PREFIXES, max(1, -(-num_rows // RANGE_ROWS)))
+
+
+def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
+    """Yield the rows of sorted tables by range of the digest, in ascending order: a list of parts of the tables."""
+    bounds = np.frombuffer(b"".join(_bound(i, parts) for i in range(1, parts)), DIGEST)
+    cuts = [[0, *np.searchsorted(table["id"], bounds).tolist(), len(table["id"])] for table in tables]
+    for i in range(parts):
+        yield [cut(table, at[i], at[i + 1]) for table, at in zip(tables, cuts, strict=True)]
+
+
+def joined_ranges(tables: Sequence[Table], empty: Table) -> Iterator[Table]:
+    """Yield all rows of sorted tables, those of one range of the digest at a time. empty: as for join."""
+    for parts in ranges(tables, num_ranges(sum(len(table["id"]) for table in tables))):
+        yield join(parts, empty)
+
+
+def _bound(part: int, parts: int) -> bytes:
+    return (part * PREFIXES // parts).to_bytes(2, "big") + bytes(SIZE - 2)
+
+
+def _as_arrow(column: np.ndarray) -> pa.Array:
+    if column.dtype != DIGEST:
+        return pa.array(column)
+    data = pa.py_buffer(np.ascontiguousarray(column).tobytes())
+    return pa.Array.from_buffers(pa.binary(SIZE), len(column), [None, data])
+
+
+def _as_numpy(column: pa.ChunkedArray) -> np.ndarray:
+    if column.num_chunks == 0:
+        return np.empty(0, DIGEST if column.type == pa.binary(SIZE) else column.type.to_pandas_dtype())
+    [array] = column.chunks
+    if array.type != pa.binary(SIZE):
+        return array.to_numpy()
+    return np.frombuffer(array.buffers()[1], DIGEST, len(array))
