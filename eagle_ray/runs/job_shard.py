@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle_ray.runs.id_digests import SIZE, Digests
 from eagle_ray.config.shard import parse_shard
+from eagle_ray.runs.id_digests import SIZE, Digests
 
 _WORD = 8  # bytes of a digest that are read as a number
 

@@ -18,17 +18,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.config import JobConfig
 from eagle_ray.config.records import RecordKind, check_record
-from eagle_ray.core.errors import one_line
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.runs.job_errors import OutputDamaged, StorageUnavailable, outcome_of
+from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
-from eagle_ray.storage.storage_errors import check_bucket
+from eagle_ray.storage.storage_errors import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
+PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
+ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 CACHE = "_cache"  # of what starts make again without it; shards share it
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
@@ -52,6 +57,31 @@ def data_of(output: StoragePath) -> StoragePath:
 
 def _is_shard(output: StoragePath) -> bool:
     return output.parent.name == SHARDS and _SHARD_NAME.fullmatch(output.name) is not None
+
+
+def output_of(config: JobConfig) -> StoragePath:
+    """Return the directory of the run's record, absolute since workers run in another working directory.
+
+    It is output.path, or the shard's directory below.
+    """
+    try:
+        root = StoragePath.of(config.output.path)
+    except ValueError as error:
+        raise ConfigError(f"output.path: {error}") from None
+    return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
+
+
+@contextmanager
+def wrap_os_errors(output: StoragePath) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        if outcome_of(error).is_transient:
+            raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
+        raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
 
 
 def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.runs.id_digests import EMPTY, Digests, digests, duplicates, isin
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.parquet_file import check_part, open_part, read_columns
@@ -37,7 +38,6 @@ from eagle_ray.runs.row_index import (
     write_facts,
     write_rows,
 )
-from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.storage.path import StoragePath
 
 FILE = "output.json"

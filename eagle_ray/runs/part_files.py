@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.requests.row_schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
 from eagle_ray.runs.parquet_file import open_part, read_columns
 from eagle_ray.runs.partitions import partition_types, with_partition_columns
-from eagle_ray.requests.row_schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class Process:
     pids: str
     pid: int
     started: str | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Process:
+        """Return the process of a record, which a newer version may have written with more in it."""
+        return cls(**{each.name: record[each.name] for each in fields(cls)})
 
     @classmethod
     def current(cls) -> Process:

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
+from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
+from eagle_ray.core.errors import one_line
 from eagle_ray.runs.fingerprints import Fingerprint
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import RUN
-from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
-from eagle_ray.core.errors import one_line
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
+from eagle_ray.config.records import ShardPlanRecord
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.runs.layout import DATA, SHARDS, read_record, root_of, shard_output
 from eagle_ray.runs.manifest import RUN, output_of, wrap_os_errors
-from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
-from eagle_ray.config.records import ShardPlanRecord
 from eagle_ray.storage.path import StoragePath, json_bytes
 
 SHARD_PLAN = "_shards.json"
