@@ -19,10 +19,10 @@ from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights,
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.method_comparison import Round
-from eagle_ray.evaluation.statistics import ratio_interval
-from eagle_ray.evaluation.throughput import run_to_completion
-from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
+from eagle_ray.evaluation.recording_planner import TreeWatch, WatchedTree
+from eagle_ray.evaluation.timing import run_to_completion
 from eagle_ray.models.loader import CausalLM
+from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.report.text import render
 from eagle_ray.report.tree_picture import PictureNode, tree_picture
 from eagle_ray.requests.messages import template_messages

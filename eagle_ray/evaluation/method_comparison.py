@@ -21,8 +21,8 @@ from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence
 from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
-from eagle_ray.evaluation.throughput import Sample, run_to_completion
+from eagle_ray.evaluation.timing import Sample, run_to_completion
+from eagle_ray.report.intervals import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
 
 WARM_UP_TOKENS = 16
 MIN_ROUNDS = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods

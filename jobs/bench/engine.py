@@ -39,13 +39,13 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import Counted, pooled_ratio
-from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import Sample, SteadyQueue, run_to_completion
 from eagle_ray.models.eagle_heads import EagleHead
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
+from eagle_ray.report.intervals import Counted, pooled_ratio
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.degraded_heads import damaged_head, random_head
 from jobs.bench.widening import BENCH, widen_pair

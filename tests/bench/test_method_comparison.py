@@ -11,8 +11,8 @@ from eagle_ray.evaluation.draft_methods import default_names, parse_methods
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
-from eagle_ray.evaluation.statistics import difference_interval
-from eagle_ray.evaluation.throughput import run_to_completion
+from eagle_ray.evaluation.timing import run_to_completion
+from eagle_ray.report.intervals import difference_interval
 from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head, llama
 

@@ -20,8 +20,8 @@ from torch import nn
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
 from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import ratio_interval
-from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import Sample, SteadyQueue, run_to_completion
+from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.harness import Harness, PlannerProbe, Way
 from jobs.bench.gpu.synthetic_context import in_context

@@ -9,7 +9,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import compare, first_difference
 from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import SteadyQueue, run_to_completion
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.degraded_heads import damaged_head, random_head
