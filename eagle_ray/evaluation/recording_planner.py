@@ -1,23 +1,26 @@
-"""TreeWatch: a planner that keeps the draft trees of one sequence at a time, to show them.
+"""RecordingPlanner: plans as another planner does, and keeps what came of it: the draft trees and the times of steps.
 
-engine.planner = watch = TreeWatch(engine.planner)
+engine.planner = recorder = RecordingPlanner(engine.planner)
 ...                                                     # run sequences one by one
-watch.best(sequence)                                    # the step of which the most drafts were accepted
+recorder.best_tree(sequence)                            # the step of which the most drafts were accepted
+recorder.times.draft, recorder.num_steps                # seconds of all drafts, steps
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.drafters.drafter import Draft
+from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.draft_plan import DraftPlan
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedTree:
+class RecordedTree:
     """One sequence's candidates in one step, N nodes, the root first.
 
     Attributes:
@@ -44,31 +47,69 @@ class WatchedTree:
         return path
 
 
-class TreeWatch:
-    """Plans as another planner does and keeps the trees of the current sequence."""
+class RecordingPlanner:
+    """Keeps the times of all steps but first ones, and the draft trees of the sequence that runs, if it runs alone.
 
-    def __init__(self, planner: Planner):
+    Args:
+        keeps_trees: which reads each of them back from the device.
+        costs: that predict what steps take; None predicts nothing. They learn from the steps unless they are the
+            planner's own.
+
+    Attributes:
+        draft_s, verify_s, rest_s: seconds of the parts of steps, as StepTimes has them.
+        predicted_s, predicted_plain_s: what the costs say of these steps, and of as many plain ones.
+        num_steps: steps that are in the sums. A step in which a graph was recorded is not.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts | None = None, keeps_trees: bool = False):
         self._planner = planner
+        self._costs = costs
+        self._keeps_trees = keeps_trees
         self._sequence: Sequence | None = None
-        self._trees: list[WatchedTree] = []
+        self._trees: list[RecordedTree] = []
+        self.draft_s = self.verify_s = self.rest_s = 0.0
+        self.predicted_s = self.predicted_plain_s = 0.0
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     @property
     def will_draft(self) -> bool:
         return self._planner.will_draft
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.draft_s, self.verify_s, self.rest_s
 
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         return self._planner.plan(batch)
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         allocation = self._planner.allocate(draft, plan, batch)
-        if len(batch) == 1 and draft.depth:
+        if self._keeps_trees and len(batch) == 1 and draft.depth:
             self._keep(batch.sequences[0], draft, allocation)
         return allocation
 
     def observe(self, outcome: StepOutcome) -> None:
+        if not outcome.is_first:
+            self._add(outcome)
         self._planner.observe(outcome)
 
-    def best(self, sequence: Sequence) -> WatchedTree | None:
+    def _add(self, outcome: StepOutcome) -> None:
+        self.num_steps += 1
+        self.draft_s += outcome.seconds.draft
+        self.verify_s += outcome.seconds.verify
+        self.rest_s += outcome.seconds.overhead
+        if self._costs is None:
+            return
+        predicted = self._costs.predict(outcome)
+        self.predicted_s += predicted.total - self._costs.prefill_seconds(outcome)
+        self.predicted_plain_s += self._costs.plain_seconds(outcome.batch_size, outcome.num_cached)
+        if getattr(self._planner, "costs", None) is not self._costs:
+            self._costs.update(outcome, predicted)
+
+    def best_tree(self, sequence: Sequence) -> RecordedTree | None:
         """Return the tree with the longest accepted path, the earliest of several; None if none was drafted."""
         trees = self._trees if sequence is self._sequence else []
         return max(trees, key=lambda tree: len(tree.accepted(sequence.output_ids)), default=None)
@@ -79,4 +120,4 @@ class TreeWatch:
         tree = draft.tree
         count = int(tree.valid[0].sum())
         columns = (tree.tokens, tree.parents, tree.log_values.exp(), allocation.keep)
-        self._trees.append(WatchedTree(len(sequence.output_ids), *(column[0, :count].tolist() for column in columns)))
+        self._trees.append(RecordedTree(len(sequence.output_ids), *(column[0, :count].tolist() for column in columns)))
