@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eagle_ray.config.shard import parse_shard
-from eagle_ray.runs.id_digests import SIZE, Digests
+from eagle_ray.runs.row_index import SIZE, Digests
 
 _WORD = 8  # bytes of a digest that are read as a number
 
