@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.parquet_file import check_part, open_part, read_columns
-from eagle_ray.runs.part_files import attempt_of, part_files
+from eagle_ray.runs.part_files import attempt_of, check_part, open_part, part_files, read_columns
 from eagle_ray.runs.row_index import (
     EMPTY,
     Digests,
