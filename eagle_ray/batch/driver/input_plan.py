@@ -36,7 +36,7 @@ from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.row_index import EMPTY, Digests, digests, isin
 from eagle_ray.storage.path import StoragePath
 

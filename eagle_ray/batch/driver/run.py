@@ -66,8 +66,7 @@ from eagle_ray.runs.job_errors import (
     TooManyErrors,
     WorkerDefect,
 )
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.runs.layout import data_of, read_derived_record, root_of
+from eagle_ray.runs.layout import JobShard, claim_output, data_of, read_derived_record, root_of
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import (
     ESTIMATE,
@@ -87,7 +86,6 @@ from eagle_ray.runs.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.runs.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.row_index import INDEX, IndexDamaged, free_index_name, remove_index
-from eagle_ray.runs.sharding import claim_output
 from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 
