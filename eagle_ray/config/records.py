@@ -52,7 +52,7 @@ class RunIdentity(Record):
 
 
 class ProcessRecord(Record):
-    """A driver's process, as `runs/process_id.py` identifies it."""
+    """A driver's process, as `runs/lease.py` identifies it."""
 
     host: str
     pids: str

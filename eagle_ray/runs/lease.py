@@ -30,17 +30,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
+
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.runs.layout import wrap_os_errors
-from eagle_ray.runs.process_id import Process
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 from eagle_ray.storage.storage_errors import check_bucket, is_bucket_missing
@@ -54,6 +55,9 @@ OUTAGE_S = 600.0  # a holder that could not renew for so long stops
 POLL_S = 1.0
 CHANGES_OF_THE_LIVING = 2  # a dead holder may have one PUT under way, no more
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
+
+SAME_START_S = 1.5  # start times of one process that are read at different times: the system's are rounded
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 CheckLock = Callable[[], None]  # called before each publish; raises if the lock is lost
 
@@ -312,10 +316,73 @@ class Watched:
         return time.monotonic() - self.since >= LEASE_S
 
 
+@dataclass(frozen=True, slots=True)
+class Process:
+    """An identity of a process on a machine, by which another process there can tell whether it still runs.
+
+    PIDs are reused, so a PID alone does not identify a process.
+
+    Attributes:
+        pids: the PID namespace, since containers may share a host's name but not its processes.
+        started: when it started, in ticks since the machine did; None if it had ended then.
+
+    >>> Process.current().is_gone()
+    False
+    """
+
+    host: str
+    pids: str
+    pid: int
+    started: str | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Process:
+        """Return the process of a record, which a newer version may have written with more in it."""
+        return cls(**{each.name: record[each.name] for each in fields(cls)})
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
+
+    def is_gone(self) -> bool | None:
+        """Return whether the process has ended; None if it runs, or ran, elsewhere, or nothing says when it started."""
+        if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
+            return None
+        now = _start_time(self.pid)
+        if now is None or self.started is None:
+            return now != self.started
+        try:
+            return abs(int(now) - int(self.started)) > SAME_START_S * TICKS_PER_S
+        except ValueError:  # a date: macOS, of an earlier version
+            return None
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process of this machine, as in rows and messages."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time, or None if there is no such process or only a zombie."""
+    try:
+        process = psutil.Process(pid)
+        has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return None if has_ended else str(round((process.create_time() - psutil.boot_time()) * TICKS_PER_S))
+    except psutil.NoSuchProcess:
+        return None
+
+
 def _has_ended_here(found: dict[str, Any]) -> bool:
     """Return whether the holder was a process of this machine, since its last start, that has ended."""
     try:
-        return found["boot"] == _boot() != "" and Process(**found["process"]).is_gone() is True
+        return found["boot"] == _boot() != "" and Process.of(found["process"]).is_gone() is True
     except (KeyError, TypeError):  # of an earlier version, or not a lease of ours
         return False
 

@@ -24,7 +24,6 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upg
 from eagle_ray.config.records import JobRecord, RecordKind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs import run as runs
-from eagle_ray.runs.fingerprints import Fingerprint, what_changed
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.layout import (
     ESTIMATE,
@@ -41,7 +40,14 @@ from eagle_ray.runs.layout import (
 )
 from eagle_ray.runs.lease import Lease
 from eagle_ray.runs.part_files import part_files
-from eagle_ray.runs.recorded_inputs import FORMAT_WITH_INPUTS, input_lists, read_inputs, write_inputs
+from eagle_ray.runs.recorded_inputs import (
+    FORMAT_WITH_INPUTS,
+    Fingerprint,
+    input_lists,
+    read_inputs,
+    what_changed,
+    write_inputs,
+)
 from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, erase, manifest_of, version_of
 from eagle_ray.storage.path import StoragePath
 

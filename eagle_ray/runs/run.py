@@ -63,10 +63,9 @@ from eagle_ray.runs.layout import (
     root_of,
     wrap_os_errors,
 )
-from eagle_ray.runs.lease import Lease
+from eagle_ray.runs.lease import Lease, Process
 from eagle_ray.runs.output_index import own_files
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
-from eagle_ray.runs.process_id import Process
 from eagle_ray.storage.path import StorageError, StoragePath, json_bytes
 from eagle_ray.storage.storage_errors import check_bucket, remedy_of
 

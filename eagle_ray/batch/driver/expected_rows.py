@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.row_index import EMPTY, Digests, Table, duplicates, num_ranges, ranges, take
 
 

@@ -27,7 +27,7 @@ from eagle_ray.batch.reader.carried_columns import join_into
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.shards import FilePart, FileScan, Shard
 from eagle_ray.requests.columns import FIRST, RowPosition
-from eagle_ray.runs.fingerprints import Fingerprint, what_changed
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
     DIGEST,
     SEGMENT_ROWS,

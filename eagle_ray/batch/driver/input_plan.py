@@ -24,6 +24,7 @@ from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import NO_ROWS, InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
@@ -36,10 +37,10 @@ from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, Requ
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import REMEDY
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
 from eagle_ray.runs.row_index import EMPTY, Digests, Table, digests, isin, take
 from eagle_ray.storage.path import StoragePath
 

@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.input_plan import InputPlan
-from eagle_ray.runs.fingerprints import content_of
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.recorded_inputs import content_of, read_inputs
 from eagle_ray.runs.row_index import digests, isin
 
 
