@@ -42,11 +42,12 @@ from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import check_not_sharded, data_of, root_of
-from eagle_ray.runs.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
+from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, root_of, wrap_os_errors
+from eagle_ray.runs.manifest import check_no_foreign_data
 from eagle_ray.runs.output_index import OutputIndex, own_files
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
@@ -198,7 +199,7 @@ def _output(config: JobConfig) -> str:
 def _found_there(output: StoragePath, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    record = read_manifest(output)
+    record = Run.inspect(output).manifest
     if record is None:
         return _new_there(output, config)
     if config.output.if_exists == "fail":

@@ -26,7 +26,7 @@ from eagle_ray.batch.driver.cluster import (
     plan_workers,
     threads_wanted,
 )
-from eagle_ray.batch.driver.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
+from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.ray_environment import RAY_JOB_VARIABLE
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.worker.actor import as_config_error

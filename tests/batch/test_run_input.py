@@ -14,7 +14,8 @@ from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.manifest import SUCCESS, open_run, output_of
+from eagle_ray.runs.layout import SUCCESS, output_of
+from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath, parquet_bytes

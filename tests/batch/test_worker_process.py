@@ -27,7 +27,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
@@ -47,7 +47,7 @@ def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
 
 def arguments_of(config: JobConfig) -> tuple:
     output = StoragePath.of(config.output.path)
-    return config, RunHandle(output, "run", 1, "hash"), plan_input(config).passthrough, 1
+    return config, Run(output, "run", 1, "hash"), plan_input(config).passthrough, 1
 
 
 @contextmanager

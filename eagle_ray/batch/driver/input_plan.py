@@ -13,6 +13,7 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,10 @@ import pyarrow as pa
 from eagle_ray import __version__
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import NO_ROWS, InputIndex, Scan, index_key
+from eagle_ray.batch.driver.previous_run import PreviousRun
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
+from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
@@ -37,7 +39,7 @@ from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, Requ
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.job_errors import OutputMismatch
+from eagle_ray.runs.job_errors import Incomplete, OutputMismatch, WorkerDefect
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import REMEDY
 from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
@@ -75,6 +77,19 @@ class InputPlan:
     key: str = field(default="", compare=False)
     default_rows: int = 1
     job_shard: JobShard | None = None
+
+    def check_unchanged(self) -> None:
+        """Raise InputChanged if a file is not the one any more that was scanned."""
+        check_unchanged(self.files, self.fingerprints)
+
+    @contextmanager
+    def detect_changes(self) -> Iterator[None]:
+        """Raise InputChanged instead of an error that a changed file may have caused."""
+        try:
+            yield
+        except (ConfigError, Incomplete, WorkerDefect):
+            self.check_unchanged()
+            raise
 
     @property
     def num_rows(self) -> int:
@@ -149,21 +164,6 @@ class InputChanges:
     gone: Table = field(default_factory=lambda: NO_ROWS)
     others: Digests = field(default_factory=lambda: EMPTY)
     paths: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PreviousRun:
-    """What earlier attempts at an output left for the scan of its input.
-
-    Attributes:
-        index: directory of the run's index.
-        inputs: the fingerprints that it recorded, by path.
-        finished_key: key of the plan whose rows the output holds, all of them, or None.
-    """
-
-    index: StoragePath
-    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
-    finished_key: str | None = None
 
 
 def plan_input(

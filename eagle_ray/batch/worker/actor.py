@@ -31,7 +31,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
@@ -43,9 +43,7 @@ FLUSH_S = 1.0
 class EngineActor:
     """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
 
-    def __init__(
-        self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
-    ):
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         self._progress.report_start()
         try:

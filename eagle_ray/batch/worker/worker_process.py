@@ -33,7 +33,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.lease import process_name
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.batch.worker.worker_subprocess"
@@ -83,7 +83,7 @@ class WorkerProcess:
     def __init__(
         self,
         config: JobConfig,
-        run: RunHandle,
+        run: Run,
         passthrough: list[pa.Field],
         threads: int,
         on_log: Callable[[LogLine], None] = log_locally,

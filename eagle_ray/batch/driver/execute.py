@@ -1,6 +1,6 @@
-"""The pipeline: one Ray Data stream of requests through a pool of engine actors into Parquet files.
+"""Execute: one Ray Data stream of the missing requests through a pool of engine actors into Parquet files.
 
-generate(config, plan, run, found.done, num_rows=80)
+execute(held, held.missing())
 """
 
 from __future__ import annotations
@@ -9,25 +9,22 @@ import logging
 import os
 import re
 
-import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
+from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.cluster import WorkerPlan, nodes, plan_workers, threads_wanted
-from eagle_ray.batch.driver.input_plan import InputPlan
+from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.batch.reader.source import read_requests
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import AtomicParquetSink
-from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.job_errors import ClusterError, JobError, WorkerDefect, outcome_of
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import next_schema
-from eagle_ray.runs.partitions import Partitions
 
 log = logging.getLogger("eagle_ray")
 
@@ -42,31 +39,28 @@ EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
-def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarray, num_rows: int) -> None:
+def execute(held: Claim, missing: Completeness) -> None:
     """Answer every request except those that are done. Ray must be connected.
-
-    Args:
-        done: for each row of the input, in its order, whether it is done.
-        num_rows: output rows that will be made.
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
         ConfigError: a model is missing.
     """
+    config, plan, run = held.plan.config, held.plan.input, held.run
+    num_rows = missing.num_rows - missing.num_done_rows
     workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
     progress = start_progress(workers.fewest)
     max_starts = workers.most * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
-    partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, held.plan.partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
     batch_size = plan_batch_size(slots, workers.most, num_rows)
     calls = plan_calls(config.execution.order, slots, batch_size, workers.most, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info(_loading_message(config.model.target, workers))
-    requests = read_requests(plan, done, rows_per_block=batch_size)
+    requests = read_requests(plan, missing.done, rows_per_block=batch_size)
     actor_args = (config, run, plan.passthrough, workers.threads, progress)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
