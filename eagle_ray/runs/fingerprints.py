@@ -104,12 +104,6 @@ def _difference(file: InputFile, noted: Fingerprint) -> str | None:
     return what_changed(noted | file.version.as_json(), now)
 
 
-def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether two paths may hold one file, moved or copied: by digest if both have one, else by size."""
-    alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
-    return was["size"] == now["size"] and all(alike)
-
-
 def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
     noted = known.get(file.path, {})
     if not noted.items() >= file.version.as_json().items():

@@ -36,10 +36,11 @@ from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
-from eagle_ray.runs.id_digests import EMPTY, Digests, digests, isin
+from eagle_ray.runs.id_digests import Digests, digests, isin
 from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.storage.path import StoragePath
 
+MAX_NAMES = 3  # in a message
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
@@ -52,7 +53,7 @@ class InputPlan:
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         index: its files and rows. Readers of a shard have none.
         fingerprints: of the files, by path.
-        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
+        changes: how the files differ from those that the run was made from.
         key: of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
         job_shard: the part of the rows that this process runs; None for all.
@@ -128,24 +129,19 @@ class InputPlan:
 
 @dataclass(frozen=True, slots=True)
 class InputChanges:
-    """How input files differ from those of the run's earlier attempts.
+    """How input files differ from those that the run was made from.
 
     Attributes:
-        grown: paths of files with more rows at their end.
-        rewritten: paths of other changed files whose old rows the index knows.
-        changed: ids whose request is another one now.
-        vanished: ids of the rewritten files that are in no file now.
+        accepted: paths of changed files in which every row that they had makes the same request.
+        changed: ids of rows of each changed file that make another request now, sorted, by path.
+        gone: which rows of each changed file are not in the input any more, by path.
+        absent: ids as in `changed`, of files that the input does not have.
     """
 
-    grown: tuple[str, ...] = ()
-    rewritten: tuple[str, ...] = ()
-    changed: Digests = field(default_factory=lambda: EMPTY)
-    vanished: Digests = field(default_factory=lambda: EMPTY)
-
-    def of_shard(self, shard: JobShard) -> InputChanges:
-        """Return the changes with the ids of one shard only."""
-        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
-        return replace(self, changed=changed, vanished=vanished)
+    accepted: tuple[str, ...] = ()
+    changed: Mapping[str, Digests] = field(default_factory=dict)
+    gone: Mapping[str, np.ndarray] = field(default_factory=dict)
+    absent: Mapping[str, Digests] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +186,8 @@ def plan_input(
     if not finished:
         index = index.with_rows()
     scanner = RowScanner(config, columns)
-    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
-    if job_shard is not None:
-        changes = changes.of_shard(job_shard)
+    scan = scan_with(scanner) if scan_with is not None else scanner
+    changes = _update(index, files, noted, prints, scan, finished)
 
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -234,37 +229,40 @@ def _update(
     noted: Mapping[str, Fingerprint],
     prints: Mapping[str, Fingerprint],
     scan_parts: Scan,
+    finished: bool,
 ) -> InputChanges:
-    """Scan the files that the index lacks, and return what changed since the run recorded its input."""
+    """Scan the files that the index lacks, and return what changed since the run recorded its input.
+
+    finished: the output is complete for these files as they are, whatever else was recorded since.
+    """
     files = list(files)
-    before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
+    before = {path: entry.number for path, entry in index.files.items() if path in noted}
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
-    growth = Growth(prints)
-    grown = {file.path for file in differing if growth(file, noted[file.path])}
-    if not index.add(files, prints, scan_parts, growth):
-        return InputChanges(tuple(sorted(grown)))
+    grown = {file.path for file in differing if _has_grown(file, noted[file.path], prints[file.path])}
+    as_noted = {path for path in grown & before.keys() if not what_changed(index.files[path].fingerprint, noted[path])}
+    index.add(files, prints, scan_parts, as_noted)
 
-    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
-    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
-    current = {index.files[file.path].number for file in files}
-    changed, gone = index.compare(replaced.values(), current)
-    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
+    if finished:
+        return InputChanges(tuple(file.path for file in differing))
+    current = {file.path: index.files[file.path].number for file in files}
+    replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
+    absent = {path: number for path, number in before.items() if path not in current}
+    accepted = tuple(file.path for file in differing if file.path in grown or file.path in replaced)
+    if not (replaced or absent):
+        return InputChanges(accepted)
+    changed, gone = index.compare(replaced | absent, current.values())
+    return InputChanges(
+        accepted,
+        changed={path: ids for path, ids in changed.items() if path in replaced},
+        gone={path: rows for path, rows in gone.items() if path in replaced},
+        absent={path: ids for path, ids in changed.items() if path in absent},
+    )
 
 
-class Growth:
-    """Tells whether a file's lines are the recorded ones, and more behind them. A file is read once for one record."""
-
-    def __init__(self, prints: Mapping[str, Fingerprint]) -> None:
-        self._prints = prints
-        self._found: dict[tuple[str, str], bool] = {}
-
-    def __call__(self, file: InputFile, was: Fingerprint) -> bool:
-        if file.format not in ("jsonl", "openai_batch") or not file.can_split:
-            return False
-        key = (file.path, content_of(was))
-        if key not in self._found:
-            self._found[key] = begins_with(file.storage_path, was, self._prints[file.path])
-        return self._found[key]
+def _has_grown(file: InputFile, was: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether a file's lines are the recorded ones, and more behind them."""
+    is_of_lines = file.format in ("jsonl", "openai_batch") and file.can_split
+    return is_of_lines and begins_with(file.storage_path, was, now)
 
 
 def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
@@ -454,11 +452,11 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
             yield request_id, location
 
 
-def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+def sample_ids(ids: Digests, plan: InputPlan) -> str:
     """Return the first of these ids as text, for a message."""
     names: list[str] = []
     for name, _ in ids_in(plan, np.sort(ids)):
-        if len(names) == most:
+        if len(names) == MAX_NAMES:
             return ", ".join([*names, "..."])
         names.append(name)
     return ", ".join(names)
