@@ -48,8 +48,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "batch.driver.input_plan": ("the plan of the input is pickled into read tasks", "batch.reader.source"),
     "batch.driver.signals": ("the lease is given up at a signal", "runs.lease"),
     "batch.reader.carried_columns": ("the types of carried columns are needed by both", "runs.partitions"),
-    "batch.reader.files": ("a file's version belongs to the input", "runs.fingerprints"),
-    "batch.reader.jsonl": ("a file's version belongs to the input", "runs.fingerprints"),
     "requests.parameters": ("the one class of sampling parameters is the table", "core.sampling_batch core.sequence"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
     "sampling.control_state": ("a sequence holds the state of its controls", "core.sequence"),

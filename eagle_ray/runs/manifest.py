@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.runs.fingerprints import Fingerprint, what_changed
+from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config.records import RecordKind, RunIdentity, RunRecord
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import (
     FencedError,
     JobError,
@@ -37,11 +39,15 @@ from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.runs.layout import DATA, RUN, SUCCESS, data_of, read_record, root_of, shard_output
 from eagle_ray.runs.output_index import own_files
 from eagle_ray.runs.part_files import attempt_of, part_files
-from eagle_ray.runs.recorded_inputs import FORMAT_WITH_INPUTS, input_lists, read_inputs, write_inputs
 from eagle_ray.runs.process_id import Process
-from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.config.records import RecordKind, RunIdentity, RunRecord
-from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.recorded_inputs import (
+    FORMAT_WITH_INPUTS,
+    Fingerprint,
+    input_lists,
+    read_inputs,
+    what_changed,
+    write_inputs,
+)
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.storage_errors import remedy_of
 

@@ -20,16 +20,29 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.runs.fingerprints import Fingerprint
-from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.layout import RUN
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
 from eagle_ray.core.errors import one_line
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.layout import RUN
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 
 INPUTS = "_inputs-{}.json"
 FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself
+NOT_CONTENT = ("digest", "state")
+
+Fingerprint = dict[str, Any]
+"""size, and of a local file mtime_ns, state and digest, of an object etag (``batch/reader/fingerprints.py``)."""
+
+
+def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
+    """Return what changed, or None."""
+    if was["size"] != now["size"]:
+        return f"{was['size']:,} bytes then, {now['size']:,} now"
+    if "digest" in was and "digest" in now:
+        return None if was["digest"] == now["digest"] else "its content"
+    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
+    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
 
 
 def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver import parallel_scan as module
 from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows
-from eagle_ray.batch.driver.parallel_scan import ParallelScan, TaskFunction
+from eagle_ray.batch.reader import parallel_scan as module
+from eagle_ray.batch.reader.file_slices import WHOLE, FilePart, FileScan
 from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
-from eagle_ray.batch.reader.shards import WHOLE, FilePart, FileScan
+from eagle_ray.batch.reader.parallel_scan import ParallelScan, TaskFunction
+from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import FIRST, RowPosition
@@ -86,7 +86,7 @@ def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config,
             both.wait()
         return FileScan({file.name: pa.string()}, ())
 
-    monkeypatch.setattr("eagle_ray.batch.reader.row_scanner.scan", scan)
+    monkeypatch.setattr("eagle_ray.batch.reader.scan.scan", scan)
     files = find_files(config.input.path, "auto")[:2]
     objects = [InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e")) for i in (3, 4)]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
@@ -106,7 +106,7 @@ def test_few_objects_are_scanned_ahead_of_what_is_asked_for(config, monkeypatch)
         scanned.append(file.name)
         return FileScan({}, ())
 
-    monkeypatch.setattr("eagle_ray.batch.reader.row_scanner.scan", scan)
+    monkeypatch.setattr("eagle_ray.batch.reader.scan.scan", scan)
     one = InputFile(StoragePath("s3://b/a.jsonl"), "a.jsonl", "jsonl", FileVersion(1, "e"))
     found = RowScanner(config, request_columns(ColumnsConfig()))([(one, WHOLE)] * 99)
     for i in range(99):
@@ -136,7 +136,7 @@ def test_a_small_input_is_scanned_without_ray(config):
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     file = find_files(config.input.path, "auto")[0]
     [[(found, table)]] = ParallelScan(scanner, pytest.fail)([(file, WHOLE)])
-    assert found.shards[0].first == FIRST and len(table["id"]) == 88
+    assert found.slices[0].first == FIRST and len(table["id"]) == 88
 
 
 def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):

@@ -21,10 +21,11 @@ from eagle_ray.batch.driver import run as run_module
 from eagle_ray.batch.driver.finished import previous_run
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.run import run_to_completion
-from eagle_ray.batch.reader import row_scanner
+from eagle_ray.batch.reader import fingerprints
+from eagle_ray.batch.reader import scan as scan_module
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.config import JobConfig
-from eagle_ray.runs import fingerprints, output_index
+from eagle_ray.runs import output_index
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.part_files import next_schema, part_name
@@ -79,13 +80,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """File name and start of every scan of an input file."""
     found = []
-    scan = row_scanner.scan
+    scan = scan_module.scan
 
     def noted(file: Any, needed: Any, on_row: Any, part: Any) -> Any:
         found.append((file.name, part.start))
         return scan(file, needed, on_row, part)
 
-    monkeypatch.setattr(row_scanner, "scan", noted)
+    monkeypatch.setattr(scan_module, "scan", noted)
     return found
 
 

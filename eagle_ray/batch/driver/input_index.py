@@ -1,8 +1,8 @@
 """InputIndex: what a scan found in each input file, kept with the run, so that a file is scanned once.
 
-For each file: its fingerprint, the types of its columns and its shards. For each row, in segments sorted by id: the
+For each file: its fingerprint, the types of its columns and its slices. For each row, in segments sorted by id: the
 digests of its id and of its request, its file, its place there, and how many output rows it has. An entry is used only
-for a file with the same fingerprint. A file that grew at its end is scanned from its last shard on.
+for a file with the same fingerprint. A file that grew at its end is scanned from its last slice on.
 
     index = InputIndex.load(run.output / INDEX, key).with_rows()
     index.add(files, fingerprints(files, {}), RowScanner(config, columns), grown=[])
@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray.batch.reader.carried_columns import join_into
+from eagle_ray.batch.reader.file_slices import FilePart, FileScan, FileSlice
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.shards import FilePart, FileScan, Shard
 from eagle_ray.requests.columns import FIRST, RowPosition
-from eagle_ray.runs.fingerprints import Fingerprint, what_changed
 from eagle_ray.runs.id_digests import DIGEST, Digests, index_of
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
     SEGMENT_ROWS,
     IndexDamaged,
@@ -68,7 +68,7 @@ Scan = Callable[[list[tuple[InputFile, FilePart]]], Iterable[Iterable[tuple[File
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """One scanned file. number: of its rows in the segments. shards: byte offset or row group, row, line, rows."""
+    """One scanned file. number: of its rows in the segments. slices: byte offset or row group, row, line, rows."""
 
     number: int
     path: str
@@ -76,14 +76,14 @@ class IndexedFile:
     format: str
     fingerprint: Fingerprint
     types: dict[str, pa.DataType]
-    shards: list[tuple[int, int, int | None, int]]
+    slices: list[tuple[int, int, int | None, int]]
 
     @property
     def num_rows(self) -> int:
-        return sum(shard[3] for shard in self.shards)
+        return sum(file_slice[3] for file_slice in self.slices)
 
-    def shards_of(self, file: InputFile) -> list[Shard]:
-        return [Shard(file, start, RowPosition(row, line), count) for start, row, line, count in self.shards]
+    def slices_of(self, file: InputFile) -> list[FileSlice]:
+        return [FileSlice(file, start, RowPosition(row, line), count) for start, row, line, count in self.slices]
 
     def describes(self, file: InputFile, fingerprint: Fingerprint) -> bool:
         """Return whether this is the file as it is now."""
@@ -190,12 +190,12 @@ class InputIndex:
     ) -> tuple[IndexedFile, FilePart, int]:
         """Return what is known of a file, the part to scan, and how many of that part's rows are known.
 
-        Of a file that has grown, the part is its last shard and what is behind it.
+        Of a file that has grown, the part is its last slice and what is behind it.
         """
-        if grown is not None and grown.shards:
-            *kept, (start, row, line, num_known) = grown.shards
+        if grown is not None and grown.slices:
+            *kept, (start, row, line, num_known) = grown.slices
             log.info("%s has grown: reading its new rows", file.path)
-            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), shards=kept)
+            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=kept)
             return base, FilePart(start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
         base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [])
@@ -314,7 +314,7 @@ def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     for file in files:
         types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
         number = numbers.setdefault(types, len(numbers))
-        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, number, file.shards])
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, number, file.slices])
     return {"types": list(numbers), "files": entries}
 
 
@@ -322,8 +322,10 @@ def files_in(facts: Mapping[str, Any]) -> dict[str, IndexedFile]:
     """Return the files in this form by path. Raises what is in DAMAGE."""
     types = [_types_in(text) for text in facts["types"]]
     return {
-        path: IndexedFile(number, path, name, format_, fingerprint, types[at], [tuple(shard) for shard in shards])
-        for number, path, name, format_, fingerprint, at, shards in facts["files"]
+        path: IndexedFile(
+            number, path, name, format_, fingerprint, types[at], [tuple(file_slice) for file_slice in slices]
+        )
+        for number, path, name, format_, fingerprint, at, slices in facts["files"]
     }
 
 
@@ -337,18 +339,18 @@ def index_key(settings: Mapping[str, Any]) -> str:
 
 
 def _joined(base: IndexedFile, found: Iterable[tuple[FileScan, Table]], rows: RowWriter, num_known: int) -> IndexedFile:
-    """Return the file with what a scan found behind its shards. num_known: rows at the start that are indexed."""
-    types, shards = dict(base.types), list(base.shards)
+    """Return the file with what a scan found behind its slices. num_known: rows at the start that are indexed."""
+    types, slices = dict(base.types), list(base.slices)
     first = base.num_rows
     for scan, table in found:
         join_into(types, scan.types)
-        shards += [(shard.start, *shard.first, shard.num_rows) for shard in scan.shards]
+        slices += [(file_slice.start, *file_slice.first, file_slice.num_rows) for file_slice in scan.slices]
         count = len(table["id"])
         places = np.arange(first, first + count, dtype=np.uint32)
         rows.add(cut(table | {"file": np.full(count, base.number, np.uint32), "row": places}, num_known, count))
         num_known = max(0, num_known - count)
         first += count
-    return replace(base, types=types, shards=shards)
+    return replace(base, types=types, slices=slices)
 
 
 def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str, np.ndarray]:

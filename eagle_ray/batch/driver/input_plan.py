@@ -1,6 +1,6 @@
 """InputPlan: the whole input, scanned before anything starts.
 
-It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
+It fixes the order of files and slices, the columns to read and the types of passthrough columns, and finds duplicate
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     plan = plan_input(config)
@@ -22,12 +22,13 @@ from eagle_ray import __version__
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
+from eagle_ray.batch.reader.file_slices import FileSlice, chunks_in
 from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
 from eagle_ray.batch.reader.jsonl import detect_batch
-from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
-from eagle_ray.batch.reader.shards import Shard, chunks_in
+from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner
 from eagle_ray.batch.reader.unread import check_unread
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
@@ -35,7 +36,6 @@ from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, Requ
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
 from eagle_ray.runs.id_digests import Digests, digests, isin
 from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.storage.path import StoragePath
@@ -51,7 +51,7 @@ class InputPlan:
     Attributes:
         passthrough_columns: the columns to pass through, in order.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
-        index: its files and rows. Readers of a shard have none.
+        index: its files and rows. Readers of a slice have none.
         fingerprints: of the files, by path.
         changes: how the files differ from those that the run was made from.
         key: of the settings and the content of the files; equal keys have equal rows.
@@ -60,7 +60,7 @@ class InputPlan:
     """
 
     files: tuple[InputFile, ...]
-    shards: tuple[Shard, ...]
+    slices: tuple[FileSlice, ...]
     columns: RequestColumns
     passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
@@ -73,12 +73,12 @@ class InputPlan:
 
     @property
     def num_rows(self) -> int:
-        return sum(shard.num_rows for shard in self.shards)
+        return sum(file_slice.num_rows for file_slice in self.slices)
 
     @property
     def for_readers(self) -> InputPlan:
-        """Return the part that readers of a shard need."""
-        return replace(self, shards=(), index=None, fingerprints={}, changes=InputChanges())
+        """Return the part that readers of a slice need."""
+        return replace(self, slices=(), index=None, fingerprints={}, changes=InputChanges())
 
     @property
     def without_passthrough(self) -> InputPlan:
@@ -97,14 +97,14 @@ class InputPlan:
 
     @property
     def all_rows(self) -> ExpectedRows:
-        """Return the rows of all shards by id. Raises ValueError for a reader's plan, which has no index."""
+        """Return the rows of all slices by id. Raises ValueError for a reader's plan, which has no index."""
         index = self.index
         if index is None:
             raise ValueError("the plan of a reader has no index of rows")
         numbers = {file.path: index.files[file.path].number for file in self.files}
         allowed = np.zeros(index.next_number, np.int64)
-        for shard in self.shards:
-            allowed[numbers[shard.file.path]] += shard.num_rows
+        for file_slice in self.slices:
+            allowed[numbers[file_slice.file.path]] += file_slice.num_rows
         starts, total = np.zeros_like(allowed), 0
         for file in self.files:
             starts[numbers[file.path]] = total
@@ -190,21 +190,21 @@ def plan_input(
     changes = _update(index, files, noted, prints, scan, finished)
 
     types: dict[str, pa.DataType] = {}
-    shards: list[Shard] = []
+    slices: list[FileSlice] = []
     for file in files:
         entry = index.files[file.path]
         join_into(types, entry.types)
-        shards += entry.shards_of(file)
+        slices += entry.slices_of(file)
     if types:
         _check_columns(config.input.columns, columns, types)
-    limited = _apply_limit(shards, config.input.limit)
+    limited = _apply_limit(slices, config.input.limit)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
     plan = InputPlan(
         files=files,
-        shards=limited,
+        slices=limited,
         columns=columns,
         passthrough_columns=passthrough,
         row_settings=row_settings,
@@ -336,14 +336,14 @@ def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
     """Yield the rows in small tables."""
-    for shard in plan.shards:
-        yield from shard_tables(plan, shard)
+    for file_slice in plan.slices:
+        yield from slice_tables(plan, file_slice)
 
 
-def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
-    """Yield the requests of one shard in small tables."""
-    for chunk in chunks_in(shard, plan.needed, plan.source_types):
-        requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
+def slice_tables(plan: InputPlan, file_slice: FileSlice) -> Iterator[pa.Table]:
+    """Yield the requests of one slice in small tables."""
+    for chunk in chunks_in(file_slice, plan.needed, plan.source_types):
+        requests = [parse_row(row, plan.columns, file_slice.file.location_of(position)) for position, row in chunk.rows]
         table = table_of_requests(requests)
         for column in plan.passthrough_columns:
             table = table.append_column(column.name, chunk.carried[column.source])
@@ -432,15 +432,15 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
 
 
-def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice, ...]:
     """Return the first rows of the input, in file order."""
     if limit is None:
-        return tuple(shards)
-    kept: list[Shard] = []
-    for shard in shards:
+        return tuple(slices)
+    kept: list[FileSlice] = []
+    for file_slice in slices:
         if limit > 0:
-            kept.append(shard.truncate(min(shard.num_rows, limit)))
-            limit -= shard.num_rows
+            kept.append(file_slice.truncate(min(file_slice.num_rows, limit)))
+            limit -= file_slice.num_rows
     return tuple(kept)
 
 
@@ -479,9 +479,9 @@ def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -
 
 
 def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
-    for shard in plan.shards:
-        for chunk in chunks_in(shard, plan.needed, plan.source_types):
-            yield from ((row, shard.file.location_of(position)) for position, row in chunk.rows)
+    for file_slice in plan.slices:
+        for chunk in chunks_in(file_slice, plan.needed, plan.source_types):
+            yield from ((row, file_slice.file.location_of(position)) for position, row in chunk.rows)
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:

@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.finished import forget_finished
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
+from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.fingerprints import check_unchanged
 from eagle_ray.runs.id_digests import digests
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.layout import DATA, RUN, SHARD_DATA_PREFIX, SUCCESS, data_of, root_of

@@ -32,13 +32,14 @@ from eagle_ray.batch.driver.input_plan import (
     row_settings_line,
     sample_ids,
 )
-from eagle_ray.batch.driver.parallel_scan import ParallelScan
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.driver.source_check import check_changes, check_sources
 from eagle_ray.batch.driver.usage_meter import USAGE
+from eagle_ray.batch.reader.fingerprints import check_unchanged
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
@@ -53,7 +54,6 @@ from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.fence import remove_stale_files, wait_for_stale_writers
-from eagle_ray.runs.fingerprints import check_unchanged
 from eagle_ray.runs.job_errors import (
     DONE,
     EXPECTED_ERRORS,

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.runs.fingerprints import content_of
+from eagle_ray.batch.reader.fingerprints import content_of
 from eagle_ray.runs.id_digests import Digests, digests, isin
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of

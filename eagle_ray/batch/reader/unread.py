@@ -2,7 +2,7 @@
 
 Files are read again only if they have such a column, and only until a row asks for something with it.
 
-    find_unread(plan.shards, ["frequency_penalty", "category"])
+    find_unread(plan.slices, ["frequency_penalty", "category"])
     # {'frequency_penalty': (RowLocation("a.jsonl", ...), 0.5)}
 """
 
@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eagle_ray.batch.reader.shards import Shard, rows_in
+from eagle_ray.batch.reader.file_slices import FileSlice, rows_in
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import ColumnPath, RowLocation
 from eagle_ray.requests.parameters import ROW_PARAMETERS, match_unsupported
@@ -25,7 +25,7 @@ FoundParameters = dict[str, tuple[RowLocation, Any]]
 
 
 def check_unread(
-    shards: Sequence[Shard], columns: Iterable[str], mapped: Iterable[ColumnPath], on_unknown: str
+    slices: Sequence[FileSlice], columns: Iterable[str], mapped: Iterable[ColumnPath], on_unknown: str
 ) -> None:
     """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says.
 
@@ -33,31 +33,31 @@ def check_unread(
     """
     if on_unknown == "carry":
         return
-    found = find_unread(shards, columns) | find_unread_nested(shards, mapped)
+    found = find_unread(slices, columns) | find_unread_nested(slices, mapped)
     if found and on_unknown == "refuse":
         raise ConfigError("\n".join(f"{_problem(*item)}. {_remedy(item[0])}" for item in found.items()))
     for item in found.items():
         log.warning("%s. It is treated as data.", _problem(*item))
 
 
-def find_unread(shards: Iterable[Shard], columns: Iterable[str]) -> FoundParameters:
+def find_unread(slices: Iterable[FileSlice], columns: Iterable[str]) -> FoundParameters:
     """Return, for each column of an unread parameter, the first row that asks for something with it, and its value."""
     wanted = {column: name for column in columns if (name := match_unsupported(column)) is not None}
     found: FoundParameters = {}
-    for shard in shards if wanted else ():
+    for file_slice in slices if wanted else ():
         left = [column for column in wanted if column not in found]
         if not left:
             break
-        found |= _find_in_shard(shard, {column: wanted[column] for column in left})
+        found |= _find_in_slice(file_slice, {column: wanted[column] for column in left})
     return found
 
 
-def find_unread_nested(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) -> FoundParameters:
+def find_unread_nested(slices: Iterable[FileSlice], mapped: Iterable[ColumnPath]) -> FoundParameters:
     """Return parameters in the objects that mapped paths such as body.messages read from, as find_unread does."""
     parents = {path.parent for path in mapped if path.parent is not None}
     found: FoundParameters = {}
-    for shard in shards if parents else ():
-        for position, row in rows_in(shard, [name for parent in parents for name in parent.names]):
+    for file_slice in slices if parents else ():
+        for position, row in rows_in(file_slice, [name for parent in parents for name in parent.names]):
             if isinstance(row, RequestError):
                 continue
             for parent in parents:
@@ -65,7 +65,8 @@ def find_unread_nested(shards: Iterable[Shard], mapped: Iterable[ColumnPath]) ->
                     name = key if key in ROW_PARAMETERS else match_unsupported(key)
                     if name is not None and has_effect(name, value):
                         found.setdefault(
-                            f"{parent.text}.{key}", (RowLocation(shard.file.name, shard.file.path, position), value)
+                            f"{parent.text}.{key}",
+                            (RowLocation(file_slice.file.name, file_slice.file.path, position), value),
                         )
     return found
 
@@ -78,14 +79,14 @@ def _object_at(path: ColumnPath, row: dict[str, Any]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _find_in_shard(shard: Shard, wanted: dict[str, str]) -> FoundParameters:
+def _find_in_slice(file_slice: FileSlice, wanted: dict[str, str]) -> FoundParameters:
     found: FoundParameters = {}
-    for position, row in rows_in(shard, wanted):
+    for position, row in rows_in(file_slice, wanted):
         if not isinstance(row, dict):
             continue
         for column, name in wanted.items():
             if column not in found and has_effect(name, row.get(column)):
-                found[column] = (RowLocation(shard.file.name, shard.file.path, position), row[column])
+                found[column] = (RowLocation(file_slice.file.name, file_slice.file.path, position), row[column])
         if len(found) == len(wanted):
             break
     return found

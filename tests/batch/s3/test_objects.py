@@ -8,8 +8,8 @@ import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.reader.file_slices import rows_in, scan
 from eagle_ray.batch.reader.files import find_files
-from eagle_ray.batch.reader.shards import rows_in, scan
 from eagle_ray.batch.worker.start_cache import StartCache
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
@@ -143,11 +143,11 @@ def test_a_large_jsonl_is_read_in_parts_from_where_a_shard_starts(bucket, proxy)
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
     seen = []
     found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
-    assert seen == list(range(4000)) and len(found.shards) == 8
+    assert seen == list(range(4000)) and len(found.slices) == 8
     gets = [request for request in proxy.seen if request.method == "GET" and "a.jsonl" in request.path]
     assert len(gets) > 3 and all("Range" in request.headers for request in gets)
     before = len(proxy.seen)
-    assert [row["id"] for _, row in rows_in(found.shards[-1].truncate(3), ["id"])] == [3584, 3585, 3586]
+    assert [row["id"] for _, row in rows_in(found.slices[-1].truncate(3), ["id"])] == [3584, 3585, 3586]
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of eight million
 
 
@@ -195,9 +195,9 @@ def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     [file] = find_files(f"{bucket}/a.csv", "auto")
     seen = []
     found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
-    assert seen == [str(i) for i in range(2000)] and len(found.shards) == 4
+    assert seen == [str(i) for i in range(2000)] and len(found.slices) == 4
     before = len(proxy.seen)
-    rows = [row for _, row in rows_in(found.shards[-1].truncate(2), ["id"])]
+    rows = [row for _, row in rows_in(found.slices[-1].truncate(2), ["id"])]
     assert rows[1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of two million
 

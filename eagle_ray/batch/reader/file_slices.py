@@ -1,13 +1,13 @@
-"""Shards: small consecutive parts of input files that can be read separately, in any format.
+"""Slices: small consecutive parts of input files that can be read separately, in any format.
 
 Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
-A compressed file, and one that is read through fsspec, is one shard: its parts could only be read from its start.
+A compressed file, and one that is read through fsspec, is one slice: its parts could only be read from its start.
 A malformed record is one bad row. Memory is bounded by a record or a batch.
 
 Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
 column of that name. Their values are texts, but a run's own files tell the types that the values had.
 
-    [row for _, row in rows_in(shard)]      # [{'prompt': 'Hi'}]
+    [row for _, row in rows_in(file_slice)]      # [{'prompt': 'Hi'}]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
-SHARD_ROWS = 512
+SLICE_ROWS = 512
 COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupError)
@@ -52,7 +52,7 @@ OnRow = Callable[[RowPosition, InputRow], None]  # told of every row: its place 
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class FileSlice:
     """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
 
     Blank lines are not rows, but row indices count them.
@@ -63,17 +63,17 @@ class Shard:
     first: RowPosition
     num_rows: int
 
-    def truncate(self, num_rows: int) -> Shard:
-        """Return the shard's first rows."""
+    def truncate(self, num_rows: int) -> FileSlice:
+        """Return the slice's first rows."""
         return dataclasses.replace(self, num_rows=num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class FileScan:
-    """The content of a file: its columns with their passthrough types, in order, and its shards."""
+    """The content of a file: its columns with their passthrough types, in order, and its slices."""
 
     types: dict[str, pa.DataType]
-    shards: tuple[Shard, ...]
+    slices: tuple[FileSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ WHOLE = FilePart(0, FIRST)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a shard: their positions, the values that requests are made of, and the passthrough columns."""
+    """Some rows of a slice: their positions, the values that requests are made of, and the passthrough columns."""
 
     rows: list[tuple[RowPosition, InputRow]]
     carried: dict[str, pa.Array]
@@ -115,24 +115,24 @@ def scan(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart =
         raise _unreadable_error(file, error) from None
 
 
-def rows_in(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+def rows_in(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
     """Yield each row's position in its file, and the row (of Parquet, its needed columns only).
 
     Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
     """
-    shard.file.check_unchanged()
-    read = _parquet_rows if shard.file.format in COLUMNAR else _record_rows
-    return _detect_changes(shard.file, islice(read(shard, needed), shard.num_rows))
+    file_slice.file.check_unchanged()
+    read = _parquet_rows if file_slice.file.format in COLUMNAR else _record_rows
+    return _detect_changes(file_slice.file, islice(read(file_slice, needed), file_slice.num_rows))
 
 
-def chunks_in(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
     """Yield the rows in chunks with their passthrough columns. Raises as rows_in does.
 
     carried: the columns' types over all files.
     """
-    shard.file.check_unchanged()
-    read = _parquet_chunks if shard.file.format in COLUMNAR else _record_chunks
-    return _detect_changes(shard.file, _first_rows(read(shard, needed, carried), shard.num_rows))
+    file_slice.file.check_unchanged()
+    read = _parquet_chunks if file_slice.file.format in COLUMNAR else _record_chunks
+    return _detect_changes(file_slice.file, _first_rows(read(file_slice, needed, carried), file_slice.num_rows))
 
 
 def _first_rows(chunks: Iterator[Chunk], num_rows: int) -> Iterator[Chunk]:
@@ -186,7 +186,7 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
     for offset, position, row in _records(file, part.start, part.first):
         if stop is not None and offset >= stop:
             break
-        if not starts or (can_split and counts[-1] == SHARD_ROWS):
+        if not starts or (can_split and counts[-1] == SLICE_ROWS):
             starts.append((offset, position))
             counts.append(0)
         counts[-1] += 1
@@ -196,8 +196,8 @@ def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
         on_row(position, _with_values(row, values))
     joined = types.joined()
     join_into(joined, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
-    shards = (Shard(file, *start, count) for start, count in zip(starts, counts, strict=True))
-    return FileScan(joined, tuple(shards))
+    slices = (FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True))
+    return FileScan(joined, tuple(slices))
 
 
 def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
@@ -251,14 +251,14 @@ class RecordTypes:
         return {name: self._mixed if type_ == JSON else type_ for name, type_ in self._types.items()}
 
 
-def _record_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    values = _values_of(partition_scalars(shard.file))
-    for _, position, row in _records(shard.file, shard.start, shard.first):
+def _record_rows(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+    values = _values_of(partition_scalars(file_slice.file))
+    for _, position, row in _records(file_slice.file, file_slice.start, file_slice.first):
         yield position, _with_values(row, values)
 
 
-def _record_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
-    rows = islice(_record_rows(shard, needed), shard.num_rows)
+def _record_chunks(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    rows = islice(_record_rows(file_slice, needed), file_slice.num_rows)
     while chunk := list(islice(rows, BATCH_ROWS)):
         columns: dict[str, pa.Array] = {}
         errors: dict[int, RequestError] = {}
@@ -341,8 +341,8 @@ def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: F
         batches = _parquet_batches(parquet, file, needed, list(groups), ())
         for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
             on_row(RowPosition(index, None), _with_values(row, values))
-    shards = (Shard(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
-    return FileScan(types, tuple(shards))
+    slices = (FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
+    return FileScan(types, tuple(slices))
 
 
 def _partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
@@ -364,18 +364,20 @@ def _parquet_batches(
     return batches_in_parquet(parquet, file, needed, groups, carried)
 
 
-def _parquet_rows(shard: Shard, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    for chunk in _parquet_chunks(shard, needed, {}):
+def _parquet_rows(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
+    for chunk in _parquet_chunks(file_slice, needed, {}):
         yield from chunk.rows
 
 
-def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
-    index = shard.first.row
+def _parquet_chunks(
+    file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
+) -> Iterator[Chunk]:
+    index = file_slice.first.row
     try:
-        with open_columnar(shard.file) as parquet:
-            partitions = _partitions_in(parquet, shard.file)
+        with open_columnar(file_slice.file) as parquet:
+            partitions = _partitions_in(parquet, file_slice.file)
             read, kept = _values_of(partitions, needed), _values_of(partitions, carried)
-            for rows, batch in _parquet_batches(parquet, shard.file, needed, [shard.start], carried):
+            for rows, batch in _parquet_batches(parquet, file_slice.file, needed, [file_slice.start], carried):
                 positions = [RowPosition(index + i, None) for i in range(len(rows))]
                 index += len(rows)
                 columns: dict[str, pa.Array] = {}
@@ -389,7 +391,7 @@ def _parquet_chunks(shard: Shard, needed: Iterable[str], carried: Mapping[str, p
     except StorageError:
         raise
     except READ_ERRORS as error:
-        raise _unreadable_error(shard.file, error) from None
+        raise _unreadable_error(file_slice.file, error) from None
 
 
 def _parquet_column(batch: pa.RecordBatch, name: str, type_: pa.DataType) -> tuple[pa.Array, dict[int, RequestError]]:

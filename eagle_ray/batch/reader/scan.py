@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from eagle_ray.batch.reader.file_slices import FilePart, FileScan, scan
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.shards import FilePart, FileScan, scan
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.columns import RequestColumns, RowPosition
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
@@ -35,7 +35,7 @@ Found = tuple[FileScan, Table]
 
 @dataclass(frozen=True, slots=True)
 class RowScanner:
-    """Scans parts of files: yields the types and shards of each, and a row of the index for each of its rows."""
+    """Scans parts of files: yields the types and slices of each, and a row of the index for each of its rows."""
 
     config: JobConfig
     columns: RequestColumns

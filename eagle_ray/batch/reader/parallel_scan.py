@@ -19,9 +19,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.batch.reader.file_slices import COLUMNAR, FilePart, open_columnar
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.row_scanner import Found, Part, RowScanner
-from eagle_ray.batch.reader.shards import COLUMNAR, FilePart, open_columnar
+from eagle_ray.batch.reader.scan import Found, Part, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
