@@ -80,13 +80,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """File name and start of every scan of an input file."""
     found = []
-    scan = scan_module.scan
+    read = scan_module.rows_in_part
 
-    def noted(file: Any, needed: Any, on_row: Any, part: Any) -> Any:
-        found.append((file.name, part.start))
-        return scan(file, needed, on_row, part)
+    def noted(part: Any, *others: Any) -> Any:
+        found.append((part.file.name, part.start))
+        return read(part, *others)
 
-    monkeypatch.setattr(scan_module, "scan", noted)
+    monkeypatch.setattr(scan_module, "rows_in_part", noted)
     return found
 
 

@@ -24,9 +24,10 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray.batch.reader.carried_columns import join_into
-from eagle_ray.batch.reader.file_slices import FilePart, FileScan, FileSlice
+from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.requests.columns import FIRST, RowPosition
+from eagle_ray.batch.reader.scan import FilePart, Found, UnreadValue
+from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.id_digests import DIGEST, Digests, index_of
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
@@ -53,7 +54,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 4
+VERSION = 5
 DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
@@ -62,13 +63,19 @@ NO_ROWS: Table = {
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
-Scan = Callable[[list[tuple[InputFile, FilePart]]], Iterable[Iterable[tuple[FileScan, Table]]]]
+Scan = Callable[[list[FilePart]], Iterable[Iterable[Found]]]
 """Scan parts of files; yield for each part its consecutive pieces with their rows (columns id, request, rows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """One scanned file. number: of its rows in the segments. slices: byte offset or row group, row, line, rows."""
+    """One scanned file.
+
+    Attributes:
+        number: of its rows in the segments.
+        slices: byte offset or row group, row, line, rows of each.
+        unread: the first value of each column that is a parameter which rows cannot set.
+    """
 
     number: int
     path: str
@@ -77,6 +84,7 @@ class IndexedFile:
     fingerprint: Fingerprint
     types: dict[str, pa.DataType]
     slices: list[tuple[int, int, int | None, int]]
+    unread: dict[str, UnreadValue]
 
     @property
     def num_rows(self) -> int:
@@ -178,11 +186,11 @@ class InputIndex:
             if old is not None and old.describes(file, fingerprints[file.path]):
                 continue
             is_base = old is not None and file.path in grown and (old.name, old.format) == (file.name, file.format)
-            bases.append((file, *self._base(file, fingerprints[file.path], old if is_base else None)))
+            bases.append(self._base(file, fingerprints[file.path], old if is_base else None))
         with RowWriter(self) as rows:
-            scanned = scan([(file, part) for file, _, part, _ in bases])
-            for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
-                self.files[file.path] = _joined(base, found, rows, num_known)
+            scanned = scan([part for _, part, _ in bases])
+            for (base, _, num_known), found in zip(bases, scanned, strict=True):
+                self.files[base.path] = _joined(base, found, rows, num_known)
                 self.saved_in = None
 
     def _base(
@@ -196,10 +204,10 @@ class InputIndex:
             *kept, (start, row, line, num_known) = grown.slices
             log.info("%s has grown: reading its new rows", file.path)
             base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=kept)
-            return base, FilePart(start, RowPosition(row, line)), num_known
+            return base, FilePart(file, start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
-        base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [])
-        return base, FilePart(0, FIRST), 0
+        base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [], {})
+        return base, FilePart(file), 0
 
     @property
     def numbers(self) -> set[int]:
@@ -314,19 +322,19 @@ def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     for file in files:
         types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
         number = numbers.setdefault(types, len(numbers))
-        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, number, file.slices])
+        found = [number, file.slices, file.unread]
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *found])
     return {"types": list(numbers), "files": entries}
 
 
 def files_in(facts: Mapping[str, Any]) -> dict[str, IndexedFile]:
     """Return the files in this form by path. Raises what is in DAMAGE."""
     types = [_types_in(text) for text in facts["types"]]
-    return {
-        path: IndexedFile(
-            number, path, name, format_, fingerprint, types[at], [tuple(file_slice) for file_slice in slices]
-        )
-        for number, path, name, format_, fingerprint, at, slices in facts["files"]
-    }
+    files = {}
+    for number, path, name, format_, fingerprint, at, slices, values in facts["files"]:
+        unread = {column: UnreadValue(*value) for column, value in values.items()}
+        files[path] = IndexedFile(number, path, name, format_, fingerprint, types[at], list(map(tuple, slices)), unread)
+    return files
 
 
 def _types_in(text: str) -> dict[str, pa.DataType]:
@@ -338,19 +346,21 @@ def index_key(settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=16).hexdigest()
 
 
-def _joined(base: IndexedFile, found: Iterable[tuple[FileScan, Table]], rows: RowWriter, num_known: int) -> IndexedFile:
+def _joined(base: IndexedFile, found: Iterable[Found], rows: RowWriter, num_known: int) -> IndexedFile:
     """Return the file with what a scan found behind its slices. num_known: rows at the start that are indexed."""
-    types, slices = dict(base.types), list(base.slices)
+    types, slices, unread = dict(base.types), list(base.slices), dict(base.unread)
     first = base.num_rows
     for scan, table in found:
         join_into(types, scan.types)
         slices += [(file_slice.start, *file_slice.first, file_slice.num_rows) for file_slice in scan.slices]
+        for column, value in scan.unread.items():
+            unread.setdefault(column, value._replace(number=first + value.number))
         count = len(table["id"])
         places = np.arange(first, first + count, dtype=np.uint32)
         rows.add(cut(table | {"file": np.full(count, base.number, np.uint32), "row": places}, num_known, count))
         num_known = max(0, num_known - count)
         first += count
-    return replace(base, types=types, slices=slices)
+    return replace(base, types=types, slices=slices, unread=unread)
 
 
 def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str, np.ndarray]:

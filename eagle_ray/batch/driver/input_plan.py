@@ -10,6 +10,8 @@ ids. A file that the run's index describes as it is now is not scanned again (``
 from __future__ import annotations
 
 import difflib
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -28,11 +30,17 @@ from eagle_ray.batch.reader.fingerprints import Fingerprint, begins_with, conten
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
-from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner
-from eagle_ray.batch.reader.unread import check_unread
+from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
+from eagle_ray.requests.columns import (
+    PROMPTS,
+    ColumnPath,
+    PromptTemplate,
+    RequestColumns,
+    RowLocation,
+    RowPosition,
+)
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
@@ -40,6 +48,7 @@ from eagle_ray.runs.id_digests import Digests, digests, isin
 from eagle_ray.runs.job_shard import JobShard
 from eagle_ray.storage.path import StoragePath
 
+log = logging.getLogger("eagle_ray")
 MAX_NAMES = 3  # in a message
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
@@ -76,6 +85,14 @@ class InputPlan:
         return sum(file_slice.num_rows for file_slice in self.slices)
 
     @property
+    def rows_by_file(self) -> Counter[str]:
+        """Return the number of rows by path."""
+        counts: Counter[str] = Counter()
+        for file_slice in self.slices:
+            counts[file_slice.file.path] += file_slice.num_rows
+        return counts
+
+    @property
     def for_readers(self) -> InputPlan:
         """Return the part that readers of a slice need."""
         return replace(self, slices=(), index=None, fingerprints={}, changes=InputChanges())
@@ -103,8 +120,8 @@ class InputPlan:
             raise ValueError("the plan of a reader has no index of rows")
         numbers = {file.path: index.files[file.path].number for file in self.files}
         allowed = np.zeros(index.next_number, np.int64)
-        for file_slice in self.slices:
-            allowed[numbers[file_slice.file.path]] += file_slice.num_rows
+        for path, count in self.rows_by_file.items():
+            allowed[numbers[path]] = count
         starts, total = np.zeros_like(allowed), 0
         for file in self.files:
             starts[numbers[file.path]] = total
@@ -216,8 +233,7 @@ def plan_input(
         job_shard=job_shard,
     )
     if not finished:  # the run has passed these checks with this key
-        mapped = (columns.id, *columns.prompt_paths)
-        check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
+        _check_unread(plan, config.input.on_unknown)
         _check_ids(plan, plan.all_rows.duplicates())
         _check_rows(plan, config.input.on_bad_row)
     return plan
@@ -409,11 +425,24 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
         )
 
 
-def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
-    """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
-    paths = (columns.id, *columns.prompts.values())
+def _check_unread(plan: InputPlan, on_unknown: str) -> None:
+    """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
+    if on_unknown == "carry":
+        return
+    paths = (plan.columns.id, *plan.columns.prompts.values())
     mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
-    return [name for name in names if name not in mapped]
+    num_rows = plan.rows_by_file
+    found: dict[str, str] = {}
+    for file in plan.files:
+        for column, (number, row, line, text) in plan.index.files[file.path].unread.items():
+            if number < num_rows[file.path] and column not in mapped:
+                location = file.location_of(RowPosition(row, line))
+                problem = f"{location}: column {column!r} ({text}) is a request parameter that rows cannot set here"
+                found.setdefault(column, problem)
+    if found and on_unknown == "refuse":
+        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in found.items()))
+    for problem in found.values():
+        log.warning("%s. It is treated as data.", problem)
 
 
 def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:

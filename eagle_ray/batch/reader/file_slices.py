@@ -7,7 +7,8 @@ A malformed record is one bad row. Memory is bounded by a record or a batch.
 Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
 column of that name. Their values are texts, but a run's own files tell the types that the values had.
 
-    [row for _, row in rows_in(file_slice)]      # [{'prompt': 'Hi'}]
+    [chunk] = chunks_in(file_slice, ["prompt"], carried={})
+    chunk.rows                                                  # [(RowPosition(row=0, line=1), {'prompt': 'Hi'})]
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
-from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv, type_of_csv_value
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, carry, column_of
+from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.jsonl import CutLine, rows_in_batch, rows_in_jsonl
-from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet, check_unique
+from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
-from eagle_ray.requests.columns import FIRST, RowPosition
+from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
 from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.runs.job_errors import OutputDamaged
@@ -41,14 +42,12 @@ from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError
 
 log = logging.getLogger("eagle_ray")
-SLICE_ROWS = 512
 COLUMNAR = ("parquet", RUN_FORMAT)
 RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
 CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupError)
 READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
 Item = TypeVar("Item")
-OnRow = Callable[[RowPosition, InputRow], None]  # told of every row: its place in the file, and what is needed of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +68,6 @@ class FileSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class FileScan:
-    """The content of a file: its columns with their passthrough types, in order, and its slices."""
-
-    types: dict[str, pa.DataType]
-    slices: tuple[FileSlice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """Consecutive rows of a file: from a byte offset or row group on, whose first row has this position, up to `stop`,
-    which is the file's end if it is None.
-    """
-
-    start: int
-    first: RowPosition
-    stop: int | None = None
-
-
-WHOLE = FilePart(0, FIRST)
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """Some rows of a slice: their positions, the values that requests are made of, and the passthrough columns."""
 
@@ -101,37 +78,28 @@ class Chunk:
         return Chunk(self.rows[:num_rows], {name: column[:num_rows] for name, column in self.carried.items()})
 
 
-def scan(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart = WHOLE) -> FileScan:
-    """Scan one file, or a part of it, once and call on_row for every row (of Parquet, its needed columns only).
-
-    Raises ConfigError if the file cannot be read at all.
-    """
-    read = _scan_parquet if file.format in COLUMNAR else _scan_records
+@contextmanager
+def reading(file: InputFile) -> Iterator[None]:
+    """Raise ConfigError naming the file if the body finds that it cannot be read as what it is."""
     try:
-        return read(file, needed, on_row, part)
+        yield
     except StorageError:  # the storage is at fault, not the file
         raise
     except READ_ERRORS as error:
         raise _unreadable_error(file, error) from None
 
 
-def rows_in(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    """Yield each row's position in its file, and the row (of Parquet, its needed columns only).
+def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    """Yield the rows of a slice in chunks with their carried columns.
 
     Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
+
+    Args:
+        needed: columns that rows need of Parquet; other formats have all of theirs.
+        carried: the carried columns' types over all files.
     """
     file_slice.file.check_unchanged()
-    read = _parquet_rows if file_slice.file.format in COLUMNAR else _record_rows
-    return _detect_changes(file_slice.file, islice(read(file_slice, needed), file_slice.num_rows))
-
-
-def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
-    """Yield the rows in chunks with their passthrough columns. Raises as rows_in does.
-
-    carried: the columns' types over all files.
-    """
-    file_slice.file.check_unchanged()
-    read = _parquet_chunks if file_slice.file.format in COLUMNAR else _record_chunks
+    read = _columnar_chunks if file_slice.file.format in COLUMNAR else _record_chunks
     return _detect_changes(file_slice.file, _first_rows(read(file_slice, needed, carried), file_slice.num_rows))
 
 
@@ -175,31 +143,6 @@ def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
         raise _unreadable_error(file, error) from None
 
 
-def _scan_records(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
-    starts: list[tuple[int, RowPosition]] = []
-    counts: list[int] = []
-    types = RecordTypes(file.format)
-    can_split, stop = file.can_split, part.stop
-    partitions = partition_scalars(file)
-    values = _values_of(partitions)
-    inherited: set[str] = set()  # partition columns that some row does not have of its own
-    for offset, position, row in _records(file, part.start, part.first):
-        if stop is not None and offset >= stop:
-            break
-        if not starts or (can_split and counts[-1] == SLICE_ROWS):
-            starts.append((offset, position))
-            counts.append(0)
-        counts[-1] += 1
-        if isinstance(row, dict):
-            types.add(row)
-            inherited |= partitions.keys() - row.keys()
-        on_row(position, _with_values(row, values))
-    joined = types.joined()
-    join_into(joined, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
-    slices = (FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True))
-    return FileScan(joined, tuple(slices))
-
-
 def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
     """Return the file's partition columns. types: those that are known; others are texts, and null has no type."""
     scalars = {}
@@ -215,50 +158,15 @@ def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[s
     return scalars
 
 
-def _values_of(partitions: Mapping[str, pa.Scalar], names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the values of these partition columns; None: of all."""
-    wanted = partitions if names is None else names
-    return {name: partitions[name].as_py() for name in wanted if name in partitions}
-
-
-def _with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
+def with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
     """Return the row with the values of partition columns that it does not have itself."""
     return {**values, **row} if values and isinstance(row, dict) else row
 
 
-class RecordTypes:
-    """The joined types of the columns of records, in order.
-
-    Only a value of a Python type that its column has not had before is looked at, except where its type depends on the
-    value: integers, and the texts of CSV files.
-    """
-
-    def __init__(self, format_: str) -> None:
-        self._type_of, self._mixed = (type_of_csv_value, CSV_TEXT) if format_ == "csv" else (type_of, JSON)
-        self._always = str if format_ == "csv" else int
-        self._types: dict[str, pa.DataType] = {}
-        self._seen: set[tuple[str, type]] = set()
-
-    def add(self, row: dict[str, Any]) -> None:
-        for name, value in row.items():
-            kind = value.__class__
-            if (name, kind) not in self._seen:
-                if kind is not self._always:
-                    self._seen.add((name, kind))
-                join_into(self._types, {name: self._type_of(value)})
-
-    def joined(self) -> dict[str, pa.DataType]:
-        return {name: self._mixed if type_ == JSON else type_ for name, type_ in self._types.items()}
-
-
-def _record_rows(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    values = _values_of(partition_scalars(file_slice.file))
-    for _, position, row in _records(file_slice.file, file_slice.start, file_slice.first):
-        yield position, _with_values(row, values)
-
-
 def _record_chunks(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
-    rows = islice(_record_rows(file_slice, needed), file_slice.num_rows)
+    values = {name: scalar.as_py() for name, scalar in partition_scalars(file_slice.file).items()}
+    records = records_in(file_slice.file, file_slice.start, file_slice.first)
+    rows = ((position, with_values(row, values)) for _, position, row in islice(records, file_slice.num_rows))
     while chunk := list(islice(rows, BATCH_ROWS)):
         columns: dict[str, pa.Array] = {}
         errors: dict[int, RequestError] = {}
@@ -308,8 +216,8 @@ def _carried(
     return pa.concat_arrays(parts), errors
 
 
-def _records(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and columns of every record from byte `start` on, which is at position `at`.
+def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
+    """Yield byte offset, position and columns of every record from byte `start` on, which is at start_position.
 
     A last line that is not whole is left out, since another process may be writing it.
     """
@@ -328,72 +236,47 @@ def _check_encoding(first_bytes: bytes, file: InputFile) -> None:
         raise ConfigError(f"cannot read {file.path} as {file.format}: it is {encoding} text. Write it as UTF-8.")
 
 
-def _scan_parquet(file: InputFile, needed: Iterable[str], on_row: OnRow, part: FilePart) -> FileScan:
-    with open_columnar(file) as parquet:
-        types = {field.name: type_in_parquet(field.type) for field in _columns_in(parquet, file)}
-        check_unique(parquet, file)
-        partitions = _partitions_in(parquet, file)
-        types |= {name: scalar.type for name, scalar in partitions.items()}
-        values = _values_of(partitions, needed)
-        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        starts = list(accumulate(sizes, initial=0))
-        groups = range(len(sizes))[part.start : part.stop]
-        batches = _parquet_batches(parquet, file, needed, list(groups), ())
-        for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
-            on_row(RowPosition(index, None), _with_values(row, values))
-    slices = (FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i])
-    return FileScan(types, tuple(slices))
-
-
-def _partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
+def partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
     """Return the partition columns of a Parquet file, without those that it has itself."""
     schema = parquet.schema_arrow
     scalars = partition_scalars(file, partition_types(schema))
     return {name: scalar for name, scalar in scalars.items() if name not in schema.names}
 
 
-def _columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
+def columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
     return run_schema(parquet, file.path) if file.format == RUN_FORMAT else parquet.schema_arrow
 
 
-def _parquet_batches(
-    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str]
+def columnar_batches(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are."""
     if file.format == RUN_FORMAT:
         return batches_in_run(parquet, file.path, needed, groups, carried)
     return batches_in_parquet(parquet, file, needed, groups, carried)
 
 
-def _parquet_rows(file_slice: FileSlice, needed: Iterable[str]) -> Iterator[tuple[RowPosition, InputRow]]:
-    for chunk in _parquet_chunks(file_slice, needed, {}):
-        yield from chunk.rows
-
-
-def _parquet_chunks(
+def _columnar_chunks(
     file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
 ) -> Iterator[Chunk]:
-    index = file_slice.first.row
-    try:
-        with open_columnar(file_slice.file) as parquet:
-            partitions = _partitions_in(parquet, file_slice.file)
-            read, kept = _values_of(partitions, needed), _values_of(partitions, carried)
-            for rows, batch in _parquet_batches(parquet, file_slice.file, needed, [file_slice.start], carried):
-                positions = [RowPosition(index + i, None) for i in range(len(rows))]
-                index += len(rows)
-                columns: dict[str, pa.Array] = {}
-                errors: dict[int, RequestError] = {}
-                for name in batch.schema.names:
-                    columns[name], wrong = _parquet_column(batch, name, carried[name])
+    file, index = file_slice.file, file_slice.first.row
+    with reading(file), open_columnar(file) as parquet:
+        partitions = {name: scalar.as_py() for name, scalar in partitions_in(parquet, file).items()}
+        read = {name: partitions[name] for name in needed if name in partitions}
+        for rows, batch in columnar_batches(parquet, file, needed, [file_slice.start], carried):
+            columns: dict[str, pa.Array] = {}
+            errors: dict[int, RequestError] = {}
+            for name, type_ in carried.items():
+                if name in batch.schema.names:
+                    columns[name], wrong = _columnar_column(batch.column(name), name, type_)
                     errors |= wrong
-                absent = {name: column_of([kept.get(name)] * len(rows), type_) for name, type_ in carried.items()}
-                placed = [(place, _with_values(row, read)) for place, row in zip(positions, rows, strict=True)]
-                yield Chunk(_with_errors(placed, errors), absent | columns)
-    except StorageError:
-        raise
-    except READ_ERRORS as error:
-        raise _unreadable_error(file_slice.file, error) from None
+                else:
+                    columns[name] = column_of([partitions.get(name)] * len(rows), type_)
+            positions = (RowPosition(index + i, None) for i in range(len(rows)))
+            placed = [(place, with_values(row, read)) for place, row in zip(positions, rows, strict=True)]
+            index += len(rows)
+            yield Chunk(_with_errors(placed, errors), columns)
 
 
-def _parquet_column(batch: pa.RecordBatch, name: str, type_: pa.DataType) -> tuple[pa.Array, dict[int, RequestError]]:
-    column = batch.column(name)
+def _columnar_column(column: pa.Array, name: str, type_: pa.DataType) -> tuple[pa.Array, dict[int, RequestError]]:
     return _carried(name, type_, len(column), lambda start, stop: carry(column[start:stop], type_))

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.batch.reader import file_slices
+from eagle_ray.batch.reader import scan
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.decompression import open_decompressed
 from tests.batch.reader.test_plan import ids, plan
@@ -31,7 +31,7 @@ COMPRESS = {".gz": gzip.compress, ".zst": zstd}
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", JSONL), ("a.csv", CSV)])
 def test_the_rows_are_those_of_the_plain_file(tmp_path, monkeypatch, suffix, name, content):
-    monkeypatch.setattr(file_slices, "SLICE_ROWS", 4)
+    monkeypatch.setattr(scan, "SLICE_ROWS", 4)
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
     plain, packed = plan(tmp_path / name), plan(tmp_path / f"{name}{suffix}")
