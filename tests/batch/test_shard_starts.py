@@ -18,7 +18,7 @@ from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_job_shard import shard_of
+from tests.runs.test_layout import shard_of
 from tests.batch.test_starts import (
     Killed,
     answered,
