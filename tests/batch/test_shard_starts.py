@@ -18,7 +18,6 @@ from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.runs.test_layout import shard_of
 from tests.batch.test_starts import (
     Killed,
     answered,
@@ -35,6 +34,7 @@ from tests.batch.test_starts import (
     without_segments,
 )
 from tests.conftest import MakeJob
+from tests.runs.test_layout import shard_of
 
 NAMES = [f"id{i}" for i in range(30)]
 
