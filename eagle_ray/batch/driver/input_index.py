@@ -5,7 +5,7 @@ digests of its id and of its request, its file, its place there, and how many ou
 for a file with the same fingerprint. A file that grew at its end is scanned from its last shard on.
 
     index = InputIndex.load(run.output / INDEX, key).with_rows()
-    index.add(files, fingerprints(files, {}), RowScanner(config, columns), Growth(prints))
+    index.add(files, fingerprints(files, {}), RowScanner(config, columns), grown=[])
     index.save(run.output / INDEX)
 """
 
@@ -16,7 +16,7 @@ import binascii
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,13 +31,12 @@ from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
     DIGEST,
     SEGMENT_ROWS,
-    Digests,
     IndexDamaged,
     Segment,
     Table,
     cut,
     has_many_segments,
-    isin,
+    index_of,
     join,
     joined_ranges,
     read_index_file,
@@ -105,7 +104,6 @@ class InputIndex:
         key: how rows were read: an index with another key says nothing about this job.
         files: by path, as they were last scanned.
         next_number: of the next file that is scanned.
-        vanished: number and count of the rows that are in no file any more, if there are any: their answers stand.
         segments: on disk, with the directory of each.
         unsaved: tables that are in memory only.
         saved_in: the directory that has the index as it is, or None.
@@ -114,7 +112,6 @@ class InputIndex:
     key: str
     files: dict[str, IndexedFile] = field(default_factory=dict)
     next_number: int = 0
-    vanished: tuple[int, int] | None = None
     segments: list[tuple[StoragePath, Segment]] = field(default_factory=list)
     unsaved: list[Table] = field(default_factory=list)
     saved_in: StoragePath | None = None
@@ -130,8 +127,7 @@ class InputIndex:
         try:
             files = files_in(facts)
             segments = [(directory, segment) for segment in segments_in(facts["segments"])]
-            vanished = tuple(facts["vanished"]) if facts["vanished"] else None
-            return cls(key, files, facts["next_number"], vanished, segments, saved_in=directory)
+            return cls(key, files, facts["next_number"], segments, saved_in=directory)
         except DAMAGE as error:
             return cls._replacing(key, error)
 
@@ -171,27 +167,24 @@ class InputIndex:
         files: Iterable[InputFile],
         fingerprints: Mapping[str, Fingerprint],
         scan: Scan,
-        has_grown: Callable[[InputFile, Fingerprint], bool],
-    ) -> int:
-        """Scan the files that the index does not have as they are now. Return their number.
+        grown: Container[str],
+    ) -> None:
+        """Scan the files that the index does not have as they are now.
 
-        has_grown: whether a file holds the lines of a fingerprint, and more behind them.
+        grown: paths of files that hold the lines that the index has of them, and more behind them.
         """
         bases = []
         for file in files:
             old = self.files.get(file.path)
             if old is not None and old.describes(file, fingerprints[file.path]):
                 continue
-            grown = None
-            if old is not None and (old.name, old.format) == (file.name, file.format):
-                grown = old if has_grown(file, old.fingerprint) else None
-            bases.append((file, *self._base(file, fingerprints[file.path], grown)))
+            is_base = old is not None and file.path in grown and (old.name, old.format) == (file.name, file.format)
+            bases.append((file, *self._base(file, fingerprints[file.path], old if is_base else None)))
         with RowWriter(self) as rows:
             scanned = scan([(file, part) for file, _, part, _ in bases])
             for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
                 self.files[file.path] = _joined(base, found, rows, num_known)
                 self.saved_in = None
-        return len(bases)
 
     def _base(
         self, file: InputFile, fingerprint: Fingerprint, grown: IndexedFile | None
@@ -212,38 +205,27 @@ class InputIndex:
     @property
     def numbers(self) -> set[int]:
         """Return the numbers of all rows that are not out of date."""
-        return {entry.number for entry in self.files.values()} | ({self.vanished[0]} if self.vanished else set())
+        return {entry.number for entry in self.files.values()}
 
-    def rows_of_files(self, numbers: Iterable[int]) -> Table:
-        """Return the rows of some files, sorted by id. They are held in memory."""
-        wanted = list(numbers)
-        found = [take(table, np.isin(table["file"], wanted)) for table in self.tables]
-        return sorted_by_id(join(found, NO_ROWS))
+    def compare(self, replaced: Iterable[int], absent: Iterable[int], current: Iterable[int]) -> tuple[Table, Table]:
+        """Return earlier rows whose request is another one now, and rows of replaced files that are gone.
 
-    def compare(self, replaced: Iterable[int], current: Iterable[int]) -> tuple[Digests, Digests]:
-        """Return the ids of earlier rows whose request is another one now, and of those that have vanished since.
-
-        Earlier rows are those of replaced files, and those that had vanished before. What has vanished is kept, so that
-        a row that comes back is compared, too. current: the numbers of the files that are asked for.
+        Args:
+            replaced: numbers that files of the input had before they changed.
+            absent: numbers of files that the input does not have.
+            current: numbers of the input's files.
         """
-        number, num_before = self.vanished or (None, 0)
-        numbers = [*replaced, *([self.vanished[0]] if self.vanished else [])]
-        rows = self.rows_of_files(numbers) if numbers else NO_ROWS
-        changed, gone = _changed_ids(rows, self, current)
-        vanished = take(rows, isin(rows["id"], gone))
-        is_new = vanished["file"] != number
-        if is_new.any() or len(is_new) != num_before:
-            self._set_vanished(vanished)
-        return changed, vanished["id"][is_new]
-
-    def _set_vanished(self, rows: Table) -> None:
-        count = len(rows["id"])
-        self.vanished, self.saved_in = None, None
-        if count:
-            self.vanished = self.next_number, count
-            self.unsaved.append(rows | {"file": np.full(count, self.next_number, np.uint32)})
-            self.next_number += 1
-            self.reload()
+        replaced, current = list(replaced), list(current)
+        earlier = [*replaced, *absent]
+        changed, gone = [], []
+        for rows in map(sorted_by_id, joined_ranges(self.tables, NO_ROWS)):
+            before = take(rows, np.isin(rows["file"], earlier))
+            now = take(rows, np.isin(rows["file"], current))
+            places = index_of(before["id"], now["id"])
+            requests = np.append(now["request"], np.uint64(0))[places]  # -1, of no place, is the last
+            changed.append(take(before, (places >= 0) & (requests != before["request"])))
+            gone.append(take(before, (places < 0) & np.isin(before["file"], replaced)))
+        return join(changed, NO_ROWS), join(gone, NO_ROWS)
 
     def save(self, directory: StoragePath) -> None:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
@@ -275,15 +257,13 @@ class InputIndex:
         return sum(len(table["id"]) for table in self.tables)
 
     def _num_stale(self) -> int:
-        kept = sum(entry.num_rows for entry in self.files.values()) + (self.vanished[1] if self.vanished else 0)
-        return self._num_rows() - kept
+        return self._num_rows() - sum(entry.num_rows for entry in self.files.values())
 
     def _facts(self) -> dict[str, Any]:
         return {
             "version": VERSION,
             "key": self.key,
             "next_number": self.next_number,
-            "vanished": list(self.vanished) if self.vanished else None,
             "segments": [segment.as_json() for _, segment in self.segments],
             **files_as_json(self.files.values()),
         }
@@ -371,26 +351,3 @@ def _joined(base: IndexedFile, found: Iterable[tuple[FileScan, Table]], rows: Ro
         num_known = max(0, num_known - count)
         first += count
     return replace(base, types=types, shards=shards)
-
-
-def _changed_ids(old: Table, new: InputIndex, numbers: Iterable[int]) -> tuple[Digests, Digests]:
-    """Return the ids of old rows whose request is another one now, and of those that are gone.
-
-    old: sorted rows. numbers: the files that are asked for now.
-    """
-    found = np.zeros(len(old["id"]), bool)
-    same = np.zeros(len(old["id"]), bool)
-    wanted = list(numbers)
-    for table in new.tables:
-        _match(old, table, np.isin(table["file"], wanted), found, same)
-    return old["id"][found & ~same], old["id"][~found]
-
-
-def _match(old: Table, table: Table, is_current: np.ndarray, found: np.ndarray, same: np.ndarray) -> None:
-    """Mark the old rows that a table has, and those it has with the same request."""
-    current = take(table, is_current)
-    places = np.minimum(np.searchsorted(current["id"], old["id"]), max(0, len(current["id"]) - 1))
-    if len(current["id"]):
-        here = current["id"][places] == old["id"]
-        found |= here
-        same |= here & (current["request"][places] == old["request"])

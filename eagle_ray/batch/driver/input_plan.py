@@ -10,6 +10,7 @@ ids. A file that the run's index describes as it is now is not scanned again (``
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ import pyarrow as pa
 
 from eagle_ray import __version__
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
+from eagle_ray.batch.driver.input_index import NO_ROWS, InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.files import InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
@@ -36,11 +37,15 @@ from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, Requ
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
+from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.manifest import REMEDY
 from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
-from eagle_ray.runs.row_index import EMPTY, Digests, digests, isin
+from eagle_ray.runs.row_index import EMPTY, Digests, Table, digests, isin, take
 from eagle_ray.storage.path import StoragePath
 
+log = logging.getLogger("eagle_ray")
+MAX_NAMES = 3  # in a message
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
@@ -53,7 +58,7 @@ class InputPlan:
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
         index: its files and rows. Readers of a shard have none.
         fingerprints: of the files, by path.
-        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
+        changes: how the files differ from those that the run was made from.
         key: of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
         job_shard: the part of the rows that this process runs; None for all.
@@ -129,24 +134,21 @@ class InputPlan:
 
 @dataclass(frozen=True, slots=True)
 class InputChanges:
-    """How input files differ from those of the run's earlier attempts.
+    """How input files differ from those that the run was made from.
 
     Attributes:
-        grown: paths of files with more rows at their end.
-        rewritten: paths of other changed files whose old rows the index knows.
-        changed: ids whose request is another one now.
-        vanished: ids of the rewritten files that are in no file now.
+        accepted: paths of changed files in which every row that they had makes the same request.
+        changed: rows of changed files that make another request now (a table of the index).
+        gone: rows that changed files do not have any more.
+        others: sorted ids whose request is another one than in a file that the input does not have now.
+        paths: of the files that the rows are of, by number.
     """
 
-    grown: tuple[str, ...] = ()
-    rewritten: tuple[str, ...] = ()
-    changed: Digests = field(default_factory=lambda: EMPTY)
-    vanished: Digests = field(default_factory=lambda: EMPTY)
-
-    def of_shard(self, shard: JobShard) -> InputChanges:
-        """Return the changes with the ids of one shard only."""
-        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
-        return replace(self, changed=changed, vanished=vanished)
+    accepted: tuple[str, ...] = ()
+    changed: Table = field(default_factory=lambda: NO_ROWS)
+    gone: Table = field(default_factory=lambda: NO_ROWS)
+    others: Digests = field(default_factory=lambda: EMPTY)
+    paths: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ class PreviousRun:
 def plan_input(
     config: JobConfig, previous: PreviousRun | None = None, scan_with: Callable[[RowScanner], Scan] | None = None
 ) -> InputPlan:
-    """Scan every file. Raises ConfigError for files, columns or ids that cannot work.
+    """Scan every file. Raises ConfigError for files, columns or ids that cannot work, and OutputMismatch if a file lost
+    or changed rows that the previous run recorded.
 
     With input.on_bad_row fail, the first bad row raises, too. With input.on_unknown refuse, columns that are request
     parameters which rows cannot set raise. If the previous run is finished, its rows stay on disk and are not checked
@@ -191,9 +194,8 @@ def plan_input(
     if not finished:
         index = index.with_rows()
     scanner = RowScanner(config, columns)
-    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
-    if job_shard is not None:
-        changes = changes.of_shard(job_shard)
+    scan = scan_with(scanner) if scan_with is not None else scanner
+    changes = _update(index, files, noted, prints, scan, finished)
 
     types: dict[str, pa.DataType] = {}
     shards: list[Shard] = []
@@ -222,6 +224,8 @@ def plan_input(
         job_shard=job_shard,
     )
     if not finished:  # the run has passed these checks with this key
+        if previous is not None:
+            _check_changes(plan, noted, previous.index.parent)
         mapped = (columns.id, *columns.prompt_paths)
         check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
         _check_ids(plan, plan.all_rows.duplicates())
@@ -235,37 +239,59 @@ def _update(
     noted: Mapping[str, Fingerprint],
     prints: Mapping[str, Fingerprint],
     scan_parts: Scan,
+    finished: bool,
 ) -> InputChanges:
-    """Scan the files that the index lacks, and return what changed since the run recorded its input."""
+    """Scan the files that the index lacks, and return what changed since the run recorded its input.
+
+    finished: the output is complete for these files as they are, whatever else was recorded since.
+    """
     files = list(files)
-    before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
+    before = {path: entry.number for path, entry in index.files.items() if path in noted}
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
-    growth = Growth(prints)
-    grown = {file.path for file in differing if growth(file, noted[file.path])}
-    if not index.add(files, prints, scan_parts, growth):
-        return InputChanges(tuple(sorted(grown)))
+    grown = {file.path for file in differing if _has_grown(file, noted[file.path], prints[file.path])}
+    as_noted = {path for path in grown & before.keys() if not what_changed(index.files[path].fingerprint, noted[path])}
+    index.add(files, prints, scan_parts, as_noted)
 
-    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
-    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
-    current = {index.files[file.path].number for file in files}
-    changed, gone = index.compare(replaced.values(), current)
-    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
+    if finished:
+        return InputChanges(tuple(file.path for file in differing))
+    current = {file.path: index.files[file.path].number for file in files}
+    replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
+    absent = [number for path, number in before.items() if path not in current]
+    accepted = tuple(file.path for file in differing if file.path in grown or file.path in replaced)
+    if not (replaced or absent):
+        return InputChanges(accepted)
+    changed, gone = index.compare(replaced.values(), absent, current.values())
+    is_absent = np.isin(changed["file"], absent)
+    paths = {number: path for path, number in replaced.items()}
+    return InputChanges(accepted, take(changed, ~is_absent), gone, changed["id"][is_absent], paths)
 
 
-class Growth:
-    """Tells whether a file's lines are the recorded ones, and more behind them. A file is read once for one record."""
+def _has_grown(file: InputFile, was: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether a file's lines are the recorded ones, and more behind them."""
+    is_of_lines = file.format in ("jsonl", "openai_batch") and file.can_split
+    return is_of_lines and begins_with(file.storage_path, was, now)
 
-    def __init__(self, prints: Mapping[str, Fingerprint]) -> None:
-        self._prints = prints
-        self._found: dict[tuple[str, str], bool] = {}
 
-    def __call__(self, file: InputFile, was: Fingerprint) -> bool:
-        if file.format not in ("jsonl", "openai_batch") or not file.can_split:
-            return False
-        key = (file.path, content_of(was))
-        if key not in self._found:
-            self._found[key] = begins_with(file.storage_path, was, self._prints[file.path])
-        return self._found[key]
+def _check_changes(plan: InputPlan, noted: Mapping[str, Fingerprint], output: StoragePath) -> None:
+    """Raise OutputMismatch if recorded rows of a file make other requests now, or are gone."""
+    changed, gone, paths = plan.changes.changed, plan.changes.gone, plan.changes.paths
+    if number := len(changed["id"]) + len(gone["id"]):
+        files = ", ".join(sorted({paths[each] for table in (changed, gone) for each in table["file"].tolist()}))
+        names = [sample_ids(changed["id"], plan)] if len(changed["id"]) else []
+        first = np.lexsort((gone["row"], gone["file"]))[:MAX_NAMES]
+        names += [f"row {gone['row'][i]} of {paths[gone['file'][i]]}, which is gone" for i in first]
+        raise OutputMismatch(
+            f"input changed since {output} was made from it: {number} rows of {files} are other rows now: "
+            f"{', '.join(names)}. Put them back, and add new rows at the file's end or in another file; {REMEDY}."
+        )
+    for path in plan.changes.accepted:
+        is_larger = plan.fingerprints[path]["size"] > noted[path]["size"]
+        log.info(
+            "%s has %s since %s was made from it: new rows are added, and answered ones keep their carried columns",
+            path,
+            "grown" if is_larger else "changed",
+            output.display_path,
+        )
 
 
 def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
@@ -455,11 +481,11 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
             yield request_id, location
 
 
-def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+def sample_ids(ids: Digests, plan: InputPlan) -> str:
     """Return the first of these ids as text, for a message."""
     names: list[str] = []
     for name, _ in ids_in(plan, np.sort(ids)):
-        if len(names) == most:
+        if len(names) == MAX_NAMES:
             return ", ".join([*names, "..."])
         names.append(name)
     return ", ".join(names)
