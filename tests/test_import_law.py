@@ -35,6 +35,7 @@ drafters smollm2
 drafters.experimental
 planner
 engine registry
+assembly
 build
 evaluation
 batch.worker
