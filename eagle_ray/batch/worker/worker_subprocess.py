@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from eagle_ray.batch.worker.engine_process import STARTUP_REQUEST, LogLine, WorkerReply
 from eagle_ray.batch.worker.error_classifier import WorkerError, classify_error
 from eagle_ray.batch.worker.ipc import Channel
-from eagle_ray.batch.worker.worker_process import STARTUP_REQUEST, LogLine, WorkerReply
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.runs.job_errors import WorkerDefect
 

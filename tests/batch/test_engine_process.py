@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
-from eagle_ray.batch.worker import worker_process
+from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import as_config_error
+from eagle_ray.batch.worker.engine_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, classify_error
 from eagle_ray.batch.worker.worker import Worker
-from eagle_ray.batch.worker.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -86,7 +86,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def fragile(monkeypatch) -> None:
-    monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
+    monkeypatch.setattr(engine_process, "MODULE", fragile_worker.__name__)
 
 
 def test_it_answers_as_a_worker_here_does_and_counts(make_job):
@@ -146,7 +146,7 @@ def test_a_process_that_dies_by_itself_is_said_too(fragile, make_job):
 
 
 def test_close_ends_a_process_that_hangs(make_job, monkeypatch):
-    monkeypatch.setattr(worker_process, "CLOSE_WITHIN_S", 0.2)
+    monkeypatch.setattr(engine_process, "CLOSE_WITHIN_S", 0.2)
     with process_of(make_job(token_rows(1))) as worker:
         os.kill(pid_of(worker.worker_id), signal.SIGSTOP)
     assert is_gone(pid_of(worker.worker_id))
@@ -219,7 +219,7 @@ ASKER = f"""
 import signal, sys
 from pathlib import Path
 from tests.conftest import small_job, token_rows
-from tests.batch import test_worker_process as t
+from tests.batch import test_engine_process as t
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
 worker = t.WorkerProcess(*t.arguments_of(config))
@@ -269,7 +269,7 @@ def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
 ALONE = """
 import pickle, sys
 from eagle_ray.batch.worker.actor import EngineActor
-from eagle_ray.batch.worker.worker_process import WorkerProcess
+from eagle_ray.batch.worker.engine_process import WorkerProcess
 config, run, passthrough, threads, batch = pickle.load(sys.stdin.buffer)
 worker = WorkerProcess(config, run, passthrough, threads)
 worker.wait_until_ready()
@@ -291,7 +291,7 @@ def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
 
 
 def test_what_a_worker_logs_while_it_starts_is_told_here(make_job, monkeypatch):
-    monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
+    monkeypatch.setattr(engine_process, "MODULE", fragile_worker.__name__)
     told: list[LogLine] = []
     worker = WorkerProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), on_log=told.append)
     try:
