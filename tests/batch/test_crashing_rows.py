@@ -18,7 +18,7 @@ class FragileActor(EngineActor):
     """The real one, beside a fragile worker."""
 
     def __init__(self, *args: object):
-        engine_process.MODULE = fragile_worker.__name__
+        engine_process.WORKER = fragile_worker.CLASS
         super().__init__(*args)
 
 
