@@ -24,11 +24,10 @@ from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.run import NO_PROGRESS, check_error_rate, store_report, summarize_run
 from eagle_ray.batch.driver.status import status_of
-from eagle_ray.batch.driver.usage_meter import USAGE
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.report.cost import cost
+from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.runs.fingerprints import Fingerprint, check_unchanged, what_changed
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch

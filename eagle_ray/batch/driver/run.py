@@ -39,17 +39,15 @@ from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.driver.source_check import check_changes, check_sources
-from eagle_ray.batch.driver.usage_meter import USAGE
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line, shortened
 from eagle_ray.core.start_log import configure_logging, print_result
-from eagle_ray.report.budgets import budgets
-from eagle_ray.report.cost import cost
+from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.html import page
 from eagle_ray.report.speed_up import SpeedUp
-from eagle_ray.report.summary import ReadColumns, summarise, summary_json
+from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.requests.row_schema import schema_differences, unread_settings

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from eagle_ray.evaluation.statistics import pooled_ratio, ratio_interval, t_quantile
+from eagle_ray.report.intervals import pooled_ratio, ratio_interval, t_quantile
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from eagle_ray.build import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import compare, first_difference
-from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.degraded_heads import damaged_head, random_head
@@ -92,7 +91,7 @@ def test_a_window_ends_when_its_time_is_over():
 def test_ways_over_shared_weights_give_the_same_tokens():
     model, pair, meter = engines()
     jobs = [list(itertools.islice(requests(), 9)) for _ in pair]
-    plain, eagle = (run_to_completion(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
+    plain, eagle = (run_requests(engine, job, meter) for engine, job in zip(pair, jobs, strict=True))
     assert plain.num_tokens == eagle.num_tokens == sum(map(len, outputs(jobs[0])))
     assert plain.tau == 1 and plain.num_plain_steps == plain.num_steps
     identity = compare(model, PROMPTS, outputs(jobs[1]), outputs(jobs[0]))
@@ -102,7 +101,7 @@ def test_ways_over_shared_weights_give_the_same_tokens():
 def test_a_difference_is_counted_and_is_no_near_tie_where_plain_was_sure():
     model, (plain, _), meter = engines()
     job = list(itertools.islice(requests(), 2))
-    run_to_completion(plain, job, meter)
+    run_requests(plain, job, meter)
     other = [[ids[0], (ids[1] + 1) % 97, *ids[2:]] for ids in outputs(job)]
     identity = compare(model, PROMPTS, other, outputs(job))
     assert (identity.num_compared, identity.num_equal, identity.num_near_ties) == (2, 0, 0)
