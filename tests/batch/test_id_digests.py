@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_ray.runs.id_digests import AT_ONCE, DIGEST, digest, digests, duplicates, index_of, isin
+from eagle_ray.runs.row_index import AT_ONCE, DIGEST, digest, digests, duplicates, index_of, isin
 
 IDS = st.lists(st.text(max_size=4), max_size=40)
 

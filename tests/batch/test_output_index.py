@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.requests.row_schema import VERSION_KEY, output_schema
-from eagle_ray.runs.id_digests import Digests, digests
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.output_index import OutputIndex, excess_in, without_ids
+from eagle_ray.runs.row_index import Digests, digests
 from eagle_ray.storage.path import StoragePath
 
 SCHEMA = output_schema([])

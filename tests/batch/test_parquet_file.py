@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.parquet_file import open_part, read_columns
+from eagle_ray.runs.part_files import open_part, read_columns
 from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, open_parquet
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 

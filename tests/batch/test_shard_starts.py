@@ -14,7 +14,7 @@ from eagle_ray.batch.driver.run import run_to_completion
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath

@@ -22,10 +22,10 @@ from eagle_ray.batch.driver import run as run_module
 from eagle_ray.batch.driver.finished import previous_run
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.run import run_to_completion
-from eagle_ray.batch.reader import row_scanner
+from eagle_ray.batch.reader import fingerprints, row_scanner
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.config import JobConfig
-from eagle_ray.runs import fingerprints, output_index
+from eagle_ray.runs import output_index
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.part_files import next_schema, part_name

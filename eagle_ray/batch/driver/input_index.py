@@ -27,15 +27,17 @@ from eagle_ray.batch.reader.carried_columns import join_into
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.shards import FilePart, FileScan, Shard
 from eagle_ray.requests.columns import FIRST, RowPosition
-from eagle_ray.runs.fingerprints import Fingerprint, what_changed
-from eagle_ray.runs.id_digests import DIGEST, Digests, isin
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
+    DIGEST,
     SEGMENT_ROWS,
+    Digests,
     IndexDamaged,
     Segment,
     Table,
     cut,
     has_many_segments,
+    isin,
     join,
     joined_ranges,
     read_index_file,

@@ -23,6 +23,7 @@ from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
@@ -35,9 +36,9 @@ from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, Requ
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
-from eagle_ray.runs.id_digests import EMPTY, Digests, digests, isin
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
+from eagle_ray.runs.row_index import EMPTY, Digests, digests, isin
 from eagle_ray.storage.path import StoragePath
 
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`

@@ -41,7 +41,7 @@ from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.runs.layout import read_derived_record
 from eagle_ray.runs.manifest import PROGRESS, RUN, RunHandle
-from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.runs.part_files import open_part
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 

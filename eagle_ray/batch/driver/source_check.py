@@ -23,15 +23,13 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_plan import Growth, InputPlan, sample_ids
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.runs.fingerprints import Fingerprint, may_be_same
-from eagle_ray.runs.id_digests import digests, isin
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.layout import data_of
 from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of
 from eagle_ray.runs.output_index import OutputIndex, error_ids, ids_in_file
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
-from eagle_ray.runs.row_index import INDEX, Table, take
+from eagle_ray.runs.recorded_inputs import Fingerprint, may_be_same, read_inputs
+from eagle_ray.runs.row_index import INDEX, Table, digests, isin, take
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

@@ -24,10 +24,9 @@ from typing import Any, Protocol
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.text import number, render
-from eagle_ray.runs.layout import read_derived_record
+from eagle_ray.runs.layout import read_derived_record, read_shard_plan, shard_outputs
+from eagle_ray.runs.lease import Process
 from eagle_ray.runs.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
-from eagle_ray.runs.process_id import Process
-from eagle_ray.runs.sharding import read_shard_plan, shard_outputs
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

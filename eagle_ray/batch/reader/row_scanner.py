@@ -23,8 +23,7 @@ from eagle_ray.batch.reader.shards import FilePart, FileScan, scan
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.columns import RequestColumns, RowPosition
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.id_digests import DIGEST, digest
-from eagle_ray.runs.row_index import Table
+from eagle_ray.runs.row_index import DIGEST, Table, digest
 
 NUM_THREADS = 16  # each waits for one object
 SMALL_BYTES = 4 << 20  # of an object that takes longer to ask for than to read

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, JSON, carry, column_of, join_into, type_in_parquet, type_of
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, carry, column_of, join_into, type_in_parquet, type_of
 from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv, type_of_csv_value
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.jsonl import CutLine, rows_in_batch, rows_in_jsonl
@@ -33,9 +33,10 @@ from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
+from eagle_ray.requests.row_schema import JSON
 from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.partitions import partition_types
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError

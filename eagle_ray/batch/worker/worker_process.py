@@ -32,8 +32,8 @@ from eagle_ray.batch.worker.ipc import Channel
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.runs.lease import process_name
 from eagle_ray.runs.manifest import RunHandle
-from eagle_ray.runs.process_id import process_name
 
 log = logging.getLogger("eagle_ray")
 MODULE = "eagle_ray.batch.worker.worker_subprocess"

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
+from eagle_ray.batch.reader import fingerprints as module
 from eagle_ray.batch.reader.files import find_files
-from eagle_ray.runs import fingerprints as module
-from eagle_ray.runs.fingerprints import begins_with, fingerprints, may_be_same, what_changed
+from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
+from eagle_ray.runs.recorded_inputs import may_be_same, what_changed
 from eagle_ray.storage.path import StoragePath
 
 

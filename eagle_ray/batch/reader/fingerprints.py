@@ -16,18 +16,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.jsonl import is_json
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.storage.path import StoragePath
 
 MOST_BYTES = 16 << 30  # about half a minute
 PIECE = 1 << 20
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
-NOT_CONTENT = ("digest", "state")
-
-Fingerprint = dict[str, Any]
 
 
 def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
@@ -45,21 +42,6 @@ def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -
             if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
                 found[file.path]["state"] = file.version.state
     return found
-
-
-def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
-    """Return what changed, or None."""
-    if was["size"] != now["size"]:
-        return f"{was['size']:,} bytes then, {now['size']:,} now"
-    if "digest" in was and "digest" in now:
-        return None if was["digest"] == now["digest"] else "its content"
-    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
-    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
-
-
-def content_of(fingerprint: Fingerprint) -> str:
-    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
-    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"
 
 
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
@@ -102,12 +84,6 @@ def _difference(file: InputFile, noted: Fingerprint) -> str | None:
         if "digest" in noted and stamp.size == file.version.size:
             now["digest"] = _digest(file.storage_path)
     return what_changed(noted | file.version.as_json(), now)
-
-
-def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether two paths may hold one file, moved or copied: by digest if both have one, else by size."""
-    alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
-    return was["size"] == now["size"] and all(alike)
 
 
 def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
