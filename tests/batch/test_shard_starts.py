@@ -14,11 +14,10 @@ from eagle_ray.batch.driver.run import run_to_completion
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_job_shard import shard_of
 from tests.batch.test_starts import (
     Killed,
     answered,
@@ -35,6 +34,7 @@ from tests.batch.test_starts import (
     without_segments,
 )
 from tests.conftest import MakeJob
+from tests.runs.test_layout import shard_of
 
 NAMES = [f"id{i}" for i in range(30)]
 

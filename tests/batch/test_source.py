@@ -16,7 +16,7 @@ from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, request_row
 from eagle_ray.batch.reader.source import read_requests
 from eagle_ray.config import load_config
 from eagle_ray.requests.row_schema import REQUEST
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 600  # more than a shard

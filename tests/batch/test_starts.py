@@ -6,6 +6,7 @@ A toy engine writes one row per sample where the pipeline would run; the rest is
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -359,7 +360,7 @@ def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: Make
     file = tmp_path / "out" / "data" / "part-001-000001.parquet"
     before = file.stat()
     file.write_bytes(file.read_bytes())
-    pipeline.os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert len(reads) == 2
     run_to_completion(config)
     assert reads[2:] == [file.name] and len(engine.made) == 6

@@ -28,15 +28,17 @@ from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.scan import FilePart, Found, UnreadValue
 from eagle_ray.requests.columns import RowPosition
-from eagle_ray.runs.id_digests import DIGEST, Digests, index_of
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
+    DIGEST,
     SEGMENT_ROWS,
+    Digests,
     IndexDamaged,
     Segment,
     Table,
     cut,
     has_many_segments,
+    index_of,
     join,
     joined_ranges,
     read_index_file,

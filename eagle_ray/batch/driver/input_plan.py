@@ -26,7 +26,7 @@ from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice, chunks_in
 from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
+from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
@@ -44,8 +44,9 @@ from eagle_ray.requests.columns import (
 from eagle_ray.requests.request import Request, table_of_requests
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.id_digests import Digests, digests, isin
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
+from eagle_ray.runs.row_index import Digests, digests, isin
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

@@ -37,7 +37,6 @@ from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.driver.source_check import check_changes, check_sources
-from eagle_ray.batch.driver.usage_meter import USAGE
 from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import JobConfig
@@ -45,11 +44,10 @@ from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line, shortened
 from eagle_ray.core.start_log import configure_logging, print_result
-from eagle_ray.report.budgets import budgets
-from eagle_ray.report.cost import cost
+from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.html import page
 from eagle_ray.report.speed_up import SpeedUp
-from eagle_ray.report.summary import ReadColumns, summarise, summary_json
+from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
@@ -67,8 +65,7 @@ from eagle_ray.runs.job_errors import (
     TooManyErrors,
     WorkerDefect,
 )
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.runs.layout import data_of, read_derived_record, root_of
+from eagle_ray.runs.layout import JobShard, claim_output, data_of, read_derived_record, root_of
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import (
     ESTIMATE,
@@ -88,7 +85,6 @@ from eagle_ray.runs.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.runs.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.row_index import INDEX, IndexDamaged, free_index_name, remove_index
-from eagle_ray.runs.sharding import claim_output
 from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 

@@ -20,12 +20,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
-from eagle_ray.batch.reader.fingerprints import content_of
-from eagle_ray.runs.id_digests import Digests, digests, isin
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.recorded_inputs import content_of, read_inputs
+from eagle_ray.runs.row_index import Digests, digests, isin
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

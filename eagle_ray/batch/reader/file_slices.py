@@ -36,7 +36,7 @@ from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
 from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.partitions import partition_types
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.path import StorageError

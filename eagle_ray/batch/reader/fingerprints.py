@@ -44,11 +44,6 @@ def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -
     return found
 
 
-def content_of(fingerprint: Fingerprint) -> str:
-    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
-    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"
-
-
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
     """Return whether a local file of lines has the recorded content, and more behind it.
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, JSON, join_into, type_in_parquet, type_of
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, join_into, type_in_parquet, type_of
 from eagle_ray.batch.reader.csv import type_of_csv_value
 from eagle_ray.batch.reader.file_slices import (
     COLUMNAR,
@@ -45,9 +45,9 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import FIRST, ColumnPath, RequestColumns, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS, match_unsupported
 from eagle_ray.requests.refused import REFUSED, has_effect
+from eagle_ray.requests.row_schema import JSON
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.id_digests import DIGEST, digest
-from eagle_ray.runs.row_index import Table
+from eagle_ray.runs.row_index import DIGEST, Table, digest
 
 SLICE_ROWS = 512
 NUM_THREADS = 16  # each waits for one object

@@ -20,7 +20,7 @@ from eagle_ray.batch.driver.input_plan import InputPlan, slice_tables
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.row_schema import request_schema
-from eagle_ray.runs.id_digests import digests
+from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.retry_budget import extended_retries
 
 BLOCK_ROWS = 16  # small blocks keep every actor busy until the end

@@ -16,7 +16,7 @@ from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, request_row
 from eagle_ray.batch.reader import scan
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.id_digests import digests
+from eagle_ray.runs.row_index import digests
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
 
