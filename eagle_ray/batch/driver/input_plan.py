@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from eagle_ray import __version__
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
-from eagle_ray.batch.reader.file_slices import FileSlice, chunks_in
+from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
+from eagle_ray.batch.reader.source import RequestReader
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import (
@@ -41,7 +43,7 @@ from eagle_ray.requests.columns import (
     RowLocation,
     RowPosition,
 )
-from eagle_ray.requests.request import Request, table_of_requests
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.layout import JobShard
@@ -59,27 +61,27 @@ class InputPlan:
     """The input as it was scanned.
 
     Attributes:
-        passthrough_columns: the columns to pass through, in order.
+        reader: reads its slices; a read task has this and nothing else of the plan.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
-        index: its files and rows. Readers of a slice have none.
+        index: its files and rows.
         fingerprints: of the files, by path.
         changes: how the files differ from those that the run was made from.
         key: of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
-        job_shard: the part of the rows that this process runs; None for all.
     """
 
-    files: tuple[InputFile, ...]
+    reader: RequestReader
     slices: tuple[FileSlice, ...]
-    columns: RequestColumns
-    passthrough_columns: tuple[PassthroughColumn, ...]
     row_settings: frozenset[str]
-    index: InputIndex | None = field(compare=False)
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict, compare=False)
-    changes: InputChanges = field(default_factory=lambda: InputChanges(), compare=False)
-    key: str = field(default="", compare=False)
-    default_rows: int = 1
-    job_shard: JobShard | None = None
+    index: InputIndex
+    fingerprints: dict[str, Fingerprint]
+    changes: InputChanges
+    key: str
+    default_rows: int
+
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        return self.reader.files
 
     @property
     def num_rows(self) -> int:
@@ -94,31 +96,20 @@ class InputPlan:
         return counts
 
     @property
-    def for_readers(self) -> InputPlan:
-        """Return the part that readers of a slice need."""
-        return replace(self, slices=(), index=None, fingerprints={}, changes=InputChanges())
-
-    @property
     def without_passthrough(self) -> InputPlan:
         """Return the plan of the requests alone."""
-        return replace(self, passthrough_columns=())
-
-    @property
-    def needed(self) -> list[str]:
-        """Return the input columns that requests are made of."""
-        return self.columns.needed
+        return replace(self, reader=replace(self.reader, passthrough_columns=()))
 
     @property
     def rows(self) -> ExpectedRows:
-        """Return the rows by id, of the job's shard if it has one. Raises ValueError as all_rows does."""
-        return self.all_rows if self.job_shard is None else self.all_rows.of_shard(self.job_shard)
+        """Return the rows by id, of the job's shard if it has one."""
+        shard = self.reader.job_shard
+        return self.all_rows if shard is None else self.all_rows.of_shard(shard)
 
     @property
     def all_rows(self) -> ExpectedRows:
-        """Return the rows of all slices by id. Raises ValueError for a reader's plan, which has no index."""
+        """Return the rows of all slices by id."""
         index = self.index
-        if index is None:
-            raise ValueError("the plan of a reader has no index of rows")
         numbers = {file.path: index.files[file.path].number for file in self.files}
         allowed = np.zeros(index.next_number, np.int64)
         for path, count in self.rows_by_file.items():
@@ -132,17 +123,12 @@ class InputPlan:
     @property
     def passthrough(self) -> list[pa.Field]:
         """Return the output columns of the passthrough columns."""
-        return [column.field for column in self.passthrough_columns]
+        return self.reader.passthrough
 
     @property
     def passthrough_types(self) -> dict[str, pa.DataType]:
         """Return the joined type of each passthrough column, by its name in the output."""
-        return {column.name: column.type for column in self.passthrough_columns}
-
-    @property
-    def source_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each passthrough column, by its name in the input."""
-        return {column.source: column.type for column in self.passthrough_columns}
+        return {column.name: column.type for column in self.reader.passthrough_columns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,23 +201,18 @@ def plan_input(
         slices += entry.slices_of(file)
     if types:
         _check_columns(config.input.columns, columns, types)
-    limited = _apply_limit(slices, config.input.limit)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
     names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
     passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
-    row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
     plan = InputPlan(
-        files=files,
-        slices=limited,
-        columns=columns,
-        passthrough_columns=passthrough,
-        row_settings=row_settings,
+        reader=RequestReader(files, columns, passthrough, job_shard),
+        slices=_apply_limit(slices, config.input.limit),
+        row_settings=ROW_SETTINGS & frozenset(nonnull_columns),
         index=index,
         fingerprints=prints,
         changes=changes,
         key=key,
         default_rows=config.sampling.n,
-        job_shard=job_shard,
     )
     if not finished:  # the run has passed these checks with this key
         _check_unread(plan, config.input.on_unknown)
@@ -312,8 +293,6 @@ def _with_formats(
 
 def row_settings_line(plan: InputPlan) -> str | None:
     """Return settings_line of the plan's columns; requests of batch files are not columns."""
-    if plan.index is None:
-        return None
     entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
     names = {name for entry in entries for name, type_ in entry.types.items() if not pa.types.is_null(type_)}
     return settings_line(names & ROW_SETTINGS)
@@ -353,18 +332,7 @@ def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
     """Yield the rows in small tables."""
-    for file_slice in plan.slices:
-        yield from slice_tables(plan, file_slice)
-
-
-def slice_tables(plan: InputPlan, file_slice: FileSlice) -> Iterator[pa.Table]:
-    """Yield the requests of one slice in small tables."""
-    for chunk in chunks_in(file_slice, plan.needed, plan.source_types):
-        requests = [parse_row(row, plan.columns, file_slice.file.location_of(position)) for position, row in chunk.rows]
-        table = table_of_requests(requests)
-        for column in plan.passthrough_columns:
-            table = table.append_column(column.name, chunk.carried[column.source])
-        yield table
+    return chain.from_iterable(map(plan.reader.tables, plan.slices))
 
 
 def request_columns(
@@ -430,7 +398,7 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
     """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
     if on_unknown == "carry":
         return
-    paths = (plan.columns.id, *plan.columns.prompts.values())
+    paths = (plan.reader.columns.id, *plan.reader.columns.prompts.values())
     mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
     num_rows = plan.rows_by_file
     found: dict[str, str] = {}
@@ -477,7 +445,7 @@ def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice,
 def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """Return the sorted digests of these ids and their positions in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
-        request_id = id_of(row, plan.columns, location)
+        request_id = id_of(row, plan.reader.columns, location)
         if isin(digests([request_id]), wanted):
             yield request_id, location
 
@@ -509,13 +477,11 @@ def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -
 
 
 def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
-    for file_slice in plan.slices:
-        for chunk in chunks_in(file_slice, plan.needed, plan.source_types):
-            yield from ((row, file_slice.file.location_of(position)) for position, row in chunk.rows)
+    return chain.from_iterable(map(plan.reader.rows, plan.slices))
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, location in _rows(plan) if on_bad_row == "fail" else ():
-        request = parse_row(row, plan.columns, location)
+        request = parse_row(row, plan.reader.columns, location)
         if request.error is not None:
             raise ConfigError(f"{request.error} (input.on_bad_row is fail)")

@@ -242,8 +242,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     """Generate the missing rows of an open run, write ``_summary.json`` and ``_SUCCESS``, and return the summary."""
     check_unchanged(plan.files, {})  # a change since the scan
     remove_stale_files(run)
-    if plan.index is not None:
-        plan.index.save(run.output / INDEX)
+    plan.index.save(run.output / INDEX)
     if retry_errors:
         _drop_error_rows(config, run, plan.rows)
     counted = files_key(run.output)

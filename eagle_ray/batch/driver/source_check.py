@@ -4,7 +4,7 @@ A row of a changed file must be the one that it was, and none may be gone.
 
 Without an id column, an id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in
 another directory, has today's ids and would get today's output. An answer from a file that is no longer in the input
-stands if the input has its row under the same id, as after a move. Of a file that the input's index does not know, the
+stands if the input has its row under the same id, as after a move. Of a file that is not in the input's index, the
 whole content must be there under another name.
 
     check_changes(plan, output)
