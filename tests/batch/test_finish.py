@@ -110,11 +110,11 @@ def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
 
     summarize = finish.summarize_run
 
-    def start_shard(run):
+    def start_shard(*args):
         for config in shards:
             with pytest.raises(OutputLocked), hold_output(output_of(config)):
                 pass
-        return summarize(run)
+        return summarize(*args)
 
     monkeypatch.setattr(finish, "summarize_run", start_shard)
     assert finish_shards(root(shards[0]))["total"]["rows"] == 30

@@ -10,8 +10,9 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver import progress_monitor
-from eagle_ray.batch.driver.cluster import RayMessages, WorkerPlan
+from eagle_ray.batch.driver.cluster import RayMessages
 from eagle_ray.batch.driver.progress_monitor import (
     STALL_LIMITS_S,
     Limits,

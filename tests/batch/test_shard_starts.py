@@ -17,7 +17,6 @@ from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
 from eagle_ray.runs.layout import JobShard, output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_job_shard import shard_of
 from tests.batch.test_starts import (
     Killed,
     answered,
@@ -34,6 +33,7 @@ from tests.batch.test_starts import (
     without_segments,
 )
 from tests.conftest import MakeJob
+from tests.runs.test_layout import shard_of
 
 NAMES = [f"id{i}" for i in range(30)]
 

@@ -6,6 +6,7 @@ A toy engine writes one row per sample where the pipeline would run; the rest is
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,10 @@ from eagle_ray.batch.driver import run as run_module
 from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.previous_run import PreviousRun
+from eagle_ray.batch.driver.previous_run import previous_run
 from eagle_ray.batch.driver.run import run_job
-from eagle_ray.batch.reader import fingerprints, row_scanner
+from eagle_ray.batch.reader import fingerprints
+from eagle_ray.batch.reader import scan as scan_module
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.runs import output_index
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
@@ -80,13 +82,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """File name and start of every scan of an input file."""
     found = []
-    scan = row_scanner.scan
+    read = scan_module.rows_in_part
 
-    def noted(file: Any, needed: Any, on_row: Any, part: Any) -> Any:
-        found.append((file.name, part.start))
-        return scan(file, needed, on_row, part)
+    def noted(part: Any, *others: Any) -> Any:
+        found.append((part.file.name, part.start))
+        return read(part, *others)
 
-    monkeypatch.setattr(row_scanner, "scan", noted)
+    monkeypatch.setattr(scan_module, "rows_in_part", noted)
     return found
 
 
@@ -422,7 +424,7 @@ def test_a_second_start_opens_no_input_file_and_a_new_batch_file_is_detected(mak
     run_job(config)
     assert sorted(engine.made) == ["a0", "b0"] and opened == []
     (directory / "c.jsonl").write_text(batch.replace("b0", "c0"))
-    assert [file.format for file in plan_input(config, PreviousRun.of(config)).files] == [
+    assert [file.format for file in plan_input(config, previous_run(config)).files] == [
         "jsonl",
         "openai_batch",
         "openai_batch",

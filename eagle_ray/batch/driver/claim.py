@@ -15,7 +15,7 @@ from eagle_ray.batch.driver.completeness import Completeness, count_done
 from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.batch.driver.previous_run import finished_key
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.batch.driver.source_check import check_columns, check_sources
+from eagle_ray.batch.driver.source_check import check_changes, check_columns, check_sources
 from eagle_ray.runs.layout import RUN, SUMMARY, claim_output
 from eagle_ray.runs.lease import Lease, hold
 from eagle_ray.runs.manifest import open_run
@@ -44,8 +44,7 @@ class Claim:
     def prepare(self) -> None:
         """Remove what this attempt does not keep."""
         self.run.remove_stale_files()
-        if self.plan.input.index is not None:
-            self.plan.input.index.save(self.run.index)
+        self.plan.input.index.save(self.run.index)
         if self.plan.retry_errors:
             self._drop_error_rows()
         self.is_finished = finished_key(self.run.output) == self.plan.input.key
@@ -92,6 +91,7 @@ def claim(plan: JobPlan) -> Iterator[Claim]:
         plan.check_models()  # before anything is deleted, and before a mistyped name is on record
     claim_output(config)
     with hold_output(output) as lease, ExitStack() as at_end:
+        check_changes(plan.input, output)
         run = open_run(config, plan.input.fingerprints, plan.input.changes.accepted, lease.check)
         with run.recorded_outcome(), extended_retries(), plan.input.detect_changes():
             plan.input.check_unchanged()

@@ -1,8 +1,8 @@
 """InputIndex: what a scan found in each input file, kept with the run, so that a file is scanned once.
 
-For each file: its fingerprint, the types of its columns and its shards. For each row, in segments sorted by id: the
+For each file: its fingerprint, the types of its columns and its slices. For each row, in segments sorted by id: the
 digests of its id and of its request, its file, its place there, and how many output rows it has. An entry is used only
-for a file with the same fingerprint. A file that grew at its end is scanned from its last shard on.
+for a file with the same fingerprint. A file that grew at its end is scanned from its last slice on.
 
     index = InputIndex.load(run.output / INDEX, key).with_rows()
     index.add(files, fingerprints(files, {}), RowScanner(config, columns), grown=[])
@@ -24,13 +24,15 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray.batch.reader.carried_columns import join_into
+from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.shards import FilePart, FileScan, Shard
-from eagle_ray.requests.columns import FIRST, RowPosition
+from eagle_ray.batch.reader.scan import FilePart, Found, UnreadValue
+from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
     DIGEST,
     SEGMENT_ROWS,
+    Digests,
     IndexDamaged,
     Segment,
     Table,
@@ -54,7 +56,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 FILE = "input.json"
 KIND = "input"
-VERSION = 4
+VERSION = 5
 DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
     "id": np.empty(0, DIGEST),
@@ -63,13 +65,34 @@ NO_ROWS: Table = {
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
-Scan = Callable[[list[tuple[InputFile, FilePart]]], Iterable[Iterable[tuple[FileScan, Table]]]]
+Scan = Callable[[list[FilePart]], Iterable[Iterable[Found]]]
 """Scan parts of files; yield for each part its consecutive pieces with their rows (columns id, request, rows)."""
 
 
 @dataclass(frozen=True, slots=True)
+class PreviousRun:
+    """What earlier attempts at an output left for the scan of its input.
+
+    Attributes:
+        index: directory of the run's index.
+        inputs: the fingerprints that it recorded, by path.
+        finished_key: key of the plan whose rows the output holds, all of them, or None.
+    """
+
+    index: StoragePath
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    finished_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """One scanned file. number: of its rows in the segments. shards: byte offset or row group, row, line, rows."""
+    """One scanned file.
+
+    Attributes:
+        number: of its rows in the segments.
+        slices: byte offset or row group, row, line, rows of each.
+        unread: the first value of each column that is a parameter which rows cannot set.
+    """
 
     number: int
     path: str
@@ -77,14 +100,15 @@ class IndexedFile:
     format: str
     fingerprint: Fingerprint
     types: dict[str, pa.DataType]
-    shards: list[tuple[int, int, int | None, int]]
+    slices: list[tuple[int, int, int | None, int]]
+    unread: dict[str, UnreadValue]
 
     @property
     def num_rows(self) -> int:
-        return sum(shard[3] for shard in self.shards)
+        return sum(file_slice[3] for file_slice in self.slices)
 
-    def shards_of(self, file: InputFile) -> list[Shard]:
-        return [Shard(file, start, RowPosition(row, line), count) for start, row, line, count in self.shards]
+    def slices_of(self, file: InputFile) -> list[FileSlice]:
+        return [FileSlice(file, start, RowPosition(row, line), count) for start, row, line, count in self.slices]
 
     def describes(self, file: InputFile, fingerprint: Fingerprint) -> bool:
         """Return whether this is the file as it is now."""
@@ -179,11 +203,11 @@ class InputIndex:
             if old is not None and old.describes(file, fingerprints[file.path]):
                 continue
             is_base = old is not None and file.path in grown and (old.name, old.format) == (file.name, file.format)
-            bases.append((file, *self._base(file, fingerprints[file.path], old if is_base else None)))
+            bases.append(self._base(file, fingerprints[file.path], old if is_base else None))
         with RowWriter(self) as rows:
-            scanned = scan([(file, part) for file, _, part, _ in bases])
-            for (file, base, _, num_known), found in zip(bases, scanned, strict=True):
-                self.files[file.path] = _joined(base, found, rows, num_known)
+            scanned = scan([part for _, part, _ in bases])
+            for (base, _, num_known), found in zip(bases, scanned, strict=True):
+                self.files[base.path] = _joined(base, found, rows, num_known)
                 self.saved_in = None
 
     def _base(
@@ -191,41 +215,40 @@ class InputIndex:
     ) -> tuple[IndexedFile, FilePart, int]:
         """Return what is known of a file, the part to scan, and how many of that part's rows are known.
 
-        Of a file that has grown, the part is its last shard and what is behind it.
+        Of a file that has grown, the part is its last slice and what is behind it.
         """
-        if grown is not None and grown.shards:
-            *kept, (start, row, line, num_known) = grown.shards
+        if grown is not None and grown.slices:
+            *kept, (start, row, line, num_known) = grown.slices
             log.info("%s has grown: reading its new rows", file.path)
-            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), shards=kept)
-            return base, FilePart(start, RowPosition(row, line)), num_known
+            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=kept)
+            return base, FilePart(file, start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
-        base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [])
-        return base, FilePart(0, FIRST), 0
+        base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [], {})
+        return base, FilePart(file), 0
 
     @property
     def numbers(self) -> set[int]:
         """Return the numbers of all rows that are not out of date."""
         return {entry.number for entry in self.files.values()}
 
-    def compare(self, replaced: Iterable[int], absent: Iterable[int], current: Iterable[int]) -> tuple[Table, Table]:
-        """Return earlier rows whose request is another one now, and rows of replaced files that are gone.
+    def compare(
+        self, earlier: Mapping[str, int], current: Iterable[int]
+    ) -> tuple[dict[str, Digests], dict[str, np.ndarray]]:
+        """Return earlier rows whose request is another one now (their ids, sorted), and those that are gone (which of
+        their file's), by path.
 
-        Args:
-            replaced: numbers that files of the input had before they changed.
-            absent: numbers of files that the input does not have.
-            current: numbers of the input's files.
+        earlier: the number that the rows of each file have. current: numbers of the input's files.
         """
-        replaced, current = list(replaced), list(current)
-        earlier = [*replaced, *absent]
+        current = list(current)
         changed, gone = [], []
         for rows in map(sorted_by_id, joined_ranges(self.tables, NO_ROWS)):
-            before = take(rows, np.isin(rows["file"], earlier))
+            before = take(rows, np.isin(rows["file"], list(earlier.values())))
             now = take(rows, np.isin(rows["file"], current))
             places = index_of(before["id"], now["id"])
             requests = np.append(now["request"], np.uint64(0))[places]  # -1, of no place, is the last
             changed.append(take(before, (places >= 0) & (requests != before["request"])))
-            gone.append(take(before, (places < 0) & np.isin(before["file"], replaced)))
-        return join(changed, NO_ROWS), join(gone, NO_ROWS)
+            gone.append(take(before, places < 0))
+        return _by_path(join(changed, NO_ROWS), "id", earlier), _by_path(join(gone, NO_ROWS), "row", earlier)
 
     def save(self, directory: StoragePath) -> None:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
@@ -316,17 +339,19 @@ def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     for file in files:
         types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
         number = numbers.setdefault(types, len(numbers))
-        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, number, file.shards])
+        found = [number, file.slices, file.unread]
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *found])
     return {"types": list(numbers), "files": entries}
 
 
 def files_in(facts: Mapping[str, Any]) -> dict[str, IndexedFile]:
     """Return the files in this form by path. Raises what is in DAMAGE."""
     types = [_types_in(text) for text in facts["types"]]
-    return {
-        path: IndexedFile(number, path, name, format_, fingerprint, types[at], [tuple(shard) for shard in shards])
-        for number, path, name, format_, fingerprint, at, shards in facts["files"]
-    }
+    files = {}
+    for number, path, name, format_, fingerprint, at, slices, values in facts["files"]:
+        unread = {column: UnreadValue(*value) for column, value in values.items()}
+        files[path] = IndexedFile(number, path, name, format_, fingerprint, types[at], list(map(tuple, slices)), unread)
+    return files
 
 
 def _types_in(text: str) -> dict[str, pa.DataType]:
@@ -338,16 +363,27 @@ def index_key(settings: Mapping[str, Any]) -> str:
     return hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=16).hexdigest()
 
 
-def _joined(base: IndexedFile, found: Iterable[tuple[FileScan, Table]], rows: RowWriter, num_known: int) -> IndexedFile:
-    """Return the file with what a scan found behind its shards. num_known: rows at the start that are indexed."""
-    types, shards = dict(base.types), list(base.shards)
+def _joined(base: IndexedFile, found: Iterable[Found], rows: RowWriter, num_known: int) -> IndexedFile:
+    """Return the file with what a scan found behind its slices. num_known: rows at the start that are indexed."""
+    types, slices, unread = dict(base.types), list(base.slices), dict(base.unread)
     first = base.num_rows
     for scan, table in found:
         join_into(types, scan.types)
-        shards += [(shard.start, *shard.first, shard.num_rows) for shard in scan.shards]
+        slices += [(file_slice.start, *file_slice.first, file_slice.num_rows) for file_slice in scan.slices]
+        for column, value in scan.unread.items():
+            unread.setdefault(column, value._replace(number=first + value.number))
         count = len(table["id"])
         places = np.arange(first, first + count, dtype=np.uint32)
         rows.add(cut(table | {"file": np.full(count, base.number, np.uint32), "row": places}, num_known, count))
         num_known = max(0, num_known - count)
         first += count
-    return replace(base, types=types, shards=shards)
+    return replace(base, types=types, slices=slices, unread=unread)
+
+
+def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return a column of the rows of each file that has some."""
+    paths = {number: path for path, number in numbers.items()}
+    order = np.argsort(table["file"], kind="stable")
+    found, starts = np.unique(table["file"][order], return_index=True)
+    values = np.split(table[column][order], starts[1:])
+    return {paths[number]: part for number, part in zip(found.tolist(), values, strict=False)}

@@ -10,10 +10,10 @@ import logging
 from dataclasses import dataclass
 
 from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
-from eagle_ray.batch.driver.parallel_scan import ParallelScan
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.driver.previous_run import PreviousRun
+from eagle_ray.batch.driver.previous_run import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
@@ -61,15 +61,24 @@ def plan_job(config: JobConfig, retry_errors: bool = False) -> JobPlan:
     """Scan the input and check it against the output. Raises ConfigError for what cannot work."""
     log.info("reading the input")
     output = output_of(config)
-    root = root_of(output)
-    check_disjoint(config.input.path, root)
-    previous = PreviousRun.of(config)
+    check_disjoint(config.input.path, root_of(output))
+    previous = previous_run(config)
     found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
-    check_not_empty(found, config)
-    plan = JobPlan(config, output, found, retry_errors)
-    if found.key != previous.finished_key:
-        plan.partitions.check_values(request_rows(found))
-    check_not_run_output(found.files, root)
+    return _checked(JobPlan(config, output, found, retry_errors), previous.finished_key)
+
+
+def plan_first_run(config: JobConfig) -> JobPlan:
+    """Do what plan_job does in this process, as if no earlier attempt had left anything."""
+    output = output_of(config)
+    check_disjoint(config.input.path, root_of(output))
+    return _checked(JobPlan(config, output, plan_input(config)), None)
+
+
+def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
+    check_not_empty(plan.input, plan.config)
+    if plan.input.key != finished_key:
+        plan.partitions.check_values(request_rows(plan.input))
+    check_not_run_output(plan.input.files, root_of(plan.output))
     return plan
 
 

@@ -1,22 +1,21 @@
-"""PreviousRun: what earlier attempts at an output left: the index of their input, and for which input they finished.
+"""What earlier attempts at an output left: the index of their input, and for which input they were found complete.
 
 The record of a finished run names its plan by its key and the files in data/ by their states. It holds only while both
 are unchanged, and then a second start reads no row.
 
-    PreviousRun.of(config).finished_key      # '5f0c2a91d3b7'
+    previous_run(config).finished_key      # '5f0c2a91d3b7'
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
+from eagle_ray.batch.driver.input_index import PreviousRun
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import data_of, output_of
-from eagle_ray.runs.recorded_inputs import Fingerprint, read_inputs
+from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.row_index import INDEX, read_index_file, write_facts
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
@@ -24,29 +23,14 @@ from eagle_ray.storage.path import StoragePath
 FILE = "finished.json"
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousRun:
-    """What earlier attempts at an output left for the scan of its input.
-
-    Attributes:
-        index: directory of the run's index.
-        inputs: the fingerprints that it recorded, by path.
-        finished_key: key of the plan whose rows the output holds, all of them, or None.
-    """
-
-    index: StoragePath
-    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
-    finished_key: str | None = None
-
-    @classmethod
-    def of(cls, config: JobConfig) -> PreviousRun:
-        """Return what is left; nothing but the index of the input if it will be overwritten."""
-        output = output_of(config)
-        if config.output.if_exists != "overwrite":
-            with suppress(OSError, JobError):  # opening the run names what is wrong
-                if manifest := Run.inspect(output).manifest:
-                    return cls(output / INDEX, read_inputs(output, manifest), finished_key(output))
-        return cls(output / INDEX)
+def previous_run(config: JobConfig) -> PreviousRun:
+    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten."""
+    output = output_of(config)
+    if config.output.if_exists != "overwrite":
+        with suppress(OSError, JobError):  # opening the run names what is wrong
+            if manifest := Run.inspect(output).manifest:
+                return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
+    return PreviousRun(output / INDEX)
 
 
 def finished_key(output: StoragePath) -> str | None:

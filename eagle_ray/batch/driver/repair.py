@@ -93,7 +93,7 @@ def _damage_of(output: StoragePath) -> str | None:
             return f"there was no {RUN}"
         read_inputs(output, manifest)
     except OutputDamaged as error:
-        return f"{error.args[0].partition(': ')[0]}; the content of {RUN} is kept in {DAMAGED_COPY}"
+        return f"{str(error).partition(' (')[0]}; the content of {RUN} is kept in {DAMAGED_COPY}"
     return None
 
 

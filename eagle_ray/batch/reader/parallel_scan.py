@@ -4,7 +4,7 @@ Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; a
 of a piece's rows follow from the lines before it, so lines are counted first.
 
     scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
-    for found in scan([(file, WHOLE)]):
+    for found in scan([FilePart(file)]):
         print([len(table["id"]) for _, table in found])                                 # [140233, 140120]
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.batch.reader.file_slices import COLUMNAR, open_columnar
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.row_scanner import Found, Part, RowScanner
-from eagle_ray.batch.reader.shards import COLUMNAR, FilePart, open_columnar
+from eagle_ray.batch.reader.scan import FilePart, Found, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
@@ -44,36 +44,36 @@ class ParallelScan:
     min_bytes: int = MIN_BYTES
     piece_bytes: int = PIECE_BYTES
 
-    def __call__(self, parts: list[Part]) -> Iterator[Iterable[Found]]:
+    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[Found]]:
         """Yield what each part holds, in their order, as consecutive pieces."""
-        if sum(file.version.size - _start(file, part) for file, part in parts) < self.min_bytes:
+        if sum(map(_num_bytes, parts)) < self.min_bytes:
             yield from self.scanner(parts)
             return
         self.connect()
-        pieces = [(i, file, piece) for i, (file, part) in enumerate(parts) for piece in self._cut(file, part)]
+        pieces = [(i, piece) for i, part in enumerate(parts) for piece in self._cut(part)]
         log.info("scanning %d files in %d pieces", len(parts), len(pieces))
         placed = self._placed(pieces)
-        groups = [(group,) for group in self._grouped([piece[1:] for piece in placed])]
+        groups = [(group,) for group in self._grouped(piece for _, piece in placed)]
         scanned = chain.from_iterable(_in_tasks(GroupScan(self.scanner), groups))
         for _, group in groupby(zip(placed, scanned, strict=True), key=lambda each: each[0][0]):
             yield chain.from_iterable(each[1] for each in group)
 
-    def _grouped(self, pieces: Iterable[Part]) -> Iterator[list[Part]]:
+    def _grouped(self, pieces: Iterable[FilePart]) -> Iterator[list[FilePart]]:
         """Yield consecutive pieces together that have about piece_bytes, so that small files share a task."""
-        group: list[Part] = []
+        group: list[FilePart] = []
         num_bytes = 0
-        for file, part in pieces:
-            group.append((file, part))
-            num_bytes += min(file.version.size - _start(file, part), self.piece_bytes)
+        for piece in pieces:
+            group.append(piece)
+            num_bytes += min(_num_bytes(piece), self.piece_bytes)
             if num_bytes >= self.piece_bytes:
                 yield group
                 group, num_bytes = [], 0
         if group:
             yield group
 
-    def _cut(self, file: InputFile, part: FilePart) -> list[FilePart]:
+    def _cut(self, part: FilePart) -> list[FilePart]:
         """Return the pieces of a part. Those of lines have the place of the part's first row for now."""
-        size = file.version.size
+        file, size = part.file, part.file.version.size
         if size <= self.piece_bytes:
             return [part]
         if file.format in COLUMNAR:
@@ -99,24 +99,28 @@ class ParallelScan:
                     found.append(place)
         return found
 
-    def _placed(self, pieces: list[tuple[int, InputFile, FilePart]]) -> list[tuple[int, InputFile, FilePart]]:
-        """Return the pieces with the places of their first rows."""
-        counted = [piece for piece in pieces if piece[1].format not in COLUMNAR and piece[2].stop is not None]
-        counts = iter(_in_tasks(_count_lines, [(file, part) for _, file, part in counted]))
+    def _placed(self, pieces: list[tuple[int, FilePart]]) -> list[tuple[int, FilePart]]:
+        """Return the pieces, each with the number of its part, with the places of their first rows."""
+        counts = iter(_in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)]))
         placed, lines = [], 0
         before = None
-        for index, file, part in pieces:
+        for index, piece in pieces:
             if index != before:
                 before, lines = index, 0
-            row, line = part.first
-            placed.append((index, file, replace(part, first=RowPosition(row + lines, line and line + lines))))
-            if file.format not in COLUMNAR and part.stop is not None:
+            row, line = piece.first
+            placed.append((index, replace(piece, first=RowPosition(row + lines, line and line + lines))))
+            if _is_counted(piece):
                 lines += next(counts)
         return placed
 
 
-def _start(file: InputFile, part: FilePart) -> int:
-    return 0 if file.format in COLUMNAR else part.start
+def _is_counted(piece: FilePart) -> bool:
+    """Return whether the place of what follows a piece depends on its lines."""
+    return piece.file.format not in COLUMNAR and piece.stop is not None
+
+
+def _num_bytes(part: FilePart) -> int:
+    return part.file.version.size - (0 if part.file.format in COLUMNAR else part.start)
 
 
 def _in_tasks(function: Callable[..., Any], arguments: list[tuple]) -> Iterator[Any]:
@@ -168,14 +172,14 @@ class GroupScan:
 
     scanner: RowScanner
 
-    def __call__(self, pieces: list[Part]) -> list[list[Found]]:
+    def __call__(self, pieces: list[FilePart]) -> list[list[Found]]:
         return [list(found) for found in self.scanner(pieces)]
 
 
-def _count_lines(file: InputFile, part: FilePart) -> int:
+def _count_lines(part: FilePart) -> int:
     """Return the number of line ends in a part."""
-    count, left = 0, (file.version.size if part.stop is None else part.stop) - part.start
-    with file.open() as stream:
+    count, left = 0, (part.file.version.size if part.stop is None else part.stop) - part.start
+    with part.file.open() as stream:
         stream.seek(part.start)
         while left > 0 and (data := stream.read(min(READ_BYTES, left))):
             count += data.count(b"\n")
