@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -27,7 +28,6 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
 from eagle_ray.runs.manifest import RunHandle
-from eagle_ray.runs.process_id import _start_time
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
@@ -85,7 +85,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    return _start_time(pid) is None
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

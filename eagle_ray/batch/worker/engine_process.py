@@ -38,8 +38,8 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.job_errors import WorkerDefect
+from eagle_ray.runs.lease import process_name
 from eagle_ray.runs.manifest import RunHandle
-from eagle_ray.runs.process_id import process_name
 
 log = logging.getLogger("eagle_ray")
 WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
