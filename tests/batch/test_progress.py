@@ -10,12 +10,14 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver import progress_monitor
-from eagle_ray.batch.driver.cluster import RayMessages, WorkerPlan
+from eagle_ray.batch.driver.cluster import RayMessages
 from eagle_ray.batch.driver.progress_monitor import (
     STALL_LIMITS_S,
     Limits,
     ProgressMonitor,
+    UsageMeter,
     count_rows,
     stall_error,
     waited_for,
@@ -193,3 +195,20 @@ def test_the_part_of_a_start_that_was_logged_last_is_known_until_a_worker_is_rea
     assert book.snapshot().starting == "measuring the cost of steps"
     book.report(WorkerReport("a", 0, 0))
     assert book.snapshot().starting is None
+
+
+def test_workers_count_from_their_start_between_the_fewest_and_the_most():
+    meter = UsageMeter(2, 4, 0.5, None, now=100.0)
+    meter.update(0, 110.0)
+    meter.update(3, 120.0)
+    meter.update(9, 130.0)  # restarted ones
+    assert meter.usage() == {"elapsed_s": 30.0, "worker_s": 20.0 + 30.0 + 40.0, "gpus_per_worker": 0.5}
+
+
+def test_earlier_attempts_count_and_unknown_ones_make_it_unknown():
+    earlier = {"usage": {"elapsed_s": 5.0, "worker_s": 7.0, "gpus_per_worker": 1}}
+    meter = UsageMeter(1, 1, 1, earlier, now=0.0)
+    meter.update(1, 2.0)
+    assert meter.usage() == {"elapsed_s": 7.0, "worker_s": 9.0, "gpus_per_worker": 1}
+    assert UsageMeter(1, 1, 1, {"elapsed_s": 3.0}, now=0.0).usage() is None
+    assert UsageMeter(1, 1, 1, {"usage": None}, now=0.0).usage() is None

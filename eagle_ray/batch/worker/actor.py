@@ -22,11 +22,11 @@ from ray.actor import ActorHandle
 
 from eagle_ray.batch.worker.crash_isolation import Isolation
 from eagle_ray.batch.worker.crash_tracker import CrashRecord
+from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.error_classifier import classify_error
 from eagle_ray.batch.worker.metrics import JobMetrics
 from eagle_ray.batch.worker.nested_rows import nest
 from eagle_ray.batch.worker.progress import WorkerReport
-from eagle_ray.batch.worker.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.slot_limits import usual_slots
@@ -49,7 +49,7 @@ class EngineActor:
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         self._progress.report_start()
         try:
-            self._worker = WorkerProcess(config, run, passthrough, threads, self._progress.log)
+            self._worker = EngineProcess(config, run, passthrough, threads, self._progress.log)
             self._worker.wait_until_ready()
         except ProcessEnded as error:
             self._exit(error)
