@@ -43,6 +43,8 @@ FLUSH_S = 1.0
 class EngineActor:
     """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
 
+    _report: WorkerReport
+
     def __init__(
         self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
     ):
