@@ -231,14 +231,14 @@ class Run:
         elif file.replace(data, version, self.check_current) is None:
             raise FencedError(f"{file} was rewritten by another driver")
 
-    def publish(self, name: str, data: bytes) -> None:
-        """Write one of the run's own records, if this is the current attempt.
+    def publish(self, record: str | StoragePath, data: bytes) -> None:
+        """Write one of the run's own records, if this is the current attempt. record: its name, if it is in `output`.
 
         The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
         attempt's process sends late replaces nothing that a later attempt has written since. Raises as check_current
         does.
         """
-        file = self.output / name
+        file = self.output / record if isinstance(record, str) else record
         written = None
         while written is None:  # another process wrote in between: the next check says whether it is a later attempt
             version = version_of(file)

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.serve.batches import batch_runner, file_store, runner_lease
-from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
+from eagle_ray.serve.batches import batch_runner, file_store
+from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
 from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.storage.path import StoragePath
@@ -83,7 +83,8 @@ async def run_until(runner, condition, seconds=20.0):
 
 def finish(store, runner, *batches):
     """Run the batches to their ends; return their records."""
-    asyncio.run(run_until(runner, lambda: all(store.find(b.owner, b.id).is_over for b in batches)))
+    ids = {batch.id for batch in batches}
+    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}))
     return [store.find(batch.owner, batch.id) for batch in batches]
 
 
@@ -187,7 +188,6 @@ class Writes:
 
 
 def test_a_runner_that_is_killed_before_any_of_its_writes_is_continued(store, monkeypatch):
-    monkeypatch.setattr(runner_lease, "LEASE_S", 0.02)
     monkeypatch.setattr(file_store, "CHUNK_BYTES", 300)
     writes, num_kills, is_killed = Writes(monkeypatch), 0, True
     while is_killed:
@@ -199,12 +199,13 @@ def test_a_runner_that_is_killed_before_any_of_its_writes_is_continued(store, mo
         record = store.find("all", batch.id)
         done, failed = outcome(store, record)
         assert (record.status, len(done), len(failed)) == ("completed", 2, 1)
+        sweep(store)
         assert [*(store.root / "all" / "work").glob("**/*")] == store.files("all").unfinished_ids() == []
         num_kills += 1
     assert num_kills > 10
 
 
-@pytest.mark.parametrize("place", ["_write_files", "_begin_to_end", "_save"])
+@pytest.mark.parametrize("place", ["_write_files", "_finalize", "_save"])
 def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypatch, place):
     real, failures = getattr(batch_runner.RunningBatch, place), [OSError("the disk is away")] * 2
 
