@@ -35,6 +35,7 @@ drafters smollm2
 drafters.experimental
 planner
 engine registry
+assembly
 build
 evaluation
 batch.worker
@@ -46,7 +47,6 @@ cli lm_eval
 """
 LEVEL = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}
 UPWARDS = {  # module: (why modules below its level import it today, those modules); this only shrinks
-    "batch.driver.input_plan": ("the plan of the input is pickled into read tasks", "batch.reader.source"),
     "batch.driver.signals": ("the lease is given up at a signal", "runs.lease"),
     "requests.parameters": ("the one class of sampling parameters is the table", "core.sampling_batch core.sequence"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
@@ -62,7 +62,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "batch.driver.dataset": 21,
-    "batch.driver.input_plan": 21,
     "batch.driver.run": 38,
     "build": 43,
     "cli.main": 28,

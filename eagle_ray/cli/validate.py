@@ -137,7 +137,7 @@ def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) ->
 
 
 def _input(plan: InputPlan) -> str:
-    carried = ", ".join(_carried(column) for column in plan.passthrough_columns) or "nothing"
+    carried = ", ".join(_carried(column) for column in plan.reader.passthrough_columns) or "nothing"
     formats = ", ".join(sorted({file.format for file in plan.files}))
     settings = row_settings_line(plan)
     lines = [f"input    {plan.num_rows} rows in {_files(plan)} ({formats})", f"carried  {carried}"]

@@ -113,9 +113,3 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
 def content_of(fingerprint: Fingerprint) -> str:
     """Return a text that differs for files of different content: of the digest, else of the etag or time."""
     return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"
-
-
-def may_be_same(was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether two paths may hold one file, moved or copied: by digest if both have one, else by size."""
-    alike = (was[key] == now[key] for key in ("digest", "etag") if key in was and key in now)
-    return was["size"] == now["size"] and all(alike)

@@ -6,7 +6,6 @@ generate(config, plan, run, found.done, num_rows=80)
 from __future__ import annotations
 
 import logging
-import os
 import re
 
 import numpy as np
@@ -14,7 +13,8 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.batch.driver.cluster import WorkerPlan, nodes, plan_workers, threads_wanted
+from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.input_plan import InputPlan
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.batch.reader.source import read_requests
@@ -53,20 +53,20 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarra
         TooManyErrors, ClusterError: the job stops.
         ConfigError: a model is missing.
     """
-    workers = plan_workers(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
-    progress = start_progress(workers.fewest)
-    max_starts = workers.most * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
+    workers = plan_workers(config, num_rows)
+    progress = start_progress(workers.min_workers)
+    max_starts = workers.max_workers * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
     schema = next_schema(run.data, plan.passthrough)
     sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
-    batch_size = plan_batch_size(slots, workers.most, num_rows)
-    calls = plan_calls(config.execution.order, slots, batch_size, workers.most, num_rows)
+    batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
+    calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
-    log.info(_loading_message(config.model.target, workers))
-    requests = read_requests(plan, done, rows_per_block=batch_size)
+    log.info("loading %s in %s", config.model.target, workers.describe())
+    requests = read_requests(plan.reader, plan.slices, done, rows_per_block=batch_size)
     actor_args = (config, run, plan.passthrough, workers.threads, progress)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
@@ -135,9 +135,9 @@ def _describe_error(error: Exception) -> str:
 
 def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:
     return ActorPoolStrategy(
-        min_size=workers.fewest,
-        max_size=workers.most,
-        initial_size=workers.fewest,
+        min_size=workers.min_workers,
+        max_size=workers.max_workers,
+        initial_size=workers.min_workers,
         max_concurrent_calls_per_actor=calls,
         max_tasks_in_flight_per_actor=calls,
     )
@@ -176,11 +176,3 @@ def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):  # its log file keeps everything
             handler.setLevel(logging.CRITICAL)
-
-
-def _loading_message(target: str, workers: WorkerPlan) -> str:
-    threads = "1 CPU thread" if workers.threads == 1 else f"up to {workers.threads} CPU threads"
-    device = f"{workers.num_gpus:g} GPU" if workers.num_gpus else threads
-    if workers.fewest == 1:
-        return f"loading {target} in one worker with {device}"
-    return f"loading {target} in {workers.fewest} workers with {device} each"

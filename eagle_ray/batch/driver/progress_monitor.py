@@ -22,10 +22,10 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.cluster import (
     GcsWatch,
     RayletWatch,
-    WorkerPlan,
     check_alive,
     gcs_address,
     ray_messages,
@@ -158,7 +158,9 @@ class ProgressMonitor:
         self._started, self._ready_at = time.monotonic(), None
         self._latest = Progress()  # what the workers last reported
         self._num_rows_seen, self._advanced_at = 0, self._started
-        self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
+        self._meter = UsageMeter(
+            workers.min_workers, workers.max_workers, workers.num_gpus, _progress_before(run), self._started
+        )
         self._gcs = GcsWatch(gcs_address())
         self._stop_reason: Exception | None = None
         self._write_error = ""  # why the latest progress file could not be written

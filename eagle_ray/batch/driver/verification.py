@@ -10,7 +10,6 @@ way: a lost check is repeated.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from eagle_ray.batch.driver.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
@@ -113,9 +112,7 @@ def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str,
 
 def _in_a_worker(config: JobConfig, run: RunHandle, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
-    execution, device = config.execution, config.model.device
-    num_rows = usual_slots(execution.slots, on_gpu=False)
-    workers = plan_workers(execution, device, nodes(), num_rows, threads_wanted(os.environ))
+    workers = plan_workers(config, num_rows=usual_slots(config.execution.slots, on_gpu=False))
     task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
     try:
         with log_while_waiting("decoding them"):

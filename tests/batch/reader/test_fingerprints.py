@@ -7,7 +7,7 @@ import pytest
 from eagle_ray.batch.reader import fingerprints as module
 from eagle_ray.batch.reader.files import find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
-from eagle_ray.runs.recorded_inputs import may_be_same, what_changed
+from eagle_ray.runs.recorded_inputs import what_changed
 from eagle_ray.storage.path import StoragePath
 
 
@@ -83,11 +83,3 @@ def test_an_object_is_known_by_its_etag():
     was = {"size": 2, "etag": "a"}
     assert what_changed(was, dict(was)) is None
     assert what_changed(was, was | {"etag": "b"}) == "its content"
-
-
-def test_a_copy_may_be_the_same_file_and_one_of_other_content_is_not():
-    local, unread = {"size": 3, "mtime_ns": 1, "digest": "a"}, {"size": 3, "mtime_ns": 2}
-    assert may_be_same(local, local | {"mtime_ns": 9}) and not may_be_same(local, local | {"digest": "b"})
-    assert may_be_same(local, unread) and not may_be_same(unread, unread | {"size": 4})
-    stored = {"size": 3, "etag": "x"}
-    assert may_be_same(stored, local) and not may_be_same(stored, {"size": 3, "etag": "y"})

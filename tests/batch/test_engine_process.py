@@ -18,11 +18,11 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
-from eagle_ray.batch.worker import worker_process
+from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import as_config_error
+from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, classify_error
 from eagle_ray.batch.worker.worker import Worker
-from eagle_ray.batch.worker.worker_process import LogLine, ProcessEnded, WorkerProcess
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -51,8 +51,8 @@ def arguments_of(config: JobConfig) -> tuple:
 
 
 @contextmanager
-def process_of(config: JobConfig) -> Iterator[WorkerProcess]:
-    worker = WorkerProcess(*arguments_of(config))
+def process_of(config: JobConfig) -> Iterator[EngineProcess]:
+    worker = EngineProcess(*arguments_of(config), on_log=ignore)
     try:
         worker.wait_until_ready()
         yield worker
@@ -60,13 +60,17 @@ def process_of(config: JobConfig) -> Iterator[WorkerProcess]:
         worker.close()
 
 
-def answered(worker: WorkerProcess, *batches: pa.Table) -> list:
+def answered(worker: EngineProcess, *batches: pa.Table) -> list:
     """Of each batch its answers or the error; all in flight together."""
 
     async def all_at_once() -> list:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches), return_exceptions=True)
 
     return asyncio.run(all_at_once())
+
+
+def ignore(line: LogLine) -> None:
+    """Show no line of a start."""
 
 
 def pid_of(worker_id: str) -> int:
@@ -86,7 +90,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def fragile(monkeypatch) -> None:
-    monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
+    monkeypatch.setattr(engine_process, "WORKER", fragile_worker.CLASS)
 
 
 def test_it_answers_as_a_worker_here_does_and_counts(make_job):
@@ -109,7 +113,7 @@ def test_rows_of_many_megabytes_cross_and_hold_nobody_up(make_job):
     note = small.schema.get_field_index("note")
     large = small.set_column(note, small.schema.field(note), pa.array(["n" * (200 << 20)]))
 
-    async def pauses(worker: WorkerProcess) -> tuple[pa.Table, float]:
+    async def pauses(worker: EngineProcess) -> tuple[pa.Table, float]:
         """The answers, and the longest time for which this loop stood still."""
         answer, longest = asyncio.ensure_future(worker.answer(large)), 0.0
         while not answer.done():
@@ -145,8 +149,7 @@ def test_a_process_that_dies_by_itself_is_said_too(fragile, make_job):
     assert classify_error(error).line == "the engine's process was ended by signal 9"
 
 
-def test_close_ends_a_process_that_hangs(make_job, monkeypatch):
-    monkeypatch.setattr(worker_process, "CLOSE_WITHIN_S", 0.2)
+def test_close_ends_a_process_that_hangs(make_job):
     with process_of(make_job(token_rows(1))) as worker:
         os.kill(pid_of(worker.worker_id), signal.SIGSTOP)
     assert is_gone(pid_of(worker.worker_id))
@@ -155,7 +158,7 @@ def test_close_ends_a_process_that_hangs(make_job, monkeypatch):
 def test_close_ends_the_process_and_what_is_in_flight(make_job):
     config = make_job(token_rows(40), **LONG)
 
-    async def close_in_the_middle(worker: WorkerProcess) -> pa.Table:
+    async def close_in_the_middle(worker: EngineProcess) -> pa.Table:
         asked = asyncio.ensure_future(worker.answer(batches_of(config)[0]))
         await asyncio.sleep(0.2)
         worker.close()
@@ -219,10 +222,10 @@ ASKER = f"""
 import signal, sys
 from pathlib import Path
 from tests.conftest import small_job, token_rows
-from tests.batch import test_worker_process as t
+from tests.batch import test_engine_process as t
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
-worker = t.WorkerProcess(*t.arguments_of(config))
+worker = t.EngineProcess(*t.arguments_of(config), on_log=t.ignore)
 print(t.pid_of(worker.worker_id), flush=True)
 if sys.argv[2] == "answering":
     worker.wait_until_ready()
@@ -269,9 +272,9 @@ def test_signals_to_both_end_both_without_a_word(tmp_path, number, does):
 ALONE = """
 import pickle, sys
 from eagle_ray.batch.worker.actor import EngineActor
-from eagle_ray.batch.worker.worker_process import WorkerProcess
+from eagle_ray.batch.worker.engine_process import EngineProcess
 config, run, passthrough, threads, batch = pickle.load(sys.stdin.buffer)
-worker = WorkerProcess(config, run, passthrough, threads)
+worker = EngineProcess(config, run, passthrough, threads, on_log=repr)
 worker.wait_until_ready()
 import asyncio
 table = asyncio.run(worker.answer(batch))
@@ -291,9 +294,9 @@ def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
 
 
 def test_what_a_worker_logs_while_it_starts_is_told_here(make_job, monkeypatch):
-    monkeypatch.setattr(worker_process, "MODULE", fragile_worker.__name__)
+    monkeypatch.setattr(engine_process, "WORKER", fragile_worker.CLASS)
     told: list[LogLine] = []
-    worker = WorkerProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), on_log=told.append)
+    worker = EngineProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), on_log=told.append)
     try:
         worker.wait_until_ready()
         assert LogLine(logging.INFO, LOGGED) in told

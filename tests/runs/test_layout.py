@@ -5,7 +5,7 @@ import pytest
 
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.batch.driver.input_plan import InputChanges, plan_input
+from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputMismatch
@@ -73,14 +73,6 @@ def test_rows_of_other_shards_are_left_out_and_counted_as_done(make_job, tmp_pat
     assert np.sum(left, axis=0).tolist() == [1] * 40
     for i, mask in enumerate(left):
         assert mask.tolist() == [shard_of(name, 3) == i + 1 for name in names]
-
-
-def test_changes_of_a_shard_are_those_of_its_ids():
-    ids = np.sort(digests([f"id-{i}" for i in range(50)]))
-    parts = [InputChanges(("a",), ("b",), ids, ids[:20]).of_shard(shard) for shard in JobShard.all_of(4)]
-    assert sorted(id for part in parts for id in part.changed.tolist()) == ids.tolist()
-    assert sorted(id for part in parts for id in part.vanished.tolist()) == ids[:20].tolist()
-    assert {(part.grown, part.rewritten) for part in parts} == {(("a",), ("b",))}
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "-1/3", "1/3/5", "01/3", "1/10000"])
