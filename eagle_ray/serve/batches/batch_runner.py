@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -32,9 +32,8 @@ from eagle_ray.runs.lease import Lease
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
-from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
+from eagle_ray.serve.batches.batch_models import BatchRecord, Ending, RequestCounts, made_at
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.batches.file_store import made_at
 
 log = logging.getLogger("eagle_ray")
 Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
@@ -202,11 +201,12 @@ class RunningBatch:
     async def _validate(self) -> bool:
         """Check the input file. Returns whether the batch is in progress now, and not failed."""
         found = await asyncio.to_thread(self._checked)
+        self.record = self.record.changed(request_counts=RequestCounts(total=found.total, completed=0, failed=0))
         if found.errors:
-            await self._save(self.record.moved("failed", errors=tuple(found.errors), total=found.total))
+            await self._save(self.record.moved("failed", errors={"object": "list", "data": found.errors}))
             log.info("batch %s: failed: %s", self.record.id, found.errors[0]["message"])
             return False
-        await self._save(self.record.moved("in_progress", total=found.total, model=found.model))
+        await self._save(self.record.moved("in_progress", model=found.model))
         return True
 
     def _checked(self) -> CheckedLines:
@@ -216,7 +216,7 @@ class RunningBatch:
             found = CheckedLines()
             found.add("file_not_found", f"the input file {self.record.input_file_id} was deleted", "input_file_id")
             return found
-        return check_lines(files.open(file), self.record.endpoint, self.runner.limits.max_lines)
+        return check_lines(files.lines(file), self.record.endpoint, self.runner.limits.max_lines)
 
     async def _answer_lines(self) -> Ending:
         """Answer the lines that the log lacks. Returns how the batch ends: early if it expires or is cancelled."""
@@ -272,7 +272,7 @@ class RunningBatch:
         if file is None:
             raise FileNotFoundError(f"the input file {self.record.input_file_id} is gone")
         answered = set(self._log.answered)
-        return ((id, body) for id, body in read_lines(files.open(file)) if id not in answered)
+        return ((id, body) for id, body in read_lines(files.lines(file)) if id not in answered)
 
     async def _early_ending(self) -> Ending | None:
         """Look whether the client has cancelled the batch, and at the clock."""
@@ -295,13 +295,13 @@ class RunningBatch:
     async def _finalize(self, ending: Ending) -> None:
         """Record how the batch ends."""
         await self._flush(is_last=True)
-        if ending == "completed" and len(self._log.answered) != self.record.total:
-            raise RuntimeError(f"{len(self._log.answered)} of {self.record.total} lines have an answer")
-        times = self.record.times
+        num_answered, total = len(self._log.answered), self.record.request_counts["total"]
+        if ending == "completed" and num_answered != total:
+            raise RuntimeError(f"{num_answered} of {total} lines have an answer")
         if ending == "cancelled":
             at = await asyncio.to_thread(self.runner.store.cancelling_at, self.record)
-            times = times | {"cancelling": at or int(time.time())}
-        await self._save(replace(self.record, ending=ending, times=times).moved("finalizing"))
+            self.record = self.record.changed(cancelling_at=at or int(time.time()))
+        await self._save(self.record.moved("finalizing", ending=ending))
 
     async def _end(self) -> None:
         """Answer the lines that are left with how the batch ends, and split the log into two files."""
@@ -309,33 +309,30 @@ class RunningBatch:
         if self.record.ending in ENDINGS:
             await asyncio.to_thread(self._answer_the_rest, *ENDINGS[self.record.ending])
         files = await asyncio.to_thread(self._write_files)
-        await self._save(self.record.moved(self.record.ending, files=files))
-        over = self.record
-        log.info("batch %s: %s, %d of %d lines failed", over.id, over.status, over.failed, over.total)
+        await self._save(self.record.moved(self.record.ending, **files))
+        log.info("batch %s: %s, %s", self.record.id, self.record.status, self.record.request_counts)
 
     def _answer_the_rest(self, code: str, message: str) -> None:
         lines = self._unanswered()
         while block := [error_answer(self.record.id, id, code, message) for id, _ in islice(lines, 4096)]:
             self._log.append(block)
 
-    def _write_files(self) -> tuple[str, ...]:
+    def _write_files(self) -> dict[str, str]:
         """Write the output file and the error file, each if it has lines; return their ids."""
-        record, files, written = self.record, self.runner.store.files(self.record.owner), []
-        life = record.output_expires_after_s
+        record, life, written = self.record, self.record.output_expires_after_s, {}
         expires_at = None if life is None else int(time.time()) + life
-        for id, is_completed, count in (
-            (record.output_id, True, self._log.completed),
-            (record.error_id, False, self._log.failed),
-        ):
-            if count:
-                name = f"{record.id}_{'output' if is_completed else 'error'}.jsonl"
+        for kind, id, is_completed in (("output", record.output_id, True), ("error", record.error_id, False)):
+            if self._log.completed if is_completed else self._log.failed:
+                name = f"{record.id}_{kind}.jsonl"
+                files = self.runner.store.files(record.owner)
                 files.write(self._log.lines(is_completed), name, "batch_output", expires_at, id)
-                written.append(id)
-        return tuple(written)
+                written[f"{kind}_file_id"] = id
+        return written
 
     async def _save(self, record: BatchRecord) -> None:
-        counts = self._log
-        self.record = replace(record, completed=counts.completed, failed=counts.failed, usage=counts.usage)
+        found = self._log
+        counts = record.request_counts | {"completed": found.completed, "failed": found.failed}
+        self.record = record.changed(request_counts=counts, usage=found.usage.batch_form())
         await asyncio.to_thread(self.runner.store.save, self.record, self.run)
 
 

@@ -24,26 +24,14 @@ from dataclasses import dataclass, replace
 
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.run import Run
-from eagle_ray.serve.batches.batch_record import BatchRecord
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, names_in, new_id
+from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
+from eagle_ray.serve.batches.file_store import FileStore, names_in
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object, write_json
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
 
 KEY = "serving.batches.path"
 SALT_BYTES = 16
 LIST_TRIES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """What a client asks for. Durations are in seconds."""
-
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    window_s: int
-    metadata: dict[str, str] | None = None
-    output_expires_after_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +71,14 @@ class BatchStore:
         """Return the directory of a batch's run."""
         return self.root / owner / "work" / id
 
-    def create(self, owner: str, request: BatchRequest, max_open: int) -> BatchRecord:
-        """Write a new batch and return it. Raises ApiError if its owner has max_open batches that are not over."""
-        now = int(time.time())
-        record = BatchRecord(
-            id=new_id(BATCH),
-            owner=owner,
-            endpoint=request.endpoint,
-            input_file_id=request.input_file_id,
-            completion_window=request.completion_window,
-            created_at=now,
-            expires_at=now + request.window_s,
-            output_id=new_id(FILE),
-            error_id=new_id(FILE),
-            metadata=request.metadata,
-            output_expires_after_s=request.output_expires_after_s,
-        )
-        self._marker(owner, record.id).create(b"")
-        if len(self.open_ids(owner)) > max_open:
-            self.forget(owner, record.id)
+    def create(self, record: BatchRecord, max_open: int) -> None:
+        """Write a new batch. Raises ApiError if its owner has max_open batches that are not over."""
+        self._marker(record.owner, record.id).create(b"")
+        if len(self.open_ids(record.owner)) > max_open:
+            self.forget(record.owner, record.id)
             message = f"this API key has {max_open} batches that are not over. Wait for one of them, or cancel one."
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
-        write_json(self._record(owner, record.id), record.stored())
-        return record
+        self._record(record.owner, record.id).write_atomic(record.model_dump_json().encode())
 
     def forget(self, owner: str, id: str) -> None:
         """Take a batch out of those that are not over."""
@@ -120,11 +93,11 @@ class BatchStore:
 
     def find(self, owner: str, id: str) -> BatchRecord | None:
         found = read_json_object(self._record(owner, id)) if is_id(id, BATCH) else None
-        return BatchRecord.of(found) if found else None
+        return BatchRecord(**found) if found else None
 
     def save(self, record: BatchRecord, run: Run) -> None:
         """Write the record, if the run is the batch's current one. Raises JobError if it is not."""
-        run.publish(self._record(record.owner, record.id), json_bytes(record.stored()))
+        run.publish(self._record(record.owner, record.id), record.model_dump_json().encode())
 
     def close(self, owner: str, id: str) -> None:
         """Delete what only a batch that is not over needs. If the process is killed here, a sweep deletes the rest."""
@@ -157,8 +130,8 @@ class BatchStore:
 
     def cancelling_at(self, record: BatchRecord) -> int | None:
         """Return when the batch's client cancelled it, or None."""
-        if "cancelling" in record.times:
-            return record.times["cancelling"]
+        if record.cancelling_at is not None:
+            return record.cancelling_at
         try:
             return (
                 json.loads((self.work(record.owner, record.id) / "cancel").read_bytes()) if not record.is_over else None

@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,15 @@ from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches import file_store
 from eagle_ray.serve.batches.answer_log import AnswerLog, error_answer, response_answer
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
-from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_models import BATCH, FILE, BatchRecord, is_id, made_at, new_id
 from eagle_ray.serve.batches.batch_runner import sweep
-from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, made_at, new_id
+from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.storage.path import StoragePath
+
+OLD = Path(__file__).parents[2] / "goldens" / "batch_store" / "store"
 
 
 @pytest.fixture
@@ -28,8 +31,11 @@ def root(tmp_path):
     return StoragePath.of(tmp_path / "kept")
 
 
-def request_of(file_id="file-x", window_s=60, **more):
-    return BatchRequest("/v1/completions", file_id, f"{window_s}s", window_s, **more)
+def create(store, file_id="file-x", owner="all", max_open=9, **more):
+    asked = {"endpoint": "/v1/completions", "input_file_id": file_id, "completion_window": "60s"}
+    record = BatchRecord.new(60, owner=owner, **asked, **more)
+    store.create(record, max_open)
+    return record
 
 
 def test_a_store_is_for_its_owner_alone(tmp_path):
@@ -39,7 +45,7 @@ def test_a_store_is_for_its_owner_alone(tmp_path):
         store = BatchStore.open(str(tmp_path / name))
         store.salt()
         store.files("all").write([b"x"], "in.jsonl", "batch")
-        record = store.create("all", request_of(), max_open=9)
+        record = create(store)
         with claimed(store.work("all", record.id)) as run:
             AnswerLog(run).append([error_answer(record.id, "a", "b", "c")])
         paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
@@ -74,9 +80,9 @@ def test_a_file_is_read_as_it_was_written_in_chunks(root, monkeypatch):
     file = store.write(lines, "in.jsonl", "batch")
     assert (file.bytes, file.num_chunks) == (len(b"".join(lines)), 3)
     assert b"".join(store.read(file)) == b"".join(lines)
-    assert list(store.open(store.get(file.id))) == [b"first line\n", b"second line\n", b"third"]
+    assert list(store.lines(store.get(file.id))) == [b"first line", b"second line", b"third"]
     empty = store.write([], "none", "batch")
-    assert (empty.bytes, list(store.open(empty)), store.ids()) == (0, [], [file.id, empty.id])
+    assert (empty.bytes, list(store.lines(empty)), store.ids()) == (0, [], [file.id, empty.id])
     with pytest.raises(ApiError, match="there is no file"):
         FileStore(root, "key-other").get(file.id)
     store.delete(file.id)
@@ -90,7 +96,7 @@ def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(ro
     assert store.find(old) is None and set(store.unfinished_ids()) == {old, new}
     expired = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
     used = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
-    BatchStore(root).create("all", request_of(used.id), max_open=1)
+    create(BatchStore(root), used.id)
     with pytest.raises(ApiError, match="there is no file"):
         store.get(expired.id)
     sweep(BatchStore(root))
@@ -150,10 +156,11 @@ def test_usage_has_the_names_of_either_endpoint_and_old_records_are_read():
     details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
     body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
     assert response_answer("batch_1", "a", 200, json.dumps(body).encode()).usage == (3, 4, 2, 1)
-    stored = BatchRecord("b", "all", "/v1/completions", "f", "24h", 1, 2, "o", "e").stored()
-    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4]}))).as_json()["usage"]
+    [file] = (OLD / "all" / "batches").glob("batch_1a21cdd036d0*.json")
+    stored = json.loads(file.read_text())
+    usage = BatchRecord(**stored | {"usage": [3, 4]}).usage
     assert usage["total_tokens"] == 7 and usage["input_tokens_details"] == {"cached_tokens": 0}
-    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4, 2, 1]}))).as_json()["usage"]
+    usage = BatchRecord(**stored | {"usage": [3, 4, 2, 1]}).usage
     assert usage["input_tokens_details"] == {"cached_tokens": 2}
     assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
 
@@ -168,7 +175,7 @@ def line(id="a", **changes):
 
 def checked(root, *lines, max_lines=100):
     store = FileStore(root, "all")
-    return check_lines(store.open(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
+    return check_lines(store.lines(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
 
 
 def test_right_lines_are_counted(root):
@@ -206,11 +213,11 @@ def test_files_without_lines_and_with_too_many_are_refused(root):
 
 def test_a_record_is_stored_and_shown_as_openais(root):
     store = BatchStore(root)
-    made = store.create("all", request_of(metadata={"a": "b"}), max_open=2)
-    running = made.moved("in_progress", total=3, completed=1)
+    made = create(store, metadata={"a": "b"})
+    running = made.moved("in_progress", request_counts={"total": 3, "completed": 1, "failed": 0})
     with claimed(store.work("all", made.id)) as run:
         store.save(running, run)
-    assert store.find("all", made.id) == running == BatchRecord.of(running.stored())
+    assert store.find("all", made.id) == running
     shown = running.as_json()
     assert shown["status"] == "in_progress" and shown["in_progress_at"] and shown["completed_at"] is None
     assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0} and shown["metadata"] == {"a": "b"}
@@ -219,7 +226,7 @@ def test_a_record_is_stored_and_shown_as_openais(root):
     assert running.as_json(store.cancelling_at(running))["status"] == "cancelling" and at == store.cancelling_at(
         running
     )
-    over = running.moved("completed", files=(running.output_id,))
+    over = running.moved("completed", output_file_id=running.output_id)
     with claimed(work := store.work("all", made.id)) as run:
         store.save(over, run)
     store.close("all", made.id)
@@ -230,14 +237,14 @@ def test_a_record_is_stored_and_shown_as_openais(root):
 
 def test_open_batches_are_limited_by_owner(root):
     store = BatchStore(root)
-    one, two = (store.create("all", request_of(), max_open=2) for _ in range(2))
+    one, two = (create(store, max_open=2) for _ in range(2))
     with pytest.raises(ApiError, match="2 batches that are not over") as refused:
-        store.create("all", request_of(), max_open=2)
+        create(store, max_open=2)
     assert refused.value.status == 429 and store.ids("all") == [one.id, two.id]
-    other = store.create("key-1", request_of(), max_open=2)
+    other = create(store, owner="key-1", max_open=2)
     assert store.open_ids() == [("all", one.id), ("all", two.id), ("key-1", other.id)]
     store.close("all", one.id)
-    store.create("all", request_of(), max_open=2)
+    create(store, max_open=2)
     assert store.find("key-1", one.id) is None and store.find("all", other.id) is None
 
 
