@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice
@@ -135,16 +135,23 @@ class InputChanges:
     """How input files differ from those that the run was made from.
 
     Attributes:
-        accepted: paths of changed files in which every row that they had makes the same request.
+        grown: paths of files that begin with what they were.
+        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their rows are the same.
         changed: ids of rows of each changed file that make another request now, sorted, by path.
         gone: which rows of each changed file are not in the input any more, by path.
         absent: ids as in `changed`, of files that the input does not have.
     """
 
-    accepted: tuple[str, ...] = ()
+    grown: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()
     changed: Mapping[str, Digests] = field(default_factory=dict)
     gone: Mapping[str, np.ndarray] = field(default_factory=dict)
     absent: Mapping[str, Digests] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Return the paths of changed files that a resume accepts unless rows changed or are gone."""
+        return *self.grown, *self.rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +247,17 @@ def _update(
     index.add(files, prints, scan_parts, as_noted)
 
     if finished:
-        return InputChanges(tuple(file.path for file in differing))
+        return InputChanges(rewritten=tuple(file.path for file in differing))
     current = {file.path: index.files[file.path].number for file in files}
     replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
     absent = {path: number for path, number in before.items() if path not in current}
-    accepted = tuple(file.path for file in differing if file.path in grown or file.path in replaced)
+    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
     if not (replaced or absent):
-        return InputChanges(accepted)
+        return InputChanges(tuple(sorted(grown)))
     changed, gone = index.compare(replaced | absent, current.values())
     return InputChanges(
-        accepted,
+        tuple(sorted(grown)),
+        rewritten,
         changed={path: ids for path, ids in changed.items() if path in replaced},
         gone={path: rows for path, rows in gone.items() if path in replaced},
         absent={path: ids for path, ids in changed.items() if path in absent},

@@ -21,8 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.completeness import count_done
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows, count_done
 from eagle_ray.batch.driver.finished import files_key, finished_key, previous_run, record_finished
 from eagle_ray.batch.driver.input_plan import (
     InputPlan,

@@ -42,10 +42,10 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
             f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
             f"new rows at the file's end or in another file; {REMEDY}."
         )
-    for path in plan.changes.accepted:
+    for path in plan.changes.rewritten:
         log.info(
-            "%s has changed since %s was made from it, and has the rows that it had: new ones are added, and answered "
-            "ones keep their carried columns",
+            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
+            "answered ones keep their carried columns",
             path,
             output.display_path,
         )
