@@ -122,31 +122,36 @@ def _decoded_field(field: pa.Field) -> pa.Field:
     return field.with_type(decoded_type(field.type))
 
 
+def _is_number(type_: pa.DataType) -> bool:
+    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
+
+
+def _is_binary(type_: pa.DataType) -> bool:
+    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_)
+
+
+# of types that are joined; Arrow would join others, too, such as texts with bytes and numbers with decimals
+JOINED_KINDS = (_is_number, _is_binary, pa.types.is_nested, pa.types.is_decimal)
+
+
 def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
     """Return the narrowest type that holds both."""
     if a == b or pa.types.is_null(b):
         return a
     if pa.types.is_null(a):
         return b
-    if CSV_TEXT in (a, b):
-        return CSV_TEXT
+    for above in (CSV_TEXT, JSON):
+        if above in (a, b):
+            return above
     if pa.types.is_dictionary(a) or pa.types.is_dictionary(b):
         return join(decoded_type(a), decoded_type(b))
-    if _is_number(a) and _is_number(b) and not _overflow(a, b):
-        return _unified(a, b)
-    if _is_binary(a) and _is_binary(b):
-        return pa.large_binary() if pa.large_binary() in (a, b) else pa.binary()
-    if (pa.types.is_nested(a) and pa.types.is_nested(b)) or (pa.types.is_decimal(a) and pa.types.is_decimal(b)):
-        try:
-            return _unified(a, b)
-        except pa.ArrowException:
-            return JSON
-    return JSON
-
-
-def _unified(a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    if not any(is_kind(a) and is_kind(b) for is_kind in JOINED_KINDS) or _overflow(a, b):
+        return JSON
     both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
-    return pa.unify_schemas(both, promote_options="permissive").field("x").type
+    try:
+        return pa.unify_schemas(both, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return JSON
 
 
 def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) -> None:
@@ -204,12 +209,8 @@ def _python_values(column: pa.Array) -> list[Any]:
 def python_values(column: pa.ChunkedArray) -> list[Any]:
     """Return a column's values, as texts if Python cannot hold them, such as times in nanoseconds."""
     try:
-        return column.to_pylist(maps_as_pydicts="lossy")
+        return _python_values(column.combine_chunks())
     except (pa.ArrowException, OverflowError, ValueError, KeyError):
-        pass
-    try:
-        return column.cast(pa.string()).to_pylist()
-    except pa.ArrowException:
         return [f"a value of type {column.type}" if valid else None for valid in column.is_valid().to_pylist()]
 
 
@@ -248,14 +249,6 @@ def _with_text_keys(value: Any) -> Any:
 
 def _as_boolean(value: bool | str) -> bool:
     return value.lower() == "true" if isinstance(value, str) else value
-
-
-def _is_number(type_: pa.DataType) -> bool:
-    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
-
-
-def _is_binary(type_: pa.DataType) -> bool:
-    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_)
 
 
 def _overflow(a: pa.DataType, b: pa.DataType) -> bool:

@@ -78,7 +78,8 @@ def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
     for path in (root, root / f"**/*.{suffix}"):
         found = plan(path)
         assert "input.path: directories are read as columns: lang, y" in caplog.messages
-        assert {column.name: column.field.type for column in found.reader.passthrough_columns if column.name in "lang y"} == {
+        carried = found.reader.passthrough_columns
+        assert {column.name: column.field.type for column in carried if column.name in "lang y"} == {
             "lang": pa.string(),
             "y": pa.string(),
         }
