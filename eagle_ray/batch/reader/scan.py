@@ -4,8 +4,8 @@ A file is read in the order of its rows. From them follow the types of its colum
 parameters that rows cannot set, and for each row the digests of its id and of its request and its output rows.
 
     scanner = RowScanner(config, request_columns(config.input.columns))
-    [[(found, table)]] = scanner([FilePart(file)])
-    len(table["id"]), found.slices[0].num_rows                              # (240, 240)
+    [[found]] = scanner([FilePart(file)])
+    len(found.rows["id"]), found.slices[0].num_rows                         # (240, 240)
 """
 
 from __future__ import annotations
@@ -89,14 +89,13 @@ class FileScan:
     Attributes:
         types: the joined types of its columns, in order.
         unread: the first value of each column that is a parameter which rows cannot set.
+        rows: a table of the index, with the columns id, request and rows.
     """
 
     types: dict[str, pa.DataType] = field(default_factory=dict)
     slices: list[FileSlice] = field(default_factory=list)
     unread: dict[str, UnreadValue] = field(default_factory=dict)
-
-
-Found = tuple[FileScan, Table]
+    rows: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class RowScanner:
     config: JobConfig
     columns: RequestColumns
 
-    def __call__(self, parts: Iterable[FilePart]) -> Iterator[list[Found]]:
+    def __call__(self, parts: Iterable[FilePart]) -> Iterator[list[FileScan]]:
         """Scan small objects several at once, since each request takes its time, and all else one after the other."""
         for is_small_object, group in groupby(parts, key=_is_small_object):
             if is_small_object:
@@ -114,9 +113,9 @@ class RowScanner:
             else:
                 yield from map(self._scan, group)
 
-    def _at_once(self, parts: Iterable[FilePart]) -> Iterator[list[Found]]:
+    def _at_once(self, parts: Iterable[FilePart]) -> Iterator[list[FileScan]]:
         """Yield the scans in their order. At most NUM_THREADS are ahead, since their rows are held in memory."""
-        ahead: deque[Future[list[Found]]] = deque()
+        ahead: deque[Future[list[FileScan]]] = deque()
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             for part in parts:
                 ahead.append(threads.submit(self._scan, part))
@@ -125,7 +124,7 @@ class RowScanner:
             while ahead:
                 yield ahead.popleft().result()
 
-    def _scan(self, part: FilePart) -> list[Found]:
+    def _scan(self, part: FilePart) -> list[FileScan]:
         needed = frozenset(self.columns.needed)
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
@@ -138,12 +137,12 @@ class RowScanner:
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
             request = parse_row(row, self.columns, location) if own else None
             rows.append(n if request is None else request.num_rows(self.config))
-        table = {
+        found.rows = {
             "id": np.frombuffer(bytes(ids), DIGEST),
             "request": np.frombuffer(requests, np.uint64),
             "rows": np.frombuffer(rows, np.uint32),
         }
-        return [(found, table)]
+        return [found]
 
 
 def _is_small_object(part: FilePart) -> bool:
