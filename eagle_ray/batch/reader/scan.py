@@ -168,10 +168,7 @@ def rows_in_part(part: FilePart, columns: RequestColumns, found: FileScan) -> It
     unread = UnreadParameters(columns)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
     with reading(part.file):
-        for number, (position, row) in enumerate(read(part, columns, found, unread)):
-            if unread.is_watching and isinstance(row, dict):
-                unread.look(number, position, row)
-            yield position, row
+        yield from read(part, columns, found, unread)
     found.unread = unread.found
 
 
@@ -186,7 +183,7 @@ def _record_rows(
     values = {name: scalar.as_py() for name, scalar in partitions.items()}
     inherited: set[str] = set()  # partition columns that some row does not have of its own
     unread.watch(partitions)
-    for offset, position, row in records_in(file, part.start, part.first):
+    for number, (offset, position, row) in enumerate(records_in(file, part.start, part.first)):
         if stop is not None and offset >= stop:
             break
         if not starts or (can_split and counts[-1] == SLICE_ROWS):
@@ -196,8 +193,12 @@ def _record_rows(
         if isinstance(row, dict):
             if new := types.add(row):
                 unread.watch(new)
-            inherited |= partitions.keys() - row.keys()
-        yield position, with_values(row, values)
+            if partitions:
+                inherited |= partitions.keys() - row.keys()
+                row = values | row
+            if unread.is_watching:
+                unread.look(number, position, row)
+        yield position, row
     found.types = types.joined()
     join_into(found.types, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
     found.slices = [FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True)]
@@ -219,8 +220,11 @@ def _columnar_rows(
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
         batches = columnar_batches(parquet, file, needed, list(groups))
-        for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
-            yield RowPosition(index, None), with_values(row, values)
+        for number, row in enumerate(row for rows, _ in batches for row in rows):
+            position, row = RowPosition(starts[part.start] + number, None), with_values(row, values)
+            if unread.is_watching and isinstance(row, dict):
+                unread.look(number, position, row)
+            yield position, row
     found.slices = [FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i]]
 
 
@@ -260,6 +264,7 @@ class UnreadParameters:
     Attributes:
         found: by column, or by ``path.key``.
         watched: the parameter that each column stands for which has had no such value yet.
+        is_watching: whether rows must be looked at.
     """
 
     def __init__(self, columns: RequestColumns) -> None:
@@ -267,14 +272,12 @@ class UnreadParameters:
         self._objects = list({path.parent for path in paths if path.parent is not None})
         self.found: dict[str, UnreadValue] = {}
         self.watched: dict[str, str] = {}
-
-    @property
-    def is_watching(self) -> bool:
-        return bool(self.watched or self._objects)
+        self.is_watching = bool(self._objects)
 
     def watch(self, columns: Iterable[str]) -> None:
         """Add the columns that are such parameters."""
         self.watched |= {column: name for column in columns if (name := match_unsupported(column)) is not None}
+        self.is_watching = bool(self.watched or self._objects)
 
     def look(self, number: int, position: RowPosition, row: dict[str, Any]) -> None:
         """Note the values of a row. number: of the row, from the first one of the scan."""
@@ -286,6 +289,7 @@ class UnreadParameters:
             if column not in self.found and has_effect(name, value):
                 self.found[column] = UnreadValue(number, *position, reprlib.repr(value))
                 self.watched.pop(column, None)
+        self.is_watching = bool(self.watched or self._objects)
 
 
 @cache
