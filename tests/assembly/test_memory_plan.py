@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from eagle_ray import build
-from eagle_ray.config import SpeculativeConfig
-from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.engine.capacity import (
+from eagle_ray.assembly.memory_plan import (
     Capacity,
     DeviceMemory,
     EngineSizes,
@@ -17,6 +15,8 @@ from eagle_ray.engine.capacity import (
     plan_capacity,
     profile_pass,
 )
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head3, llama, llama_engine, run
