@@ -40,7 +40,8 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
         raise OutputMismatch(
             f"input changed since {output} was made from it: {number} rows of "
             f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}."
+            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
+            "same ids (-i FILE --retry-errors)."
         )
     for path in plan.changes.rewritten:
         log.info(
