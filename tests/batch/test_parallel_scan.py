@@ -47,7 +47,7 @@ def described(config: JobConfig, piece_bytes: int) -> tuple:
     scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
     plan = plan_input(config, scan_with=scan_with)
     [rows] = plan.rows.by_range(1)
-    return list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    return list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
@@ -55,7 +55,7 @@ def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
     monkeypatch.setattr(module, "_in_tasks", here)
     plan = plan_input(config)
     [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
     assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
     assert described(config, piece_bytes) == whole
 
@@ -156,5 +156,5 @@ def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):
     plan = plan_input(config)
     [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
     assert described(config, 500) == whole

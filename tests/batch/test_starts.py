@@ -53,7 +53,7 @@ class ToyEngine:
 
     def generate(self, config: JobConfig, plan: Any, run: Any, done: Any, num_rows: int) -> None:
         left = [row for row, is_done in zip(plan_module.request_rows(plan), done, strict=True) if not is_done]
-        schema = next_schema(run.data, plan.passthrough)
+        schema = next_schema(run.data, plan.carried_fields)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise Killed

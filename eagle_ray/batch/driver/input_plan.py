@@ -1,6 +1,6 @@
 """InputPlan: the whole input, scanned before anything starts.
 
-It fixes the order of files and slices, the columns to read and the types of passthrough columns, and finds duplicate
+It fixes the order of files and slices, the columns to read and the types of carried columns, and finds duplicate
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     plan = plan_input(config)
@@ -24,7 +24,7 @@ import pyarrow as pa
 from eagle_ray import __version__
 from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
+from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
@@ -95,9 +95,9 @@ class InputPlan:
         return counts
 
     @property
-    def without_passthrough(self) -> InputPlan:
+    def without_carried(self) -> InputPlan:
         """Return the plan of the requests alone."""
-        return replace(self, reader=replace(self.reader, passthrough_columns=()))
+        return replace(self, reader=replace(self.reader, carried_columns=()))
 
     @property
     def rows(self) -> ExpectedRows:
@@ -120,14 +120,14 @@ class InputPlan:
         return ExpectedRows(index, allowed, starts, self.default_rows)
 
     @property
-    def passthrough(self) -> list[pa.Field]:
-        """Return the output columns of the passthrough columns."""
-        return self.reader.passthrough
+    def carried_fields(self) -> list[pa.Field]:
+        """Return the output columns of the carried columns."""
+        return self.reader.carried_fields
 
     @property
-    def passthrough_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each passthrough column, by its name in the output."""
-        return {column.name: column.type for column in self.reader.passthrough_columns}
+    def carried_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each carried column, by its name in the output."""
+        return {column.name: column.type for column in self.reader.carried_columns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +208,10 @@ def plan_input(
     if types:
         _check_columns(config.input.columns, columns, types)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
-    passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
+    names = output_names(_carried_names(config.input, columns, types), RESERVED)
+    carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     plan = InputPlan(
-        reader=RequestReader(files, columns, passthrough, job_shard),
+        reader=RequestReader(files, columns, carried, job_shard),
         slices=_apply_limit(slices, config.input.limit),
         row_settings=ROW_SETTINGS & frozenset(nonnull_columns),
         index=index,
@@ -331,7 +331,7 @@ def requests_of(plan: InputPlan) -> Iterator[Request]:
 
 
 def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
-    """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
+    """Yield every row of the input in order, good or bad, with its request and carried columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
         yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
@@ -421,7 +421,7 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
         log.warning("%s. It is treated as data.", problem)
 
 
-def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":

@@ -220,7 +220,7 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
     check_not_empty(plan, config)
     if plan.key != previous.finished_key:
-        Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(request_rows(plan))
+        Partitions.of(config.output.partition_by, plan.carried_types).check_values(request_rows(plan))
     check_not_run_output(plan.files, root)
     is_overwritten = config.output.if_exists == "overwrite"
     if is_overwritten or retry_errors or (not (output / RUN).exists() and len(plan.rows)):
@@ -353,7 +353,7 @@ def _check_columns(plan: InputPlan, run: RunHandle) -> None:
             f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
             "Choose another output.path, or --overwrite."
         )
-    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.passthrough)))):
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
         raise OutputMismatch(
             f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: choose another "
             "output.path, or --overwrite"

@@ -85,7 +85,7 @@ def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenR
     """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
-    requests = {request.id: request for request in requests_of(plan.without_passthrough) if request.id in ids}
+    requests = {request.id: request for request in requests_of(plan.without_carried) if request.id in ids}
     found: dict[KeyTuple, ChosenRow] = {}
     for key in keys.tolist():
         id_, sample, turn = key

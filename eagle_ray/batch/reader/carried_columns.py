@@ -1,4 +1,4 @@
-"""Passthrough columns: their types, fixed before the job starts.
+"""Carried columns: their types, fixed before the job starts.
 
 A Parquet column keeps its Arrow type, and its values are never Python's. Types of several files are joined upwards:
 null below everything, integers below floats, decimals below those with more digits, JSON text above incompatible types,
@@ -25,13 +25,13 @@ import pyarrow as pa
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.row_schema import JSON
 
-RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself
+RENAME_PREFIX = "input_"  # of a carried column with a name that the job uses itself
 # Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
 CSV_TEXT = pa.large_string()
 
 
 @dataclass(frozen=True, slots=True)
-class PassthroughColumn:
+class CarriedColumn:
     """A column to pass through.
 
     Attributes:
@@ -50,7 +50,7 @@ class PassthroughColumn:
 
 
 def output_names(sources: Iterable[str], reserved: Container[str]) -> dict[str, str]:
-    """Return the output name of each passthrough column.
+    """Return the output name of each carried column.
 
     A name that the job uses itself gets the prefix ``input_``. If the input has a column of that name too, a number
     follows: ``input_text_2``.
@@ -83,7 +83,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:
-    """Return the passthrough type of a Parquet column: its own, but for extension types and the widths of text."""
+    """Return the carried type of a Parquet column: its own, but for extension types and the widths of text."""
     if isinstance(declared, pa.BaseExtensionType):
         return type_in_parquet(declared.storage_type)
     if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
@@ -166,7 +166,7 @@ def field_of(name: str, type_: pa.DataType) -> pa.Field:
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """Return Python values in the decoded type of a passthrough column; CSV numbers are texts before."""
+    """Return Python values in the decoded type of a carried column; CSV numbers are texts before."""
     as_type = _converter(type_)
     absent = (type(None), RequestError)
     decoded = decoded_type(field_of("", type_).type)
@@ -174,7 +174,7 @@ def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
 
 
 def carry(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """Return a Parquet column in the decoded type of a passthrough column."""
+    """Return a Parquet column in the decoded type of a carried column."""
     if type_ not in (JSON, CSV_TEXT):
         try:
             return column.cast(decoded_type(field_of("", type_).type))

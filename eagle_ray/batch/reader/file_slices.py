@@ -71,7 +71,7 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a slice: their positions, the values that requests are made of, and the passthrough columns."""
+    """Some rows of a slice: their positions, the values that requests are made of, and the carried columns."""
 
     rows: list[PlacedRow]
     carried: dict[str, pa.Array]
