@@ -41,7 +41,7 @@ SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
     plan = plan_input(config)
-    requests, schema = list(request_rows(plan)), request_schema(plan.passthrough)
+    requests, schema = list(request_rows(plan)), request_schema(plan.carried_fields)
     return [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
 
 
