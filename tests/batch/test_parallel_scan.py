@@ -16,7 +16,7 @@ import pytest
 from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows
 from eagle_ray.batch.reader import parallel_scan as module
 from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.parallel_scan import ParallelScan, TaskFunction
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
@@ -37,10 +37,9 @@ def config(tmp_path: Path) -> JobConfig:
 
 
 def here(function, arguments):
-    """What Ray's tasks return, without Ray, and the last one first."""
-    task = TaskFunction(function)
-    rows = [pa.table({"number": [i], "arguments": [pickle.dumps(each)]}) for i, each in enumerate(arguments)]
-    yield from module._in_order(task(row) for row in reversed(rows))
+    """What Ray's tasks return, without Ray."""
+    for each in arguments:
+        yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(each)))))
 
 
 def described(config: JobConfig, piece_bytes: int) -> tuple:

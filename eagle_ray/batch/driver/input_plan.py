@@ -26,10 +26,9 @@ from eagle_ray.batch.driver.expected_rows import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice
-from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
-from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
 from eagle_ray.batch.reader.source import RequestReader

@@ -26,10 +26,9 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.reader.carried_columns import CSV_TEXT, carry, column_of
 from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv
-from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile
 from eagle_ray.batch.reader.jsonl import CutLine, rows_in_batch, rows_in_jsonl
 from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet
-from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.columns import RowPosition
