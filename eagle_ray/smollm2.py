@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
-from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
-from eagle_ray.gguf.llama_checkpoint import write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_checkpoint
 from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.models.loader import load_target
 from eagle_ray.storage.cache_directory import cache_home, made_once

@@ -444,7 +444,7 @@ def _status(args: argparse.Namespace) -> int:
         status_text,
     )
     from eagle_ray.cli.report_run import parse_run_path
-    from eagle_ray.runs.sharding import read_shard_plan
+    from eagle_ray.runs.layout import read_shard_plan
 
     run = parse_run_path(args.run)
     if read_shard_plan(run):

@@ -16,10 +16,9 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
-from eagle_ray.runs.layout import data_of
+from eagle_ray.runs.layout import SHARD_PLAN, data_of
 from eagle_ray.runs.manifest import REPORT, RUN, SUCCESS, RunHandle, read_manifest
 from eagle_ray.runs.part_files import has_column, read_tables
-from eagle_ray.runs.sharding import SHARD_PLAN
 from eagle_ray.storage.path import StoragePath
 
 

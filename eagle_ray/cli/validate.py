@@ -42,12 +42,11 @@ from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import data_of, root_of
+from eagle_ray.runs.layout import check_not_sharded, data_of, root_of
 from eagle_ray.runs.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
 from eagle_ray.runs.output_index import OutputIndex, own_files
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.recorded_inputs import read_inputs
-from eagle_ray.runs.sharding import check_not_sharded
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
@@ -138,7 +137,7 @@ def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) ->
 
 
 def _input(plan: InputPlan) -> str:
-    carried = ", ".join(_carried(column) for column in plan.passthrough_columns) or "nothing"
+    carried = ", ".join(_carried(column) for column in plan.reader.passthrough_columns) or "nothing"
     formats = ", ".join(sorted({file.format for file in plan.files}))
     settings = row_settings_line(plan)
     lines = [f"input    {plan.num_rows} rows in {_files(plan)} ({formats})", f"carried  {carried}"]

@@ -17,6 +17,7 @@ from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Parameter
 
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
+JSON = pa.json_()  # the type of a carried column whose values are written as JSON text
 
 _INTS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float64())

@@ -24,11 +24,10 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.reader.carried_columns import JSON
-from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import location_text
-from eagle_ray.requests.row_schema import OUTPUT_FIELDS
+from eagle_ray.requests.row_schema import JSON, OUTPUT_FIELDS
+from eagle_ray.runs.job_errors import OutputMismatch
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 MAX_NAME_BYTES = 255  # bytes; names are percent-encoded, so as many characters

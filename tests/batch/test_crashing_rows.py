@@ -6,7 +6,7 @@ import pytest
 
 from eagle_ray.batch.driver import pipeline
 from eagle_ray.batch.driver.run import run_job
-from eagle_ray.batch.worker import worker_process
+from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import EngineActor
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
@@ -18,7 +18,7 @@ class FragileActor(EngineActor):
     """The real one, beside a fragile worker."""
 
     def __init__(self, *args: object):
-        worker_process.MODULE = fragile_worker.__name__
+        engine_process.WORKER = fragile_worker.CLASS
         super().__init__(*args)
 
 

@@ -17,13 +17,12 @@ from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
-from eagle_ray.runs.id_digests import digests
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import SHARD_PLAN, JobShard, claim_output
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
 from eagle_ray.runs.part_files import part_name
-from eagle_ray.runs.sharding import SHARD_PLAN, claim_output
+from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
 from tests.conftest import token_rows
 

@@ -15,11 +15,11 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.fence import remove_stale_files
 from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
+from eagle_ray.runs.layout import SHARD_PLAN, claim_output
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import RUN, open_run, output_of, read_manifest
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
-from eagle_ray.runs.sharding import SHARD_PLAN, claim_output
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows
 

@@ -14,11 +14,10 @@ from eagle_ray.batch.driver.run import run_to_completion
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_job_shard import shard_of
 from tests.batch.test_starts import (
     Killed,
     answered,
@@ -35,6 +34,7 @@ from tests.batch.test_starts import (
     without_segments,
 )
 from tests.conftest import MakeJob
+from tests.runs.test_layout import shard_of
 
 NAMES = [f"id{i}" for i in range(30)]
 
@@ -106,17 +106,16 @@ def test_a_damaged_index_of_a_shard_costs_only_time(shards, engine, tmp_path, da
     assert finish(shards[0])["total"]["rows"] == 30
 
 
-def test_a_changed_row_is_refused_by_its_own_shard_only(shards, engine, make_job, tmp_path):
+def test_a_changed_row_is_refused_by_every_shard(shards, engine, make_job, tmp_path):
     for config in shards:
         run_to_completion(config)
     name = own(shards[2], NAMES)[0]
     place = NAMES.index(name)
     make_job([*rows(*NAMES[:place]), *rows(name, text="Ho"), *rows(*NAMES[place + 1 :])])
-    for config in shards[:2]:
-        run_to_completion(config)
-    with pytest.raises(OutputMismatch, match=rf"1 rows of .* that were answered are other rows now: {name}\."):
-        run_to_completion(shards[2])
-    with pytest.raises(OutputMismatch, match="since shard 3/3 read it"):
+    for config in shards:
+        with pytest.raises(OutputMismatch, match=rf"1 rows of .*in\.jsonl are other rows now: {name}\."):
+            run_to_completion(config)
+    with pytest.raises(OutputMismatch, match="since shard 1/3 read it"):
         finish(shards[0])
     assert len(engine.made) == 30
 

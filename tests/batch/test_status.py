@@ -12,8 +12,8 @@ from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
+from eagle_ray.runs.lease import Process
 from eagle_ray.runs.manifest import open_run, read_manifest, record_outcome
-from eagle_ray.runs.process_id import Process
 from eagle_ray.storage.path import StoragePath, write_json
 from tests.batch.test_display import FACTS
 from tests.conftest import token_rows
@@ -25,7 +25,7 @@ MUCH_LATER = timedelta(hours=3)
 
 HOLD = """
 import dataclasses, json, time
-from eagle_ray.runs.process_id import Process
+from eagle_ray.runs.lease import Process
 print(json.dumps(dataclasses.asdict(Process.current())), flush=True)
 time.sleep(600)
 """

@@ -27,7 +27,7 @@ def distribution(site: Path, name: str, version: str, *requirements: str) -> Non
 
 
 def test_a_requirement_that_nothing_meets_is_named(tmp_path: Path):
-    product = ("llguidance", "python-multipart", "s3fs")
+    product = ("gguf", "llguidance", "python-multipart", "s3fs")
     for name in product:
         distribution(tmp_path, name, "2030.1")
     distribution(tmp_path, "pydantic", "2.14.3", "pydantic_core==2.50.4", "old; python_version < '3.12'")

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from eagle_ray.gguf.gguf_file import GGUFError, GGUFFile
-from eagle_ray.gguf.llama_checkpoint import llama_config, unpermute, write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, unpermute, write_checkpoint
 from eagle_ray.models.loader import eos_ids, load_target
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.helpers.gguf_writer import F32, toy_metadata, toy_tensors, write_gguf

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.runs.id_digests import EMPTY, Digests, index_of
 from eagle_ray.runs.output_index import OutputIndex, excess_in
-from eagle_ray.runs.row_index import num_ranges
+from eagle_ray.runs.row_index import EMPTY, Digests, index_of, num_ranges
 from eagle_ray.storage.path import StoragePath
 
 MAX_ROWS_IN_MEMORY = 1 << 24

@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from eagle_ray.runs.id_digests import EMPTY, Digests, duplicates
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.runs.row_index import Table, num_ranges, ranges, take
+from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.row_index import EMPTY, Digests, Table, duplicates, num_ranges, ranges, take
 
 
 class IndexedRows(Protocol):

@@ -24,16 +24,14 @@ from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.run import NO_PROGRESS, check_error_rate, store_report, summarize_run
 from eagle_ray.batch.driver.status import status_of
-from eagle_ray.batch.driver.usage_meter import USAGE
+from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.report.cost import cost
+from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.text import number, render, run_table
-from eagle_ray.runs.fingerprints import Fingerprint, check_unchanged, what_changed
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.runs.layout import data_of, read_derived_record
+from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_derived_record, read_shard_plan, shard_outputs
 from eagle_ray.runs.lease import CheckLock, lock_output
 from eagle_ray.runs.manifest import (
     PROGRESS,
@@ -49,9 +47,8 @@ from eagle_ray.runs.manifest import (
 )
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.recorded_inputs import Fingerprint, read_inputs, what_changed
 from eagle_ray.runs.row_index import num_ranges
-from eagle_ray.runs.sharding import SHARD_PLAN, read_shard_plan, shard_outputs
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 

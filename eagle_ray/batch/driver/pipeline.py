@@ -66,7 +66,7 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarra
     calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
-    requests = read_requests(plan, done, rows_per_block=batch_size)
+    requests = read_requests(plan.reader, plan.slices, done, rows_per_block=batch_size)
     actor_args = (config, run, plan.passthrough, workers.threads, progress)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import cast
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -31,17 +31,17 @@ from eagle_ray.batch.driver.cluster import (
     ray_messages,
     raylet_socket,
 )
-from eagle_ray.batch.driver.display import Facts, display
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.batch.driver.usage_meter import USAGE, UsageMeter
+from eagle_ray.batch.driver.status import Facts, display
 from eagle_ray.batch.worker.progress import Progress
 from eagle_ray.config.records import ProgressRecord
 from eagle_ray.engine.counters import choice_text
+from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.runs.layout import read_derived_record
 from eagle_ray.runs.manifest import PROGRESS, RUN, RunHandle
-from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.runs.part_files import open_part
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -97,6 +97,43 @@ def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
     return ClusterError(
         f"no row was answered for {seconds:.0f} s: {why[waiting_for]}. Run the same command again to resume."
     )
+
+
+class UsageMeter:
+    """The time that a run and its workers took, over all attempts. It is what a run costs.
+
+    A worker counts from its start, loading included, until the job ends, because its GPU is taken for as long. Between
+    the fewest and the most workers of the job's plan, the ready ones are counted. An attempt that was killed counts up
+    to its last ``_progress.json``.
+
+    Args:
+        earlier: ``_progress.json`` as the attempts before left it, or None.
+        now: seconds of any steady clock.
+    """
+
+    def __init__(self, fewest: int, most: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float):
+        self._fewest, self._most, self._num_gpus = fewest, most, num_gpus
+        self._now = now
+        before = {"elapsed_s": 0.0, "worker_s": 0.0} if earlier is None else earlier.get(USAGE)
+        self._is_known = before is not None  # not after an attempt of a version that did not count
+        self._elapsed_s = before["elapsed_s"] if before else 0.0
+        self._worker_s = before["worker_s"] if before else 0.0
+
+    def update(self, num_ready: int, now: float) -> None:
+        """Count the time since the last update. num_ready: workers that have reported, restarted ones included."""
+        seconds, self._now = now - self._now, now
+        self._elapsed_s += seconds
+        self._worker_s += seconds * min(max(num_ready, self._fewest), self._most)
+
+    def usage(self) -> dict[str, float] | None:
+        """Return the seconds so far, or None if an earlier attempt's are not known."""
+        if not self._is_known:
+            return None
+        return {
+            "elapsed_s": round(self._elapsed_s, 1),
+            "worker_s": round(self._worker_s, 1),
+            "gpus_per_worker": self._num_gpus,
+        }
 
 
 class ProgressMonitor:

@@ -22,12 +22,20 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.finished import forget_finished
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
+from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.fingerprints import check_unchanged
-from eagle_ray.runs.id_digests import digests
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.layout import DATA, RUN, SHARD_DATA_PREFIX, SUCCESS, data_of, root_of
+from eagle_ray.runs.layout import (
+    DATA,
+    RUN,
+    SHARD_DATA_PREFIX,
+    SUCCESS,
+    check_not_sharded,
+    claim_output,
+    data_of,
+    root_of,
+)
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import (
     PROGRESS,
@@ -42,8 +50,7 @@ from eagle_ray.runs.manifest import (
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
 from eagle_ray.runs.recorded_inputs import read_inputs
-from eagle_ray.runs.row_index import free_index_name
-from eagle_ray.runs.sharding import check_not_sharded, claim_output
+from eagle_ray.runs.row_index import digests, free_index_name
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 DAMAGED_COPY = f"{RUN}.damaged"

@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -33,28 +32,26 @@ from eagle_ray.batch.driver.input_plan import (
     row_settings_line,
     sample_ids,
 )
-from eagle_ray.batch.driver.parallel_scan import ParallelScan
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.driver.source_check import check_changes, check_sources
-from eagle_ray.batch.driver.usage_meter import USAGE
+from eagle_ray.batch.reader.fingerprints import check_unchanged
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line, shortened
 from eagle_ray.core.start_log import configure_logging, print_result
-from eagle_ray.report.budgets import budgets
-from eagle_ray.report.cost import cost
+from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.html import page
 from eagle_ray.report.speed_up import SpeedUp
-from eagle_ray.report.summary import ReadColumns, summarise, summary_json
+from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
 from eagle_ray.report.text import difference_line, run_table
 from eagle_ray.report.timeline import timeline
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.fence import remove_stale_files, wait_for_stale_writers
-from eagle_ray.runs.fingerprints import check_unchanged
 from eagle_ray.runs.job_errors import (
     DONE,
     EXPECTED_ERRORS,
@@ -68,8 +65,7 @@ from eagle_ray.runs.job_errors import (
     TooManyErrors,
     WorkerDefect,
 )
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.runs.layout import data_of, read_derived_record, root_of
+from eagle_ray.runs.layout import JobShard, claim_output, data_of, read_derived_record, root_of
 from eagle_ray.runs.lease import lock_output
 from eagle_ray.runs.manifest import (
     ESTIMATE,
@@ -89,7 +85,6 @@ from eagle_ray.runs.output_index import OutputIndex, error_ids, without_ids
 from eagle_ray.runs.part_files import as_stored, has_column, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.row_index import INDEX, IndexDamaged, free_index_name, remove_index
-from eagle_ray.runs.sharding import claim_output
 from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 
@@ -234,10 +229,8 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     claim_output(config)
     with lock_output(output) as check_lock:
         free_index_name(output)
-        if not is_overwritten:
-            check_changes(plan, output, retry_errors)
-        accepted = (*plan.changes.grown, *plan.changes.rewritten)
-        run = replace(open_run(config, plan.fingerprints, accepted), check_lock=check_lock)
+        check_changes(plan, output)
+        run = replace(open_run(config, plan.fingerprints, plan.changes.accepted), check_lock=check_lock)
         with record_outcome(run), extended_retries():
             summary = _complete(config, plan, run, retry_errors)
         if config.report.html:
@@ -249,12 +242,9 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
     """Generate the missing rows of an open run, write ``_summary.json`` and ``_SUCCESS``, and return the summary."""
     check_unchanged(plan.files, {})  # a change since the scan
     remove_stale_files(run)
-    if plan.index is not None:
-        plan.index.save(run.output / INDEX)
+    plan.index.save(run.output / INDEX)
     if retry_errors:
         _drop_error_rows(config, run, plan.rows)
-    if len(plan.changes.changed):
-        _drop_late_answers(config, plan, run)
     counted = files_key(run.output)
     is_finished = finished_key(run.output) == plan.key
     if is_finished and (there := stored_summary(run.output)):
@@ -335,23 +325,9 @@ def _output_index(run: RunHandle) -> OutputIndex:
     return OutputIndex.read(run.data, run.output / INDEX)
 
 
-def _drop_late_answers(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
-    """Remove answers to the old form of changed rows. None was there before this attempt: a killed one's workers wrote
-    them since.
-    """
-    wait_for_stale_writers(run)
-    index = _output_index(run)
-    late = index.find(plan.changes.changed)
-    for rank in np.unique(late["file"]):
-        file = index.files[rank]
-        before, ids = file.stat().version, late["id"][late["file"] == rank]
-        log.warning("%d late answers to rows that changed are taken out of %s", len(ids), file)
-        _rewrite(file, before, without_ids(file, ids), config, run)
-
-
 def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
     """Generate the rows of ids that no file holds yet."""
-    check_sources(run, plan.files, plan.rows)
+    check_sources(run, plan)
     found = count_done(plan.rows, _output_index(run))
     num_rows = found.num_rows - found.num_done_rows
     log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)

@@ -28,10 +28,10 @@ from eagle_ray.batch.worker.start_cache import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.runs.id_digests import DIGEST, digests
 from eagle_ray.runs.job_errors import ClusterError, WorkerDefect
 from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import read_tables
+from eagle_ray.runs.row_index import DIGEST, digests
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up

@@ -23,8 +23,8 @@ from typing import Any
 import pyarrow as pa
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.requests.row_schema import JSON
 
-JSON = pa.json_()  # values of this column are written as JSON text
 RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself
 # Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
 CSV_TEXT = pa.large_string()

@@ -30,8 +30,8 @@ from eagle_ray.requests.output_rows import OutputRow, OutputRows
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of
 from eagle_ray.requests.sequences import CATEGORY, sequence_of, sequences_of
+from eagle_ray.runs.lease import process_name
 from eagle_ray.runs.manifest import RunHandle
-from eagle_ray.runs.process_id import process_name
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:

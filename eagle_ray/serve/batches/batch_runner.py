@@ -338,7 +338,7 @@ class RunningBatch:
 
 
 def sweep(store: BatchStore) -> None:
-    """Delete files that have expired and are read by no open batch, and what killed uploads have left."""
+    """Delete files that have expired and are read by no open batch, and what killed uploads and runners have left."""
     for owner, id in store.open_ids():
         if store.find(owner, id) is None and time.time() - made_at(id) > UPLOAD_WITHIN_S:
             store.forget(owner, id)
@@ -355,3 +355,5 @@ def sweep(store: BatchStore) -> None:
         for id in files.unfinished_ids():
             if time.time() - made_at(id) > UPLOAD_WITHIN_S and id not in in_use:
                 files.discard(id)
+        for record in store.left_over(owner):
+            store.work(record).remove_tree()

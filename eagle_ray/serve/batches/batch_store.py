@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.serve.batches.batch_record import BatchRecord
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, new_id
+from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, names_in, new_id
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object, write_json
 
@@ -128,12 +128,17 @@ class BatchStore:
     def close(self, record: BatchRecord) -> None:
         """Write the record of a batch that is over, and delete what only a running batch needs."""
         self.save(record)
-        self.forget(record.owner, record.id)
         self.work(record).remove_tree()
+        self.forget(record.owner, record.id)  # last: a process that is killed before this leaves the rest to another
 
     def ids(self, owner: str) -> list[str]:
         """Return the ids of all batches of an owner, oldest first."""
         return [path.name.removesuffix(".json") for path in (self.root / owner / "batches").glob(f"{BATCH}*.json")]
+
+    def left_over(self, owner: str) -> list[BatchRecord]:
+        """Return the batches that are over and still have what only a running batch needs."""
+        records = [self.find(owner, id) for id in names_in(self.root / owner / "work")]
+        return [record for record in records if record is not None and record.is_over]
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
         """Return owner and id of every batch that is not over, oldest first. owner: of this one alone."""

@@ -103,7 +103,7 @@ class FileStore:
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
         there = set(self.ids())
-        return [id for id in _names_in(self._contents) if is_id(id, FILE) and id not in there]
+        return [id for id in names_in(self._contents) if is_id(id, FILE) and id not in there]
 
     def write(
         self,
@@ -195,7 +195,8 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-def _names_in(directory: StoragePath) -> list[str]:
+def names_in(directory: StoragePath) -> list[str]:
+    """Return the names in a directory, which need not exist."""
     try:
         return directory.list_names()
     except FileNotFoundError:

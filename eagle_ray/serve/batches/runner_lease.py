@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from eagle_ray.runs.process_id import Process
+from eagle_ray.runs.lease import Process
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes
 
 LEASE_S = 30.0

@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 
-from eagle_ray.gguf.gguf_file import GGUFFile
-from eagle_ray.gguf.llama_checkpoint import write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from jobs.bench.gpu.findings import ROOT, Findings, environment
 from jobs.bench.gpu.isolated_runs import IsolatedRun, TimeBudget, run_all
 from jobs.bench.gpu.kernel_sections import FINDINGS

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from eagle_ray.batch.reader.carried_columns import (
     CSV_TEXT,
-    JSON,
     carry,
     column_of,
     decoded_type,
@@ -19,6 +18,7 @@ from eagle_ray.batch.reader.carried_columns import (
     type_in_parquet,
     type_of,
 )
+from eagle_ray.requests.row_schema import JSON
 
 TYPES = st.sampled_from(
     [

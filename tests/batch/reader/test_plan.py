@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, request_rows, request_tables, row_settings_line
-from eagle_ray.batch.reader import shards
+from eagle_ray.batch.reader import scan
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.id_digests import digests
+from eagle_ray.runs.row_index import digests
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
 
@@ -78,7 +78,7 @@ def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
     for path in (root, root / f"**/*.{suffix}"):
         found = plan(path)
         assert "input.path: directories are read as columns: lang, y" in caplog.messages
-        assert {column.name: column.field.type for column in found.passthrough_columns if column.name in "lang y"} == {
+        assert {column.name: column.field.type for column in found.reader.passthrough_columns if column.name in "lang y"} == {
             "lang": pa.string(),
             "y": pa.string(),
         }
@@ -138,7 +138,7 @@ def test_both_formats_give_the_same_requests(tmp_path):
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 @pytest.mark.parametrize("limit", [1, 7, 10, 99])
 def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, write, limit):
-    monkeypatch.setattr(shards, "SHARD_ROWS", 4)
+    monkeypatch.setattr(scan, "SLICE_ROWS", 4)
     path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), ROWS)
     the_plan = plan(path, f"input.limit={limit}")
     assert ids(the_plan) == [str(i) for i in range(min(limit, 10))]

@@ -1,5 +1,7 @@
 """Files and batches of an endpoint in a bucket: the log, the lease and the end of a batch hold there too."""
 
+import random
+
 import pytest
 
 from eagle_ray.serve.batches import batch_runner
@@ -8,6 +10,7 @@ from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.runner_lease import RunnerLease
 from tests.serve.batches.test_runner import Replicas, begin, finish, outcome, runner_of
 from tests.serve.batches.test_stores import answer
+from tests.support.batch_kills import kill_servers
 
 
 @pytest.fixture
@@ -39,3 +42,8 @@ def test_two_writers_and_two_holders_in_a_bucket(store):
     assert one.take() and not two.take() and one.renew()
     one.release()
     assert two.take() and not one.take()
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_every_line_stands_once_although_two_servers_of_a_bucket_are_killed(bucket, num_kills):
+    kill_servers(f"{bucket}/kept", random.Random(num_kills), num_kills)

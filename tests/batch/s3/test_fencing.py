@@ -10,7 +10,7 @@ from eagle_ray.batch.worker.nested_rows import nest
 from eagle_ray.batch.worker.sink import AtomicParquetSink
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
-from eagle_ray.runs import fence as fencing
+from eagle_ray.runs import run as fencing
 from eagle_ray.runs.fence import remove_stale_files, wait_for_stale_writers
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
 from eagle_ray.runs.lease import lock_output

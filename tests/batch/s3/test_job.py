@@ -20,8 +20,8 @@ import pytest
 from eagle_ray.batch.driver.run import run_job, run_to_completion
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
-from eagle_ray.runs import fence as fencing
 from eagle_ray.runs import manifest
+from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
 from eagle_ray.runs.lease import LOCK, lock_output
 from eagle_ray.runs.recorded_inputs import read_inputs
@@ -106,14 +106,14 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
     assert (output / "data").list_versions().items() >= dict(kept).items()
 
     old = (output / "data").glob("**/*.parquet")[0]
-    rows, begin = old.read_bytes(), manifest._write_manifest
+    rows, begin = old.read_bytes(), fencing.write_manifest
 
     def published_late(*args: object) -> None:
         monkeypatch.undo()
         begin(*args)
         old.write_atomic(rows)
 
-    monkeypatch.setattr(manifest, "_write_manifest", published_late)
+    monkeypatch.setattr(fencing, "write_manifest", published_late)
     anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
     assert run_to_completion(anew)["total"]["rows"] == 50
     assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
@@ -125,7 +125,7 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         manifest.open_run(job, {})  # and no outcome: killed
         run = manifest.open_run(job, {})
         began = time.monotonic()
-        fencing.wait_for_stale_writers(run)
+        run.settle()
         assert time.monotonic() - began > 1  # of three, some of which have passed
         with manifest.record_outcome(run):
             pass

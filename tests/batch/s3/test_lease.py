@@ -59,7 +59,7 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
 
     def wait() -> None:
         try:
-            Lease(bucket).take()
+            Lease.of(bucket).take()
             outcomes.append("taken")
         except OutputLocked:
             outcomes.append("busy")

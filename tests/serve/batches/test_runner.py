@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import random
 import time
 
 import pytest
 
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.serve.batches import batch_runner
+from eagle_ray.serve.batches import batch_runner, file_store, runner_lease
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.storage.path import StoragePath
+from tests.support.batch_kills import kill_servers
 
 URL = "/v1/completions"
 
@@ -159,6 +161,49 @@ def test_a_runner_that_is_ended_leaves_the_rest_to_the_next_one(store):
     assert kept | set(later.begun) == set(prompts)
 
 
+class Killed(BaseException):
+    """The process of a runner ends here."""
+
+
+class Writes:
+    """Writes to storage, which all fail once num_left are done, as if the process had been killed there."""
+
+    NAMES = ("write_atomic", "create", "replace", "remove", "remove_tree")
+
+    def __init__(self, monkeypatch):
+        self.num_left = None
+        for name in self.NAMES:
+            monkeypatch.setattr(StoragePath, name, self._counted(getattr(StoragePath, name)))
+
+    def _counted(self, write):
+        def counted(*args, **more):
+            if self.num_left == 0:
+                raise Killed
+            if self.num_left is not None:
+                self.num_left -= 1
+            return write(*args, **more)
+
+        return counted
+
+
+def test_a_runner_that_is_killed_before_any_of_its_writes_is_continued(store, monkeypatch):
+    monkeypatch.setattr(runner_lease, "LEASE_S", 0.02)
+    monkeypatch.setattr(file_store, "CHUNK_BYTES", 300)
+    writes, num_kills, is_killed = Writes(monkeypatch), 0, True
+    while is_killed:
+        batch = begin(store, ["a", "wrong", "b"])
+        writes.num_left = num_kills
+        asyncio.run(run_until(runner_of(store, Replicas()), lambda: writes.num_left == 0 or not store.open_ids()))
+        is_killed, writes.num_left = writes.num_left == 0, None
+        asyncio.run(run_until(runner_of(store, Replicas()), lambda: not store.open_ids()))
+        record = store.find("all", batch.id)
+        done, failed = outcome(store, record)
+        assert (record.status, len(done), len(failed)) == ("completed", 2, 1)
+        assert [*(store.root / "all" / "work").glob("**/*")] == store.files("all").unfinished_ids() == []
+        num_kills += 1
+    assert num_kills > 10
+
+
 @pytest.mark.parametrize("place", ["_write_files", "_begin_to_end", "_save"])
 def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypatch, place):
     real, failures = getattr(batch_runner.RunningBatch, place), [OSError("the disk is away")] * 2
@@ -236,3 +281,8 @@ def test_batches_of_a_key_that_is_no_longer_accepted_wait_and_expire(store):
     mine, late = finish(store, runner, begin(store, "xy"), late)
     assert mine.status == "completed" and late.status == "expired" and set(replicas.begun) == {"x", "y"}
     assert store.find("key-1", wait.id).status == "validating"
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_every_line_stands_once_although_two_servers_are_killed_at_random(tmp_path, num_kills):
+    kill_servers(str(tmp_path / "kept"), random.Random(num_kills), num_kills)
