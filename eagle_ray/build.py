@@ -25,6 +25,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
+from eagle_ray.assembly.memory_plan import (
+    PREFILL_TOKENS,
+    USUAL_TOKENS,
+    Capacity,
+    EngineSizes,
+    SequenceLengths,
+    plan_capacity,
+    profile_pass,
+)
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
@@ -39,15 +48,6 @@ from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
-from eagle_ray.engine.capacity import (
-    PREFILL_TOKENS,
-    USUAL_TOKENS,
-    Capacity,
-    EngineSizes,
-    SequenceLengths,
-    plan_capacity,
-    profile_pass,
-)
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed

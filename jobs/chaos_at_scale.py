@@ -32,7 +32,7 @@ from pyarrow import fs
 
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.runs.job_errors import DONE, INTERRUPTED, MISMATCH, TRANSIENT
-from eagle_ray.runs.job_shard import JobShard
+from eagle_ray.runs.layout import JobShard
 from jobs.chaos import (
     MODEST,
     NAME,

@@ -35,7 +35,6 @@ WITHOUT_RAY = (
     "batch/test_baseline.py",
     "batch/test_finish.py",
     "batch/test_ipc.py",
-    "batch/test_job_shard.py",
     "batch/test_on_finish.py",
     "batch/test_repair.py",
     "batch/test_run_input.py",
@@ -132,6 +131,13 @@ def small_job(directory: Path, rows: list[dict[str, Any]] | None = None, **setti
         "logging.progress_every_s": 1.0,
     }
     return load_config(None, env={}, overrides=defaults | settings)
+
+
+def exit_code(config: JobConfig, retry_errors: bool = False) -> int:
+    """Run a job as the command does and return the exit code."""
+    from eagle_ray.batch.driver.run import run_to_end
+
+    return run_to_end(config, retry_errors).outcome.code
 
 
 def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray import build as pair_module
+from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
 from eagle_ray.build import (
     build_engine,
     build_engine_from_config,
@@ -25,7 +26,6 @@ from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
-from eagle_ray.engine.capacity import PREFILL_TOKENS
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.medusa_checkpoint import save_path_heads
 from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads

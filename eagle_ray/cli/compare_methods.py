@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from eagle_ray import __version__
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run import GROUP_BY
+from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import AUTO
@@ -37,7 +37,8 @@ from eagle_ray.evaluation.draft_methods import (
     parse_methods,
 )
 from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Round, figures, rounds
+from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
+from eagle_ray.evaluation.timing import Round
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
@@ -68,11 +69,11 @@ def evaluate(
     max_model_len = _longest(questions)
     causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
     weights = load_method_weights(ways, config.model, causal_lm)
-    turns: list[Round] = []
+    turns: dict[float, list[Round]] = {}
     choices: list[dict[str, Any]] = []
     for temperature in temperatures:  # other engines for each: some drafters remember what was answered before
         engines = {way.name: way.engine(causal_lm, weights[way.name], batch, max_model_len) for way in ways}
-        turns += _with_log(rounds(engines, questions, temperature), len(ways))
+        turns[temperature] = list(_with_log(rounds(engines, questions, temperature), temperature, len(ways)))
         if AUTO in engines:
             choices.append(_choice(temperature, engines[AUTO]))
     facts = _metadata(config, ways, batch, causal_lm) | {"choices": choices}
@@ -121,25 +122,26 @@ def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
     return max(len(sequence.prompt_ids) + sequence.sampling.token_limit for sequence in asked)
 
 
-def _with_log(turns: Iterator[Round], num_ways: int) -> Iterator[Round]:
+def _with_log(turns: Iterator[Round], temperature: float, num_ways: int) -> Iterator[Round]:
     """Log a line for every task that begins."""
     last = None
     for turn in turns:
-        if (turn.temperature, turn.task) != last:
-            last = turn.temperature, turn.task
-            log.info("T = %g, %s: %d methods answer", turn.temperature, turn.task, num_ways)
+        if turn.group != last:
+            last = turn.group
+            log.info("T = %g, %s: %d methods answer", temperature, turn.group, num_ways)
         yield turn
 
 
-def _cells(turns: Sequence[Round], ways: Sequence[DraftMethod], causal_lm: CausalLM) -> Iterator[dict[str, Any]]:
+def _cells(
+    turns: Mapping[float, Sequence[Round]], ways: Sequence[DraftMethod], causal_lm: CausalLM
+) -> Iterator[dict[str, Any]]:
     """Yield the numbers for each temperature, method and task, and for all tasks (task None)."""
     names = {way.name for way in ways}
-    for temperature in dict.fromkeys(turn.temperature for turn in turns):
-        here = [turn for turn in turns if turn.temperature == temperature]
+    for temperature, here in turns.items():
         for way in ways:
             reference = next((name for name in (way.reference, PUBLISHED) if name in names - {way.name, PLAIN}), None)
-            for task in [*dict.fromkeys(turn.task for turn in here), None]:
-                of_task = [turn for turn in here if task in (turn.task, None)]
+            for task in [*dict.fromkeys(turn.group for turn in here), None]:
+                of_task = [turn for turn in here if task in (turn.group, None)]
                 numbers = figures(of_task, way.name, PLAIN, reference, partial(_identity, causal_lm))
                 yield {"temperature": temperature, "method": way.name, "task": task} | numbers
 

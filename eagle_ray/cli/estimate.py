@@ -21,14 +21,12 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle
 from typing import Any
 
-import torch
-
-from eagle_ray.batch.driver.cluster import WorkerPlan, plan_workers, threads_wanted
+from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, requests_of
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.build import EngineBundle
@@ -37,11 +35,12 @@ from eagle_ray.config.job import ActorRange
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
+from eagle_ray.doctor.cluster_checks import this_machine
 from eagle_ray.models.cpu_runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.runs.manifest import ESTIMATE, output_of, wrap_os_errors
+from eagle_ray.runs.layout import ESTIMATE, output_of, wrap_os_errors
 from eagle_ray.storage.path import write_json
 
 log = logging.getLogger("eagle_ray")
@@ -78,7 +77,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     drawn = _drawn(plan, 2 * wanted, config.seed)
     rows, others = drawn[:wanted], drawn[wanted:] or drawn
     log.info("decoding %d of %d rows, the first %d to warm up", len(drawn), plan.num_rows, len(others))
-    concurrent = max(1, min(slots, math.ceil(plan.num_rows * config.sampling.n / workers.most)))
+    concurrent = max(1, min(slots, math.ceil(plan.num_rows * config.sampling.n / workers.max_workers)))
     began = time.monotonic()
     sampled = run_in_temporary_thread(
         partial(measure, rows, others, config, bundle, concurrent)
@@ -88,16 +87,16 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         raise ConfigError("no row of the sample can be answered: eagle-ray validate without --estimate says why")
 
     start_s = PIPELINE_START_S + load_s
-    seconds = [start_s + working for working in job_seconds(sampled, plan.num_rows, workers.most, concurrent)]
+    seconds = [start_s + working for working in job_seconds(sampled, plan.num_rows, workers.max_workers, concurrent)]
     price = config.execution.price_per_hour
-    per_second = None if price is None else price * priced_hours(workers.most, workers.num_gpus)
+    per_second = None if price is None else price * priced_hours(workers.max_workers, workers.num_gpus)
     per_row = [len(row.slot_s) or config.sampling.n for row in sampled]
     return {
         "config_hash": config_hash(config),
         "rows": round(plan.num_rows * statistics.fmean(per_row)),
         "sampled_rows": len(rows),
         "sample_s": sample_s,
-        "workers": workers.most,
+        "workers": workers.max_workers,
         "gpus_per_worker": workers.num_gpus,
         "slots": slots,
         "threads": workers.threads,
@@ -119,15 +118,15 @@ def store_estimate(config: JobConfig, estimate: dict[str, Any]) -> None:
 
 def estimate_text(estimate: dict[str, Any]) -> str:
     """Return the estimate in the form of validate's report."""
-    workers = "1 worker" if estimate["workers"] == 1 else f"{estimate['workers']} workers"
-    device = f"{estimate['gpus_per_worker']:g} GPU" if estimate["gpus_per_worker"] else f"{estimate['threads']} threads"
+    number = estimate["workers"]
+    plan = WorkerPlan(number, number, estimate["gpus_per_worker"], estimate["threads"])
     expected, low, high = estimate["output_tokens"]
     price, unit = estimate["price_per_hour"], "GPU" if estimate["gpus_per_worker"] else "worker"
     priced = f"at {money(price)} for a {unit} hour" if price else "execution.price_per_hour is not set, so no cost"
     return (
         f"estimate {estimate_words(estimate)}, of which {estimate['start_s']:.0f} s are the start; {priced}\n"
-        f"         {estimate['rows']:,} rows, {expected:,.0f} tokens [{low:,.0f}, {high:,.0f}], in {workers} as this "
-        f"machine's: {device}, {estimate['slots']} slots\n"
+        f"         {estimate['rows']:,} rows, {expected:,.0f} tokens [{low:,.0f}, {high:,.0f}], as if by "
+        f"{plan.describe()} of this machine, {estimate['slots']} slots each\n"
         f"         from {estimate['sampled_rows']} rows, decoded in {estimate['sample_s']:.0f} s; 95 % intervals "
         "over the rows drawn, not over how busy machines are"
     )
@@ -220,15 +219,11 @@ def _sequences(row: Request, config: JobConfig, bundle: EngineBundle) -> Iterato
 
 
 def _workers(config: JobConfig, num_rows: int) -> WorkerPlan:
-    """Return the workers of a job on this machine, or as many as the configuration names."""
-    execution = config.execution
-    gpus = torch.cuda.device_count()
-    execution = execution.model_copy(update={"accelerator_type": None})  # whatever this machine has
-    named = execution.actors.max if isinstance(execution.actors, ActorRange) else execution.actors
-    node = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-    here = execution if named == "auto" else execution.model_copy(update={"actors": 1})
-    plan = plan_workers(here, config.model.device, [node], num_rows, threads_wanted(os.environ))
-    if named == "auto":
-        return WorkerPlan(plan.fewest, plan.fewest, plan.num_gpus, plan.threads)
-    most = max(1, min(int(named), num_rows))
-    return WorkerPlan(most, most, plan.num_gpus, plan.threads)
+    """Return the workers of a job on this machine, or as many such workers as the configuration names."""
+    actors, device = config.execution.actors, config.model.device
+    changes: dict[str, Any] = {"accelerator_type": None} | ({} if actors == "auto" else {"actors": 1})
+    execution = config.execution.model_copy(update=changes)
+    plan = WorkerPlan.of_job(execution, device, [this_machine()], num_rows, threads_wanted(os.environ))
+    named = actors.max if isinstance(actors, ActorRange) else actors
+    number = plan.min_workers if named == "auto" else max(1, min(named, num_rows))
+    return replace(plan, min_workers=number, max_workers=number)

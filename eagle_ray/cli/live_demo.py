@@ -7,22 +7,21 @@ machine that is busy for a while is busy for both, and the ratio means something
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run import GROUP_BY
+from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.build import load_causal_lm, load_tokenizer
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights, parse_methods
 from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.method_comparison import Round
-from eagle_ray.evaluation.statistics import ratio_interval
-from eagle_ray.evaluation.throughput import run_to_completion
-from eagle_ray.evaluation.tree_watch import TreeWatch, WatchedTree
+from eagle_ray.evaluation.recording_planner import RecordedTree, RecordingPlanner
+from eagle_ray.evaluation.timing import Round, Timing, shortened, total
 from eagle_ray.models.loader import CausalLM
+from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.report.text import render
 from eagle_ray.report.tree_picture import PictureNode, tree_picture
 from eagle_ray.requests.messages import template_messages
@@ -78,11 +77,11 @@ def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResul
         per_category, [LiveQuestion(request, config, text) for request in requests_of(plan_input(config))]
     )
     causal_lm, engines = _engines(config, questions)
-    engines[OURS].planner = watch = TreeWatch(engines[OURS].planner)
+    engines[OURS].planner = recorder = RecordingPlanner(engines[OURS].planner, keeps_trees=True)
     turns, trees = [], []
     for turn in _turns(engines, questions, text, write):
         turns.append(turn)
-        trees.append(watch.best(turn.answers[OURS][0]))
+        trees.append(recorder.best_tree(turn.answers[OURS][0]))
     return LiveResult(_table(turns), _picture(turns, trees, text), _identity(causal_lm, turns), _speed_up(turns))
 
 
@@ -106,28 +105,20 @@ def _turns(
     engines: Mapping[str, Engine], questions: Sequence[LiveQuestion], text: Tokenizer, write: Write
 ) -> Iterator[Round]:
     """Yield what both did with each question."""
-    meter = ForwardTimer()
-    for engine in engines.values():
-        _warm_up(engine, questions[0], meter)
-    for i, question in enumerate(questions):
+    timing = Timing(engines)
+    timing.warm_up(lambda name: [shortened(questions[0].ask(), WARM_UP_TOKENS)])
+    for question in questions:
         write(f"\n--- {question.category}: {question.shown}\n")
-        samples, answers = {}, {}
-        for name in (OURS, PLAIN) if i % 2 == 0 else (PLAIN, OURS):
-            sequence = question.ask()
-            sequence.listener = AnswerPrinter(sequence, text, write if name == OURS else _hide)
-            engines[name].target.cache.blocks.reset_prefix_cache()
-            samples[name] = run_to_completion(engines[name], [sequence], meter)
-            answers[name] = [sequence]
-        turn = Round(0.0, question.category, samples, answers)
+        turn = timing.round(partial(_asked, question, text, write), question.category)
         write(f"\n    [{_line(turn)}]\n")
         yield turn
 
 
-def _warm_up(engine: Engine, question: LiveQuestion, meter: ForwardTimer) -> None:
-    """The first steps pay for what is made once."""
+def _asked(question: LiveQuestion, text: Tokenizer, write: Write, name: str) -> list[engine_sequence.Sequence]:
+    """Return the question as a new sequence, whose answer is written if it is of our own method."""
     sequence = question.ask()
-    sequence.sampling = replace(sequence.sampling, max_tokens=WARM_UP_TOKENS)
-    run_to_completion(engine, [sequence], meter)
+    sequence.listener = AnswerPrinter(sequence, text, write if name == OURS else _hide)
+    return [sequence]
 
 
 def _hide(piece: str) -> None:
@@ -163,7 +154,7 @@ def _line(turn: Round) -> str:
 
 def _speed_up(turns: Sequence[Round]) -> float:
     """Return the geometric mean of the questions' ratios."""
-    return ratio_interval([t.samples[OURS].tokens_per_second / t.samples[PLAIN].tokens_per_second for t in turns]).mean
+    return ratio_interval([turn.speed_up(OURS, PLAIN) for turn in turns]).mean
 
 
 def _identity(causal_lm: CausalLM, turns: Sequence[Round]) -> Equivalence:
@@ -178,15 +169,15 @@ def _table(turns: Sequence[Round]) -> str:
     """Return a line per category, and a total."""
     header = ["category", "questions", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up"]
     lines = []
-    for task in [*dict.fromkeys(turn.task for turn in turns), None]:
-        own = [turn for turn in turns if task in (turn.task, None)]
-        ours, plain = (sum((t.samples[name] for t in own[1:]), own[0].samples[name]) for name in (OURS, PLAIN))
+    for task in [*dict.fromkeys(turn.group for turn in turns), None]:
+        own = [turn for turn in turns if task in (turn.group, None)]
+        ours, plain = total(own, OURS), total(own, PLAIN)
         line = [task or "all", f"{len(own)}", f"{ours.num_tokens}", f"{ours.tau:.2f}", f"{ours.tokens_per_second:.1f}"]
         lines.append([*line, f"{plain.tokens_per_second:.1f}", f"{_speed_up(own):.2f}x"])
     return render(header, lines)
 
 
-def _picture(turns: Sequence[Round], trees: Sequence[WatchedTree | None], text: Tokenizer) -> str | None:
+def _picture(turns: Sequence[Round], trees: Sequence[RecordedTree | None], text: Tokenizer) -> str | None:
     """Return the picture of the tree of which the most drafts were accepted."""
     known = [(tree, turn.answers[OURS][0].output_ids) for turn, tree in zip(turns, trees, strict=True) if tree]
     if not known:

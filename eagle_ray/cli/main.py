@@ -412,8 +412,8 @@ def _validate(args: argparse.Namespace) -> int:
 
     print(validate(config))
     if args.estimate is not None:
-        from eagle_ray.batch.driver.run import configure_logging
         from eagle_ray.cli.estimate import estimate_job, estimate_text, store_estimate
+        from eagle_ray.core.start_log import configure_logging
 
         configure_logging(config.logging.level)
         estimate = estimate_job(config, args.estimate or None)
@@ -444,7 +444,7 @@ def _status(args: argparse.Namespace) -> int:
         status_text,
     )
     from eagle_ray.cli.report_run import parse_run_path
-    from eagle_ray.runs.sharding import read_shard_plan
+    from eagle_ray.runs.layout import read_shard_plan
 
     run = parse_run_path(args.run)
     if read_shard_plan(run):

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterable
 
+from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment
 from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.config import ServeConfig
@@ -49,11 +50,11 @@ def run_endpoint(config: ServeConfig) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     log.info("getting Ray ready")
-    from eagle_ray.batch.driver.cluster import connect, threads_wanted
+    from eagle_ray.batch.driver.cluster import connect
 
     connect(address)
     try:
-        _serve(config, keys, store, threads_wanted(os.environ))
+        _serve(config, keys, store)
     finally:
         if address == LOCAL:
             import ray
@@ -62,23 +63,22 @@ def run_endpoint(config: ServeConfig) -> int:
     return 0
 
 
-def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None, most_threads: int | None) -> None:
-    import ray
+def _serve(config: ServeConfig, keys: ApiKeys, store: BatchStore | None) -> None:
     from ray import serve
 
-    from eagle_ray.serve.deployment import application_of, plan_replicas
+    from eagle_ray.batch.driver.cluster import nodes
+    from eagle_ray.serve.deployment import application_of
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    resources = ray.cluster_resources()
-    shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1), most_threads)
     serving = config.serving
+    plan = WorkerPlan.of_endpoint(serving, config.model.device, nodes(), threads_wanted(os.environ))
     serve.start(proxy_location="HeadOnly", http_options={"host": serving.host, "port": serving.port})
     try:
         loading = f"loading {config.model.target}"
-        log.info(loading)
+        log.info("%s in %s", loading, plan.describe())
         with log_while_waiting(loading):
             try:
-                serve.run(application_of(config, keys, shape, store), name=config.name)
+                serve.run(application_of(config, keys, plan, store), name=config.name)
             except RuntimeError as error:
                 application = serve.status().applications.get(config.name)
                 deployments = application.deployments.values() if application is not None else ()

@@ -52,7 +52,7 @@ class RunIdentity(Record):
 
 
 class ProcessRecord(Record):
-    """A driver's process, as `runs/process_id.py` identifies it."""
+    """A driver's process, as `runs/lease.py` identifies it."""
 
     host: str
     pids: str
@@ -108,16 +108,10 @@ class RunRecord(RunIdentity):
     """``_run.json``.
 
     Attributes:
-        inputs: see InputListRecord; the fingerprints themselves in format 1.
         attempts: in order. No number is above `attempt`, since files of attempts below the first are deleted.
     """
 
     format_version: int | None = None
-    name: str
-    config: RunConfigRecord
-    config_hash: str
-    inputs: Any
-    versions: dict[str, str]
     attempts: list[AttemptRecord] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -126,6 +120,16 @@ class RunRecord(RunIdentity):
         if any(later <= earlier for earlier, later in pairwise(numbers)) or numbers[-1] > self.attempt:
             raise ValueError(f"attempts {numbers} are not those before attempt {self.attempt}")
         return self
+
+
+class JobRecord(RunRecord):
+    """``_run.json`` of a batch job. inputs: see InputListRecord; the fingerprints themselves in format 1."""
+
+    name: str
+    config: RunConfigRecord
+    config_hash: str
+    inputs: Any
+    versions: dict[str, str]
 
 
 class InputListRecord(Record):

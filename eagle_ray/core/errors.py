@@ -1,7 +1,7 @@
 """What goes wrong: one request, the engine itself, or what a user has configured.
 
-Anything else that is raised is a bug and is not caught, but where one row must not end a job (``batch/worker/worker.py``) nor
-one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
+Anything else that is raised is a bug and is not caught, but where one row must not end a job
+(``batch/worker/worker.py``) nor one sequence that the engine cannot add everybody else's (``engine/async_engine.py``).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The slots that `auto` gives an engine. What a worker's GPU holds is decided there, by engine/capacity.py."""
+"""The slots that `auto` gives an engine. What a worker's GPU holds is decided there, by assembly/memory_plan.py."""
 
 from __future__ import annotations
 

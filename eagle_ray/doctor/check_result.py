@@ -56,11 +56,6 @@ def findings_json(findings: Iterable[Finding]) -> str:
     return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)
 
 
-def counted(number: float, noun: str) -> str:
-    """Return text such as 1 core, 2 cores, 0.5 cores."""
-    return f"{number:g} {noun}" + ("" if number == 1 else "s")
-
-
 def gib(num_bytes: float) -> str:
     """Return text such as 12.3 GiB; MiB below one."""
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from eagle_ray.assembly.worker_plan import counted
 from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.doctor.check_result import Finding, counted, gib
+from eagle_ray.doctor.check_result import Finding, gib
 from eagle_ray.doctor.system import free_memory, num_cores, total_memory
 from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.kernels import tile_config

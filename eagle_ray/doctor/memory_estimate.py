@@ -18,13 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_parts, draft_requirement
-from eagle_ray.core.errors import EngineError
-from eagle_ray.core.slot_limits import Auto
-from eagle_ray.drafters.draft_buffers import DraftShape
-from eagle_ray.drafters.eagle import tree_columns
-from eagle_ray.engine.capacity import (
+from eagle_ray.assembly.memory_plan import (
     LOGIT_ROWS,
     PREFILL_TOKENS,
     Capacity,
@@ -32,6 +26,12 @@ from eagle_ray.engine.capacity import (
     SequenceLengths,
     plan_capacity,
 )
+from eagle_ray.config import JobConfig, SpeculativeConfig
+from eagle_ray.config.methods import AUTO, DFLASH, DRAFT_MODEL, HEAD, HEAD_3, draft_parts, draft_requirement
+from eagle_ray.core.errors import EngineError
+from eagle_ray.core.slot_limits import Auto
+from eagle_ray.drafters.draft_buffers import DraftShape
+from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.engine.graphs import ROWS_PER_SLOT
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.dflash_spec import layer_config

@@ -19,7 +19,7 @@ from eagle_ray.config.methods import reads_draft
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.check_result import Finding, gib
-from eagle_ray.doctor.cluster_checks import Workers
+from eagle_ray.doctor.cluster_checks import PlannedWorkers
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
 from eagle_ray.doctor.memory_estimate import Footprint
 from eagle_ray.doctor.system import free_memory
@@ -89,7 +89,7 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
     return getattr(torch, name) if name != "auto" else auto_dtype(here.shape, here.target, device)[0]
 
 
-def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) -> Finding:
+def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> Finding:
     """Compare the memory that one worker takes with the memory that is available."""
     limits, room = model_limits(here.config.model), room_of(workers, device)
     longest, length = limits.longest(here.config.execution.kv_tokens), limits.guaranteed
@@ -107,7 +107,7 @@ def memory(here: PairHere, workers: Workers, device: str, dtype: torch.dtype) ->
         todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
         return Finding("memory", takes, facts, advice=todo)
     facts |= {"total": footprint.total, "room": room.total}
-    settings = MemorySettings(length, dtype.itemsize, workers.num_gpus)
+    settings = MemorySettings(length, dtype.itemsize, workers.plan.num_gpus)
     problem = None if room.holds(footprint) else remedy(footprint, room, settings)
     return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
 
@@ -124,15 +124,15 @@ def _taken(footprint: Footprint, length: int) -> str:
     return f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
 
 
-def room_of(workers: Workers, device: str) -> Room | None:
+def room_of(workers: PlannedWorkers, device: str) -> Room | None:
     """Return the memory of one worker, or None if it cannot be seen from here."""
     if device == "cpu":
-        per_node = max(-(-workers.number // workers.num_nodes), 1)
+        per_node = max(-(-workers.plan.min_workers // workers.num_nodes), 1)
         free = free_memory() if workers.memory is None else workers.memory
         return Room((free // per_node,), per_node, on_gpu=False)
     if not workers.is_here:
         return None
     each = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    if workers.num_gpus >= 1:
-        return Room(tuple(each[: int(workers.num_gpus)]), 1, on_gpu=True)
-    return Room((int(each[0] * workers.num_gpus),), round(1 / workers.num_gpus), on_gpu=True)
+    if workers.plan.num_gpus >= 1:
+        return Room(tuple(each[: int(workers.plan.num_gpus)]), 1, on_gpu=True)
+    return Room((int(each[0] * workers.plan.num_gpus),), round(1 / workers.plan.num_gpus), on_gpu=True)

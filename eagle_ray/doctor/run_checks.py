@@ -41,11 +41,11 @@ def _with_torch(config: JobConfig) -> Iterator[Finding]:
     finding, planned = workers(config.execution, config.model.device)
     yield finding
     if planned is not None and planned.is_here:
-        yield devices.threads(planned.number, planned.threads)
+        yield devices.threads(planned.plan.min_workers, planned.plan.threads)
     yield smollm2()
     finding, here = model_checks.pair_here(config)
     yield finding
-    device: Literal["cpu", "cuda"] = "cuda" if planned is not None and planned.num_gpus else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if planned is not None and planned.plan.num_gpus else "cpu"
     if here is not None:
         dtype = model_checks.dtype_of(config.model.dtype, device, here)
         if planned is None or planned.is_here:

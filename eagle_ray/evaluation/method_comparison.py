@@ -11,18 +11,17 @@ down for a while slows both.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence
-from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
-from eagle_ray.evaluation.throughput import Sample, run_to_completion
+from eagle_ray.evaluation.timing import Round, Timing, shortened, total
+from eagle_ray.report.intervals import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
 
 WARM_UP_TOKENS = 16
 MIN_ROUNDS = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
@@ -42,31 +41,21 @@ class BenchmarkPrompt:
         return sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What each method did with the same questions, by its name."""
-
-    temperature: float
-    task: str
-    samples: Mapping[str, Sample]
-    answers: Mapping[str, list[engine_sequence.Sequence]]
-
-
 def rounds(
     engines: Mapping[str, Engine], questions: Sequence[BenchmarkPrompt], temperature: float, seed: int = 0
 ) -> Iterator[Round]:
     """Run every prompt once, by tasks. engines: new ones with equal numbers of slots."""
-    shuffle, meter = random.Random(seed), ForwardTimer()
+    timing = Timing(engines, seed)
     slots = min(engine.counters.num_slots for engine in engines.values())
+    timing.warm_up(lambda name: [shortened(questions[0].at(temperature), WARM_UP_TOKENS)])
     for engine in engines.values():
-        _run(engine, [_shortened(questions[0].at(temperature))], meter)  # the first steps pay for what is made once
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
-        samples, answers = {}, {}
-        for name in shuffle.sample(list(engines), len(engines)):
-            answers[name] = [question.at(temperature) for question in group]
-            samples[name] = _run(engines[name], answers[name], meter)
-        yield Round(temperature, task, samples, answers)
+        yield timing.round(partial(_asked, group, temperature), task)
+
+
+def _asked(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
+    return [question.at(temperature) for question in group]
 
 
 def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[str, list[BenchmarkPrompt]]]:
@@ -77,17 +66,6 @@ def _groups(questions: Sequence[BenchmarkPrompt], size: int) -> Iterator[tuple[s
             yield task, of_task[start : start + size]
 
 
-def _run(engine: Engine, sequences: list[engine_sequence.Sequence], meter: ForwardTimer) -> Sample:
-    """Run the prompts after resetting the prefix cache."""
-    engine.target.cache.blocks.reset_prefix_cache()
-    return run_to_completion(engine, sequences, meter)
-
-
-def _shortened(sequence: engine_sequence.Sequence) -> engine_sequence.Sequence:
-    sequence.sampling = replace(sequence.sampling, max_tokens=WARM_UP_TOKENS)
-    return sequence
-
-
 def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None, compare: Compare) -> dict[str, Any]:
     """Return one method's numbers over some rounds, as JSON. reference: the method whose tau it is compared with.
 
@@ -95,8 +73,8 @@ def figures(turns: Sequence[Round], name: str, plain: str, reference: str | None
     """
     answers = outputs_of(turns, name)
     stats = _pooled(answers)
-    sample = sum((turn.samples[name] for turn in turns[1:]), turns[0].samples[name])
-    speeds = [turn.samples[name].tokens_per_second / turn.samples[plain].tokens_per_second for turn in turns]
+    sample = total(turns, name)
+    speeds = [turn.speed_up(name, plain) for turn in turns]
     steps = stats.num_steps
     return {
         "questions": len(answers),

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 HOUR_S = 3600
+USAGE = "usage"  # the key of `_progress.json` that has the time of the run and its workers
 Estimate = Mapping[str, Any]
 """``_estimate.json``: seconds and dollars, each [expected, low, high], and of what."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.report.speed_up import t_quantile_975
+from eagle_ray.report.intervals import t_quantile
 from eagle_ray.report.text import ABSENT, number, render
 
 FEWEST_PROBLEMS = 8  # for an interval of values other than 0 and 1
@@ -93,7 +93,7 @@ def interval_of(values: np.ndarray) -> tuple[float, float] | None:
         return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
     if num < FEWEST_PROBLEMS:
         return None
-    half = t_quantile_975(num - 1) * float(values.std(ddof=1)) / math.sqrt(num)
+    half = t_quantile(0.975, num - 1) * float(values.std(ddof=1)) / math.sqrt(num)
     return mean - half, mean + half
 
 

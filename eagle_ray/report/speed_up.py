@@ -17,6 +17,7 @@ from statistics import NormalDist
 import numpy as np
 import pyarrow.compute as pc
 
+from eagle_ray.report.intervals import t_quantile
 from eagle_ray.report.outputs import Key, id_of_turn
 from eagle_ray.report.summary import ReadColumns, as_text
 
@@ -99,7 +100,7 @@ def _interval(counts: np.ndarray) -> tuple[float, float] | None:
 
     drawn = np.random.default_rng(1).integers(num, size=(RESAMPLES, num))
     ratios = _ratios(blocks[drawn].sum(1))
-    share = NormalDist().cdf(-math.sqrt(num / (num - 1)) * t_quantile_975(num - 1))
+    share = NormalDist().cdf(-math.sqrt(num / (num - 1)) * t_quantile(0.975, num - 1))
     low, high = np.quantile(ratios, [share, 1 - share])
     return float(low), float(high)
 
@@ -110,12 +111,3 @@ def _ratios(sums: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (tokens / seconds) / (other_tokens / other_seconds)
     return np.nan_to_num(ratios, nan=1.0, posinf=math.inf)
-
-
-def t_quantile_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t by its expansion around the normal quantile.
-
-    The relative error is within 0.4 % for 7 or more degrees of freedom.
-    """
-    z = NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

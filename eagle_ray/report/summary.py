@@ -41,6 +41,7 @@ LISTS = (
     "calibrated_expected",
 )
 ReadColumns = Callable[[list[str]], Iterable[pa.Table]]  # yields the named columns of a run, one table per file
+BUDGET_COLUMNS = ["per_step_budget", "per_step_accepted"]
 COLUMNS = ["status", "error_code", "finish_reason", *COUNTS.values(), *LISTS]
 
 
@@ -201,3 +202,26 @@ def _plus(a: Any, b: Any) -> Any:
         return a + b
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     return [x + y for x, y in zip(longer, shorter + [0] * (len(longer) - len(shorter)), strict=True)]
+
+
+def budgets(read: ReadColumns) -> dict[str, list[int]] | None:
+    """Return lists with one entry per budget in ascending order, or None if no row has per-step statistics.
+
+    Only runs with ``speculative.stats: detailed`` have them.
+
+    budget: verify rows of one sequence in one step, including its root.
+    steps: number of steps with this budget.
+    accepted: accepted draft tokens, including those that a stop condition discards.
+    """
+    steps: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    for table in read(BUDGET_COLUMNS):
+        taken = pa.Table.from_arrays([pc.list_flatten(table[name]) for name in BUDGET_COLUMNS], BUDGET_COLUMNS)
+        sums = taken.group_by("per_step_budget").aggregate([("per_step_accepted", "sum"), ([], "count_all")])
+        for row in sums.to_pylist():
+            steps[row["per_step_budget"]] += row["count_all"]
+            accepted[row["per_step_budget"]] += row["per_step_accepted_sum"]
+    if not steps:
+        return None
+    given = sorted(steps)
+    return {"budget": given, "steps": [steps[n] for n in given], "accepted": [accepted[n] for n in given]}

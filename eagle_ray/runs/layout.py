@@ -8,6 +8,9 @@ while they run. Its rows are in the output's ``data/``, so that readers find the
     OUT/data/shard-0002-of-0003/part-*.parquet  its rows
     OUT/_run.json, OUT/_SUCCESS ...             the whole output's, by ``eagle-ray finish``
 
+The first shard writes ``_shards.json`` and never changes it. Every later shard compares its own number and
+configuration with that file before it takes its lease, so an output has one of each.
+
 A run's code names the record's directory ``output``; `data_of` gives the directory of its rows.
 
 Every JSON record is checked when it is read (``config/records.py``). A record that nothing else says is `OutputDamaged`
@@ -18,21 +21,73 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.config.records import RecordKind, check_record
-from eagle_ray.core.errors import one_line
-from eagle_ray.storage.path import StoragePath, parse_json_bytes
-from eagle_ray.storage.storage_errors import check_bucket
+import numpy as np
+
+from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
+from eagle_ray.config.records import RecordKind, ShardPlanRecord, check_record
+from eagle_ray.config.shard import parse_shard
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
+from eagle_ray.runs.row_index import SIZE, Digests
+from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
+from eagle_ray.storage.storage_errors import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
+PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
+ESTIMATE = "_estimate.json"  # by `validate --estimate`, before the run
 CACHE = "_cache"  # of what starts make again without it; shards share it
 SHARDS = "_shards"
 SHARD_DATA_PREFIX = "shard-"
+SHARD_PLAN = "_shards.json"
+SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
+_WORD = 8  # bytes of a digest that are read as a number
+
+
+@dataclass(frozen=True, slots=True)
+class JobShard:
+    """The part of a job's rows that one process runs. A row's id alone decides its shard.
+
+    So an input that grows keeps its assignment, and no two shards have an id in common.
+
+    Attributes:
+        index: from 1 to count.
+
+    >>> JobShard.of("2/3").name
+    '0002-of-0003'
+    """
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str) -> JobShard:
+        """Parse i/n. Raises ValueError."""
+        return cls(*parse_shard(text))
+
+    @classmethod
+    def all_of(cls, count: int) -> list[JobShard]:
+        return [cls(index, count) for index in range(1, count + 1)]
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def name(self) -> str:
+        """Return the name of its directory."""
+        return f"{self.index:04d}-of-{self.count:04d}"
+
+    def holds(self, ids: Digests) -> np.ndarray:
+        """Return for each id whether it is in this shard: the digest's first 8 bytes, as a number, modulo count."""
+        words = np.ascontiguousarray(ids).view(np.uint8).reshape(-1, SIZE)[:, :_WORD]
+        numbers = np.ascontiguousarray(words).view(">u8").reshape(-1)
+        return numbers % np.uint64(self.count) == self.index - 1
 
 
 def shard_output(root: StoragePath, shard: JobShard) -> StoragePath:
@@ -52,6 +107,31 @@ def data_of(output: StoragePath) -> StoragePath:
 
 def _is_shard(output: StoragePath) -> bool:
     return output.parent.name == SHARDS and _SHARD_NAME.fullmatch(output.name) is not None
+
+
+def output_of(config: JobConfig) -> StoragePath:
+    """Return the directory of the run's record, absolute since workers run in another working directory.
+
+    It is output.path, or the shard's directory below.
+    """
+    try:
+        root = StoragePath.of(config.output.path)
+    except ValueError as error:
+        raise ConfigError(f"output.path: {error}") from None
+    return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
+
+
+@contextmanager
+def wrap_os_errors(output: StoragePath) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
+        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        if outcome_of(error).is_transient:
+            raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
+        raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
 
 
 def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, Any] | None:
@@ -82,3 +162,71 @@ def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it i
     except OutputDamaged as error:
         log.warning("%s", error)
         return None
+
+
+def claim_output(config: JobConfig) -> None:
+    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards.
+
+    The first shard of an output claims it. Raises ConfigError if it cannot be written.
+    """
+    root = root_of(output_of(config))
+    with wrap_os_errors(root):
+        if config.execution.shard is None:
+            check_not_sharded(root)
+        else:
+            _claim_for_shard(root, JobShard.of(config.execution.shard), config)
+
+
+def _claim_for_shard(root: StoragePath, shard: JobShard, config: JobConfig) -> None:
+    if read_shard_plan(root) is None:
+        _check_unsharded_rows(root, shard)
+        (root / SHARD_PLAN).create(json_bytes({"count": shard.count, "config": recorded(config)}))
+    plan = read_shard_plan(root)
+    if plan is None:
+        raise OutputDamaged(f"{root / SHARD_PLAN} was deleted just now: run the command again")
+    if plan["count"] != shard.count:
+        raise OutputMismatch(
+            f"{root} is written in {plan['count']} shards, and --shard {shard} has {shard.count}. Use "
+            f"--shard i/{plan['count']}. {SHARDS_REMEDY} with {shard.count} shards."
+        )
+    if keys := changed_keys(upgrade_config(plan["config"]), recorded(config)):
+        raise OutputMismatch(
+            f"{root} belongs to shards of another configuration, which differs in {', '.join(keys)}. {SHARDS_REMEDY}."
+        )
+    _check_unsharded_rows(root, shard)  # a run without shards that began between the first look and the claim
+
+
+def check_not_sharded(root: StoragePath) -> None:
+    """Raise OutputMismatch if shards write this output."""
+    if plan := read_shard_plan(root):
+        count = plan["count"]
+        raise OutputMismatch(
+            f"{root} is written in {count} shards. Give this run one of them with --shard i/{count}, or complete the "
+            f"output with eagle-ray finish {root.display_path}. {SHARDS_REMEDY} without shards."
+        )
+
+
+def read_shard_plan(root: StoragePath) -> dict[str, Any] | None:
+    """Return the number of shards ("count") and their configuration ("config"), or None if there are no shards.
+
+    Raises OutputDamaged if the file cannot be read.
+    """
+    return read_record(root / SHARD_PLAN, ShardPlanRecord, "delete it, and the next shard writes it again")
+
+
+def _check_unsharded_rows(root: StoragePath, shard: JobShard) -> None:
+    """Refuse rows of a run without shards, and records of another number of shards whose plan is lost."""
+    if (root / DATA).glob("*.parquet") or ((root / RUN).exists() and not (root / SHARDS).is_directory()):
+        raise OutputMismatch(f"{root} holds a run without shards, and --shard {shard} is given. {SHARDS_REMEDY}.")
+    others = [name for name in _shard_names(root) if not name.endswith(f"-of-{shard.count:04d}")]
+    if others:
+        raise OutputMismatch(f"{root} holds shard {others[0]}, and --shard {shard} is given. {SHARDS_REMEDY}.")
+
+
+def _shard_names(root: StoragePath) -> list[str]:
+    return (root / SHARDS).list_names() if (root / SHARDS).is_directory() else []
+
+
+def shard_outputs(root: StoragePath, count: int) -> dict[JobShard, StoragePath]:
+    """Return the directory of each shard's record."""
+    return {shard: shard_output(root, shard) for shard in JobShard.all_of(count)}

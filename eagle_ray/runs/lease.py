@@ -1,26 +1,25 @@
-"""The lock of an output directory: one driver at a time.
+"""Lease: one process at a time works on a run directory, a driver on a job's output or an endpoint on its batch.
 
-Locally it is a file lock of the operating system, which ends with its process. In a bucket it is a lease: an object
-that its holder rewrites every few seconds (heartbeat). Every change of that object is a compare-and-swap on the
-version that was read.
+Locally it is a file lock of the operating system, which ends with its process. In a bucket it is an object that its
+holder rewrites every few seconds (heartbeat). Every change of that object is a compare-and-swap on the version that
+was read.
 
-A driver that finds a lease watches it by its own clock, since no two machines agree on the time. One change may be a
-late PUT of a dead holder, so it only restarts the clock; a second change proves a live holder, and the driver is
-refused. A lease without a change for LEASE_S is taken over.
+A process that finds such an object watches it by its own clock, since no two machines agree on the time. One change may
+be a late PUT of a dead holder, so it only restarts the clock; a second change proves a live holder. An object without a
+change for LEASE_S is taken over; at once if its holder was a process of this machine that has ended.
 
 A holder that cannot renew its lease does not stop at once. Why that is safe:
-- To take the lease over, another driver must write its own token into the object. So if the object still holds our
+- To take the lease over, another process must write its own token into the object. So if the object still holds our
   token when the storage responds again, and our compare-and-swap on that version succeeds, there was no take-over.
 - SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's process stops
   publishing: ``check`` is called before each PUT and waits until the lease is renewed or lost.
-- Writers in other processes read ``_run.json`` right before each PUT instead. A new driver first raises the attempt
+- Writers in other processes read ``_run.json`` right before each PUT instead. A new holder first raises the attempt
   number there, by compare-and-swap, so a late writer stops. A writer that read just before that and writes just
-  after is harmless (``runs/fence.py``): it creates a file of its own attempt, and the new driver counts
-  after such PUTs.
+  after is harmless (``runs/run.py``): it creates a file of its own attempt, and the new holder counts after such PUTs.
 After OUTAGE_S the holder gives up with a transient error.
 
-    with lock_output(StoragePath.of("s3://bucket/runs/a")) as check:
-        check()
+    with hold(StoragePath.of("s3://bucket/runs/a"), on_loss=interrupt) as lease:
+        lease.check()
 """
 
 from __future__ import annotations
@@ -31,18 +30,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
+
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
-from eagle_ray.runs.manifest import wrap_os_errors
-from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
+from eagle_ray.runs.layout import wrap_os_errors
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
-from eagle_ray.storage.storage_errors import is_bucket_missing
+from eagle_ray.storage.storage_errors import check_bucket, is_bucket_missing
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
@@ -54,105 +55,165 @@ POLL_S = 1.0
 CHANGES_OF_THE_LIVING = 2  # a dead holder may have one PUT under way, no more
 FREE = json_bytes({"holder": None, "token": None, "beat": 0})
 
+SAME_START_S = 1.5  # start times of one process that are read at different times: the system's are rounded
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
 CheckLock = Callable[[], None]  # called before each publish; raises if the lock is lost
 
 
-def lock_output(output: StoragePath) -> AbstractContextManager[CheckLock]:
-    """Hold the lock of the output directory, which is created if missing. Raises OutputLocked if another driver holds
-    it.
+def do_nothing() -> None:
+    """Do nothing."""
 
-    If the lock is lost, the main thread is interrupted, and leaving the context raises the reason.
+
+@contextmanager
+def hold(
+    output: StoragePath, on_loss: Callable[[], None] = do_nothing, after_loss: Callable[[], None] = do_nothing
+) -> Iterator[Lease]:
+    """Hold the lease of a run directory, which is created if missing. Raises OutputLocked if another process holds it.
+
+    If the lease is lost, leaving the context raises the reason.
+
+    Args:
+        on_loss: called from another thread when the lease is lost; ends what this process does in the context.
+        after_loss: called right before the reason is raised; ends the effect of on_loss.
     """
-    return _file_lock(output) if output.is_local else _lease(output)
-
-
-@contextmanager
-def _file_lock(output: StoragePath) -> Iterator[CheckLock]:
-    """Hold a file lock, which the operating system releases when the driver ends in any way."""
-    path = str(output / LOCK)
+    lease = Lease.of(output, on_loss)
     with wrap_os_errors(output):
-        output.make_directory()
-        open(path, "ab").close()
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise _busy(output, file.read().strip()) from None
-        with wrap_os_errors(output):
-            file.truncate(0)
-            os.write(file.fileno(), _myself().encode())  # at once: what a full disk refuses, close would try again
-        yield lambda: None
-
-
-@contextmanager
-def _lease(output: StoragePath) -> Iterator[CheckLock]:
-    with wrap_os_errors(output):
-        output.check_writable()  # a server that ignores conditions has no lease to give
-        lease = Lease(output)
         lease.take()
-    with lease:
-        yield lease.check
+    try:
+        yield lease
+    finally:
+        lease.release()
+        if lease.lost is not None:
+            after_loss()
+            raise lease.lost from None
 
 
 class Lease:
-    """A lock object in a bucket. While it is open, one thread renews it and another watches the clock.
+    """The lease of one run directory: a file lock.
+
+    Keep the object between tries, because it remembers since when another process has given no sign of life. It can be
+    taken again after its release. Methods block on storage and raise OSError if it fails.
+    """
+
+    def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
+        self.output, self.on_loss = output, on_loss
+        self.lost: JobError | None = None
+        self.holder = ""  # of another process, as the last try has found it
+        self._handle: int | None = None
+
+    @staticmethod
+    def of(output: StoragePath, on_loss: Callable[[], None] = do_nothing) -> Lease:
+        return (Lease if output.is_local else BucketLease)(output, on_loss)
+
+    def try_take(self) -> bool:
+        """Take the lease if it is free or stale; return whether this process holds it. Does not wait."""
+        self.output.make_directory()
+        path = str(self.output / LOCK)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600 if self.output.is_private else 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(path, handle):  # deleted meanwhile: other processes lock another file
+                os.close(handle)
+                return self.try_take()
+            os.ftruncate(handle, 0)
+            os.write(handle, _myself().encode())
+        except BlockingIOError:
+            self.holder = os.pread(handle, 1024, 0).decode(errors="replace").strip()
+            os.close(handle)
+            return False
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle = handle
+        return True
+
+    def take(self) -> None:
+        """Take the lease, waiting for a silent holder's to become stale. Raises OutputLocked if the holder is alive."""
+        is_waiting = False
+        while not self.try_take():
+            if self.is_holder_alive():
+                holder = self.holder or "another driver"
+                raise OutputLocked(f"{self.output} is being written by {holder}: wait for it to end")
+            if not is_waiting:
+                log.info("%s is held by %s: waiting %.0f s for a sign of life", self.output, self.holder, LEASE_S)
+            is_waiting = True
+            time.sleep(POLL_S)
+
+    def is_holder_alive(self) -> bool:
+        """Return whether the process that the last try has found is known to be alive."""
+        return True
+
+    def check(self) -> None:
+        """Return if no other process can hold the lease now. Waits while that is uncertain; raises if it is lost."""
+
+    def release(self) -> None:
+        """Give the lease back if this process holds it. A bucket that does not answer keeps it until it is stale."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+class BucketLease(Lease):
+    """A lease in a bucket. While it is held, one thread renews it and another watches the clock.
 
     The object is never deleted: when released it names no holder, so every change is a compare-and-swap.
     """
 
-    def __init__(self, output: StoragePath):
-        self._output, self._file, self._token = output, output / LOCK, uuid4().hex
+    def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
+        super().__init__(output, on_loss)
+        self._file, self._token = output / LOCK, uuid4().hex
         self._version: int | str = ""
         self._written_at = 0.0
         self._beats = 0
-        self._lost: JobError | None = None
+        self._seen: Watched | None = None
         self._closing = threading.Event()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)]
+        self._threads: list[threading.Thread] = []
+
+    def try_take(self) -> bool:
+        try:
+            found, stamp = self._read()
+        except FileNotFoundError as error:
+            check_bucket(error)
+            return self._write(None) and self._begin()
+        if found["holder"] is None:
+            return self._write(stamp) and self._begin()
+        self.holder = found["holder"]
+        self._seen = self._seen or Watched(found["token"], stamp, time.monotonic())
+        self._seen.update(found["token"], stamp)
+        if not (self._seen.is_stale() or _has_ended_here(found)) or not self._write(stamp):
+            return False
+        log.info("%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder)
+        return self._begin()
 
     def take(self) -> None:
-        """Acquire the lease, waiting for a silent holder's lease to expire. Raises OutputLocked if the
-        holder is alive.
-        """
-        seen: Watched | None = None
-        while not self._write(None):
-            found, stamp = self._read()
-            if found["holder"] is None:
-                if self._write(stamp):
-                    return
-                continue
-            if seen is None:
-                seen = Watched(found["token"], stamp, time.monotonic())
-                log.info("%s is held by %s: waiting %.0f s for a sign of life", self._output, found["holder"], LEASE_S)
-            if seen.is_alive_after(found["token"], stamp):
-                raise _busy(self._output, found["holder"])
-            if time.monotonic() - seen.since >= LEASE_S and self._write(stamp):
-                log.info("no sign of life: taken over")
-                return
-            time.sleep(POLL_S)
+        self.output.check_writable()  # a server that ignores conditions has no lease to give
+        super().take()
+
+    def is_holder_alive(self) -> bool:
+        return self._seen is not None and self._seen.is_alive
 
     def check(self) -> None:
-        """Return if no other driver can hold the lease now. Waits while that is uncertain; raises if it is lost."""
-        while self._lost is None and self._age() > SELF_FENCE_S:
+        while self.lost is None and self._age() > SELF_FENCE_S:
             time.sleep(POLL_S)
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
 
-    def __enter__(self) -> Lease:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    def release(self) -> None:
         self._closing.set()
         for thread in self._threads:
             thread.join(HEARTBEAT_S)
-        if self._lost is not None:
-            if not is_interrupted():
-                accept_interrupt()
-            raise self._lost from None
-        with suppress(OSError):  # it goes stale by itself
-            self._file.replace(FREE, self._version)
+        if self._threads and self.lost is None:
+            with suppress(OSError):  # it goes stale by itself
+                self._file.replace(FREE, self._version)
+        self._threads = []
+
+    def _begin(self) -> bool:
+        self._seen, self.lost, self._closing = None, None, threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)]
+        for thread in self._threads:
+            thread.start()
+        return True
 
     def _age(self) -> float:
         """Return the seconds since the last renewal began."""
@@ -164,7 +225,7 @@ class Lease:
             try:
                 found, stamp = self._read()
                 if found["token"] != self._token or not self._write(stamp):
-                    self._lose(FencedError(f"{found['holder'] or 'another driver'} has taken {self._output} over"))
+                    self._lose(FencedError(f"{found['holder'] or 'another driver'} has taken {self.output} over"))
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and not is_bucket_missing(error):
                     self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
@@ -196,7 +257,8 @@ class Lease:
         """
         began = time.monotonic()
         self._beats += 1  # no two beats are the same: each has its own ETag
-        content = json_bytes({"holder": _myself(), "token": self._token, "beat": self._beats})
+        facts = {"holder": _myself(), "token": self._token, "beat": self._beats}
+        content = json_bytes(facts | {"process": asdict(Process.current()), "boot": _boot()})
         written = self._file.create(content) if stamp is None else self._file.replace(content, stamp.version)
         if written is not None:
             self._version, self._written_at = written.version, began
@@ -204,9 +266,9 @@ class Lease:
 
     def _lose(self, reason: JobError) -> None:
         if not self._closing.is_set():
-            self._lost = type(reason)(f"{reason}: this driver stops")
+            self.lost = type(reason)(f"{reason}: this driver stops")
             self._closing.set()
-            interrupt()
+            self.on_loss()
 
     def _read(self) -> tuple[dict[str, Any], FileVersion]:
         data, stamp = self._file.read_with_version()
@@ -219,30 +281,116 @@ class Lease:
 
 @dataclass(slots=True)
 class Watched:
-    """Another driver's lease under observation.
+    """Another process's lease under observation.
 
     Attributes:
-        token: the holder's.
+        token: the first holder's.
         stamp: version of its latest state.
         since: when that state was first seen, on the monotonic clock.
         num_changes: changes since the observation began.
+        is_alive: a live process holds it, as a new token proves.
     """
 
     token: str | None
     stamp: FileVersion
     since: float
     num_changes: int = 0
+    is_alive: bool = False
 
-    def is_alive_after(self, token: str | None, stamp: FileVersion) -> bool:
-        """Update to the state just read and return whether a live driver holds the lease; a new token proves one."""
+    def update(self, token: str | None, stamp: FileVersion) -> None:
+        """Compare with the state just read."""
         if stamp != self.stamp:
             self.stamp, self.since = stamp, time.monotonic()
             self.num_changes += 1
-        return token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING
+        self.is_alive = self.is_alive or token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING
+
+    def is_stale(self) -> bool:
+        return time.monotonic() - self.since >= LEASE_S
 
 
-def _busy(output: StoragePath, holder: str) -> OutputLocked:
-    return OutputLocked(f"{output} is being written by {holder or 'another driver'}: wait for it to end")
+@dataclass(frozen=True, slots=True)
+class Process:
+    """An identity of a process on a machine, by which another process there can tell whether it still runs.
+
+    PIDs are reused, so a PID alone does not identify a process.
+
+    Attributes:
+        pids: the PID namespace, since containers may share a host's name but not its processes.
+        started: when it started, in ticks since the machine did; None if it had ended then.
+
+    >>> Process.current().is_gone()
+    False
+    """
+
+    host: str
+    pids: str
+    pid: int
+    started: str | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Process:
+        """Return the process of a record, which a newer version may have written with more in it."""
+        return cls(**{each.name: record[each.name] for each in fields(cls)})
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
+
+    def is_gone(self) -> bool | None:
+        """Return whether the process has ended; None if it runs, or ran, elsewhere, or nothing says when it started."""
+        if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
+            return None
+        now = _start_time(self.pid)
+        if now is None or self.started is None:
+            return now != self.started
+        try:
+            return abs(int(now) - int(self.started)) > SAME_START_S * TICKS_PER_S
+        except ValueError:  # a date: macOS, of an earlier version
+            return None
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process of this machine, as in rows and messages."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """Return the start time, or None if there is no such process or only a zombie."""
+    try:
+        process = psutil.Process(pid)
+        has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return None if has_ended else str(round((process.create_time() - psutil.boot_time()) * TICKS_PER_S))
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _has_ended_here(found: dict[str, Any]) -> bool:
+    """Return whether the holder was a process of this machine, since its last start, that has ended."""
+    try:
+        return found["boot"] == _boot() != "" and Process.of(found["process"]).is_gone() is True
+    except (KeyError, TypeError):  # of an earlier version, or not a lease of ours
+        return False
+
+
+def _boot() -> str:
+    """Return what the system names this start of the machine: machines may share a host name. Empty if not Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _is_at(path: str, handle: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    return False
 
 
 def _myself() -> str:

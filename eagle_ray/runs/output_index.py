@@ -16,15 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.runs.id_digests import EMPTY, Digests, digests, duplicates, isin
+from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.parquet_file import check_part, open_part, read_columns
-from eagle_ray.runs.part_files import attempt_of, part_files
+from eagle_ray.runs.part_files import attempt_of, check_part, open_part, part_files, read_columns
 from eagle_ray.runs.row_index import (
+    EMPTY,
+    Digests,
     IndexDamaged,
     Segment,
     Table,
+    digests,
+    duplicates,
     has_many_segments,
+    isin,
     join,
     joined_ranges,
     ranges,
@@ -37,7 +41,6 @@ from eagle_ray.runs.row_index import (
     write_facts,
     write_rows,
 )
-from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.storage.path import StoragePath
 
 FILE = "output.json"

@@ -1,6 +1,7 @@
 """The part files of an output: their names, and reading their columns, one file in memory at a time.
 
-A file is named after the attempt and the task that made it, and may be in partition directories (``partitions``).
+A file is named after the attempt and the task that made it, and may be in partition directories (``partitions``). One
+function opens them all, and names a file that is damaged.
 
     for table in read_tables(run.data, ["request_id", "text"]):
         print(table["text"][0])
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.runs.parquet_file import open_part, read_columns
-from eagle_ray.runs.partitions import partition_types, with_partition_columns
 from eagle_ray.requests.row_schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.partitions import partition_types, with_partition_columns
+from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
@@ -35,6 +38,34 @@ def attempt_of(file: StoragePath) -> int | None:
 def part_files(data: StoragePath) -> list[StoragePath]:
     """Return every Parquet file below, in the order in which they were made."""
     return sorted(data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file))
+
+
+@contextmanager
+def open_part(file: StoragePath) -> Iterator[pq.ParquetFile]:
+    """Open a part file. Raises OutputDamaged, naming it, if it or what the body reads of it is damaged."""
+    try:
+        with open_parquet(file) as parquet:
+            yield parquet
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise OutputDamaged(damage_text(file, error)) from error
+
+
+def check_part(file: StoragePath) -> None:
+    """Read all of a part file, a row group at a time. Raises as open_part does."""
+    with open_part(file) as parquet:
+        for group in range(parquet.num_row_groups):
+            parquet.read_row_group(group, use_threads=file.is_local).validate(full=True)
+
+
+def read_columns(parquet: pq.ParquetFile, columns: list[str] | None = None) -> pa.Table:
+    """Return these columns, or all, with valid texts. Raises ArrowInvalid if one is missing or invalid."""
+    table = parquet.read(columns=columns)
+    if missing := [name for name in columns or () if name not in table.column_names]:
+        raise pa.ArrowInvalid(f"no column {', '.join(missing)}")
+    table.validate(full=True)
+    return table
 
 
 def read_tables(data: StoragePath, columns: list[str]) -> Iterator[pa.Table]:
@@ -71,9 +102,9 @@ def stored_schema(data: StoragePath) -> pa.Schema:
     return pa.schema([])
 
 
-def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
+def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
-    schema, absent = output_schema(passthrough), missing_columns(stored_schema(data))
+    schema, absent = output_schema(carried), missing_columns(stored_schema(data))
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 

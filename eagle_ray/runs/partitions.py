@@ -24,11 +24,10 @@ from urllib.parse import quote, unquote
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.reader.carried_columns import JSON
-from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import location_text
-from eagle_ray.requests.row_schema import OUTPUT_FIELDS
+from eagle_ray.requests.row_schema import JSON, OUTPUT_FIELDS
+from eagle_ray.runs.job_errors import OutputMismatch
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 MAX_NAME_BYTES = 255  # bytes; names are percent-encoded, so as many characters
@@ -72,14 +71,14 @@ class Partitions:
     types: Mapping[str, pa.DataType] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, columns: Iterable[str], passthrough_types: Mapping[str, pa.DataType]) -> Partitions:
+    def of(cls, columns: Iterable[str], carried_types: Mapping[str, pa.DataType]) -> Partitions:
         """Return the partitions of a job. Raises ConfigError for an unsuitable column."""
         for name in columns:
             if name not in PARTITION_COLUMNS:
-                _check_passthrough(name, passthrough_types)
+                _check_carried(name, carried_types)
         if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
             raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
-        return cls(tuple(columns), dict(passthrough_types))
+        return cls(tuple(columns), dict(carried_types))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
         """Raise ConfigError naming the first row with a value that makes too long a name, or one that cannot be read.
@@ -194,7 +193,7 @@ def _encode(value: str | None) -> str:
     return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
 
 
-def _check_passthrough(name: str, types: Mapping[str, pa.DataType]) -> None:
+def _check_carried(name: str, types: Mapping[str, pa.DataType]) -> None:
     if name in {field.name for field in OUTPUT_FIELDS}:
         raise ConfigError(
             f"output.partition_by: {name!r} differs between samples or names too many files: {CHOOSE_COLUMN_REMEDY}"

@@ -20,16 +20,18 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from eagle_ray.runs.fingerprints import Fingerprint
-from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.layout import RUN
 from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, check_record
 from eagle_ray.core.errors import one_line
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.layout import RUN
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
 from eagle_ray.storage.storage_errors import check_bucket
 
 INPUTS = "_inputs-{}.json"
 FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself
+NOT_CONTENT = ("digest", "state")  # keys of a fingerprint that do not say when, or as what, a file was written
+
+Fingerprint = dict[str, Any]
 
 
 def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
@@ -96,3 +98,18 @@ def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint], noted: 
 def input_lists(output: StoragePath) -> list[StoragePath]:
     """Return the lists that are there: the current one, and those of attempts that were killed."""
     return output.glob(INPUTS.format("*"))
+
+
+def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
+    """Return what changed, or None."""
+    if was["size"] != now["size"]:
+        return f"{was['size']:,} bytes then, {now['size']:,} now"
+    if "digest" in was and "digest" in now:
+        return None if was["digest"] == now["digest"] else "its content"
+    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
+    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
+
+
+def content_of(fingerprint: Fingerprint) -> str:
+    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
+    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"

@@ -3,7 +3,7 @@
 ``eagle-ray serve`` runs it here; a cluster gets a YAML that names ``application`` (infra/serve/deploy.yaml).
 Autoscaling follows the requests in flight.
 
-    handle = serve.run(application_of(config, keys, shape), name=config.name)
+    handle = serve.run(application_of(config, keys, plan), name=config.name)
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve import Application
@@ -24,9 +22,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.driver.cluster import nodes
 from eagle_ray.config import ServeConfig, load_serve_config
-from eagle_ray.config.job import ActorRange
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
@@ -43,16 +41,6 @@ PUBLISH_EVERY_S = 2.0
 MAX_ONGOING_REQUESTS = (
     10_000  # Serve's own limit on a replica's requests: ours answers 429, Serve's would let them wait
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """The minimum and maximum number of replicas, and GPUs and CPU threads of each."""
-
-    fewest: int
-    most: int
-    num_gpus: float
-    threads: int
 
 
 class Replica(AtNodeAddress):
@@ -162,9 +150,8 @@ def application(args: dict[str, Any]) -> Application:
     config = config.model_copy(update={"serving": serving})
     store = store_of(config)
     keys = read_keys(config.serving.api_keys_file, salt=None if store is None else store.salt())
-    resources = ray.cluster_resources()
-    shape = plan_replicas(config, resources.get("GPU", 0), resources.get("CPU", 1))
-    return application_of(config, keys, shape, store)
+    plan = WorkerPlan.of_endpoint(config.serving, config.model.device, nodes())
+    return application_of(config, keys, plan, store)
 
 
 def store_of(config: ServeConfig) -> BatchStore | None:
@@ -174,25 +161,25 @@ def store_of(config: ServeConfig) -> BatchStore | None:
 
 
 def application_of(
-    config: ServeConfig, keys: ApiKeys, shape: ReplicaPlan, store: BatchStore | None = None
+    config: ServeConfig, keys: ApiKeys, plan: WorkerPlan, store: BatchStore | None = None
 ) -> Application:
     serving = config.serving
-    slots = usual_slots(serving.slots, shape.num_gpus > 0)
+    slots = usual_slots(serving.slots, plan.num_gpus > 0)
     options: dict[str, Any] = {
         "name": ENGINE,
-        "ray_actor_options": {"num_cpus": 0 if shape.num_gpus else 1, "num_gpus": shape.num_gpus},
+        "ray_actor_options": {"num_cpus": 0 if plan.num_gpus else 1, "num_gpus": plan.num_gpus},
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": serving.drain_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 2.0,
         "health_check_timeout_s": 30.0,
     }
-    if shape.fewest == shape.most:
-        options["num_replicas"] = shape.most
+    if plan.min_workers == plan.max_workers:
+        options["num_replicas"] = plan.max_workers
     else:
         options["autoscaling_config"] = {
-            "min_replicas": shape.fewest,
-            "max_replicas": shape.most,
+            "min_replicas": plan.min_workers,
+            "max_replicas": plan.max_workers,
             "target_ongoing_requests": slots,
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
@@ -200,31 +187,8 @@ def application_of(
     board = serve.deployment(name="board", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
     runner = None
     if store is not None:
-        window = slots * shape.most  # enough for every slot; lines that find none free wait in the replicas
+        window = slots * plan.max_workers  # enough for every slot; lines that find none free wait in the replicas
         only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(BatchesReplica)
         runner = only_one.bind(config, keys, store, window)
     engines = serve.deployment(**options)(serve.ingress()(Replica))
-    return engines.bind(config, keys, shape.threads, board, store, runner)
-
-
-def plan_replicas(config: ServeConfig, gpus: float, cpus: float, most_threads: int | None = None) -> ReplicaPlan:
-    """Return the replicas. gpus, cpus: of the whole cluster. auto is one replica per GPU, or one on the CPU.
-
-    Raises ConfigError if they need GPUs and the cluster has none.
-    """
-    serving = config.serving
-    if config.model.device == "cuda" and not (gpus and serving.gpus_per_replica):
-        where = "serving.gpus_per_replica is 0" if gpus else "the cluster has no GPU"
-        remedy = "Run it on a machine with a GPU, or set model.device to auto."
-        raise ConfigError(f"model.device: cuda, and {where}. {remedy}")
-    num_gpus = float(serving.gpus_per_replica != 0 and gpus > 0 and config.model.device != "cpu")
-    if serving.gpus_per_replica != "auto":
-        num_gpus = serving.gpus_per_replica
-    if isinstance(serving.replicas, ActorRange):
-        fewest, most = serving.replicas.min, serving.replicas.max
-    elif serving.replicas == "auto":
-        fewest = most = max(1, int(gpus // num_gpus)) if num_gpus else 1
-    else:
-        fewest = most = serving.replicas
-    threads = max(1, int(cpus) // most)
-    return ReplicaPlan(fewest, most, num_gpus, min(threads, most_threads or threads))
+    return engines.bind(config, keys, plan.threads, board, store, runner)

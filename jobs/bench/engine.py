@@ -38,14 +38,13 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import Counted, pooled_ratio
-from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
 from eagle_ray.models.eagle_heads import EagleHead
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
+from eagle_ray.report.intervals import Counted, pooled_ratio
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.degraded_heads import damaged_head, random_head
 from jobs.bench.widening import BENCH, widen_pair
@@ -264,7 +263,7 @@ def drain(
     for turn, name, lane in turns(lanes, lead_in + num_rounds):
         stream = requests(models.prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
         rows = list(itertools.islice(stream, num_rows))
-        sample = run_to_completion(lanes[lane].engine, rows, models.meter)
+        sample = run_requests(lanes[lane].engine, rows, models.meter)
         done[name] += rows
         if turn >= lead_in:
             samples[name].append(sample)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
-from eagle_ray.batch.driver.parallel_scan import ParallelScan
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.config import load_config
 from jobs.bench.starts import make_input, settings
 from jobs.chaos import MODEST, cluster

@@ -24,7 +24,7 @@ from eagle_ray.build import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.evaluation.throughput import SteadyQueue, run_to_completion
+from eagle_ray.evaluation.timing import SteadyQueue, run_requests
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, UniformPlanner
@@ -46,12 +46,6 @@ PER_CATEGORY = 32  # prompts
 MOST_ROWS = 160  # of a fixed tree's pass: larger ones have no chance and take long to lose
 ENDLESS_S = math.inf
 HEADER = "| batch | best fixed tree | over plain | ours over plain | ours over best | rows | depth | off | probes |"
-
-
-class NoMeter:
-    """Stands where a stretch asks for the seconds of forward passes: here nothing depends on them."""
-
-    seconds = 0.0
 
 
 def main() -> None:
@@ -117,7 +111,7 @@ def steady(
 ) -> None:
     engine.planner = planner
     engine.drafter.reset_learning()
-    queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), NoMeter(), batch)
+    queue = SteadyQueue(engine, requests(prompts, [args.tokens_each], args.temperatures), in_flight=batch)
     queue.fill()
     queue.window(args.warm, ENDLESS_S)
     planner.reset()
@@ -133,7 +127,7 @@ def drain(
     num_rows = int(DRAIN_ROWS * slots)
     for turn in range(1 + args.drain):
         rows = requests(prompts, DRAIN_LENGTHS, args.temperatures, offset=turn * num_rows)
-        run_to_completion(engine, list(itertools.islice(rows, num_rows)), NoMeter(), slots)
+        run_requests(engine, list(itertools.islice(rows, num_rows)), in_flight=slots)
         if not turn:
             planner.reset()
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import aiohttp
 
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.evaluation.statistics import ratio_interval
+from eagle_ray.report.intervals import ratio_interval
 from jobs.local_server import ROOT, Served
 from jobs.tiny_pair.prompts import read_prompts
 

@@ -23,7 +23,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.statistics import pooled_ratio
+from eagle_ray.report.intervals import pooled_ratio
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.structured_prompts import TASKS

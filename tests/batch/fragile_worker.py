@@ -1,4 +1,4 @@
-"""Runs in the place of ``worker_main``: a Worker whose process does not bear every start and every prompt."""
+"""Runs in the place of ``Worker``: one whose process does not bear every start and every prompt."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pyarrow as pa
 import torch
 
 from eagle_ray.batch.worker.worker import Worker
-from eagle_ray.batch.worker.worker_subprocess import main
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
+CLASS = f"{__name__}:FragileWorker"  # as the engine's process finds it
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
 LOGGED = "measuring the cost of steps: for up to 5 s"
 KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
@@ -24,7 +24,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
@@ -50,7 +50,3 @@ class FragileWorker(Worker):
         if GREEDY in prompts:
             raise EngineError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")
         return await super().answer(requests)
-
-
-if __name__ == "__main__":
-    main(FragileWorker)

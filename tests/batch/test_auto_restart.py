@@ -17,10 +17,10 @@ import pytest
 
 from eagle_ray.batch.driver import auto_restart
 from eagle_ray.batch.driver.auto_restart import delay_s
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
-from eagle_ray.runs.lease import lock_output
 from eagle_ray.storage.path import StoragePath
 from tests.batch.nodes import parent_of
 from tests.conftest import PAIR, token_rows
@@ -113,7 +113,7 @@ def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code):
 
 
 def test_a_busy_output_is_not_waited_for(flags, tmp_path):
-    with lock_output(StoragePath.of(tmp_path / "out")):
+    with hold_output(StoragePath.of(tmp_path / "out")):
         run = start(*flags)
         _, said = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 7 and "is being written by process" in said and "restart" not in said
@@ -188,6 +188,7 @@ def test_a_ray_or_driver_that_is_killed_is_replaced_and_every_id_is_there_once(f
 
 def test_a_child_whose_parent_died_before_it_could_ask_ends_at_once():
     """PID 1 adopts such a child, so its parent is not the one that it was started by."""
-    child = "from eagle_ray.batch.driver.auto_restart import end_with_parent\nend_with_parent(2**22 + 1)\nprint('still here')"
+    module = "eagle_ray.batch.driver.auto_restart"
+    child = f"from {module} import end_with_parent\nend_with_parent(2**22 + 1)\nprint('still here')"
     ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
     assert ended.returncode == -signal.SIGTERM and ended.stdout == ""

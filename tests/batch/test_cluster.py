@@ -1,10 +1,9 @@
-"""How many engines a cluster carries, and how rows are shared out among them."""
+"""A cluster that answers or is lost, and how rows are shared out among its workers."""
 
 import errno
 import queue
 import socket
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,123 +12,22 @@ from ray.exceptions import RayError
 
 from eagle_ray.batch.driver import cluster
 from eagle_ray.batch.driver.cluster import (
-    GROWTH,
     GcsWatch,
     RayletWatch,
     RayMessages,
-    WorkerPlan,
     _check_answers,
     _start_error,
     _take_ray_messages,
     check_alive,
     connect,
-    plan_workers,
-    threads_wanted,
+    describe_error,
 )
-from eagle_ray.batch.driver.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
-from eagle_ray.batch.driver.ray_environment import RAY_JOB_VARIABLE
+from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.worker.actor import as_config_error
 from eagle_ray.batch.worker.error_classifier import SMALLER
-from eagle_ray.config import ExecutionConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, outcome_of
-
-TWO_NODES = [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}]
-
-
-@pytest.mark.parametrize(
-    ("settings", "device", "nodes", "wanted"),
-    [
-        ({}, "auto", [{"CPU": 2}], WorkerPlan(1, 1, 0, threads=2)),
-        ({}, "auto", [{"CPU": 16}], WorkerPlan(8, 8, 0, threads=2)),
-        ({}, "auto", [{"CPU": 48}, {"CPU": 48}], WorkerPlan(8, 8, 0, threads=12)),
-        ({"actors": 2}, "auto", [{"CPU": 2}], WorkerPlan(2, 2, 0, threads=1)),
-        ({}, "auto", TWO_NODES, WorkerPlan(8, 8 * GROWTH, 1, threads=2)),
-        ({"gpus_per_actor": 2}, "auto", TWO_NODES, WorkerPlan(4, 4 * GROWTH, 2, threads=4)),
-        ({"gpus_per_actor": 3}, "auto", TWO_NODES, WorkerPlan(2, 2 * GROWTH, 3, threads=8)),
-        ({"gpus_per_actor": 0.5}, "cuda", [{"CPU": 4, "GPU": 1}], WorkerPlan(2, 2 * GROWTH, 0.5, threads=2)),
-        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 1}], WorkerPlan(3, 3, 1 / 3, threads=2)),
-        ({"actors": 3}, "auto", [{"CPU": 6, "GPU": 2}], WorkerPlan(3, 3, 0.5, threads=2)),
-        ({"actors": 2}, "auto", TWO_NODES, WorkerPlan(2, 2, 1, threads=8)),
-        ({}, "cpu", [{"CPU": 8, "GPU": 8}], WorkerPlan(4, 4, 0, threads=2)),
-        ({"gpus_per_actor": 1}, "cpu", [{"CPU": 2}, {"CPU": 1, "GPU": 1}], WorkerPlan(1, GROWTH, 1, threads=3)),
-        ({"actors": {"min": 2, "max": 6}}, "auto", [{"CPU": 6}], WorkerPlan(2, 6, 0, threads=1)),
-        ({"actors": {"min": 1, "max": 6}}, "cuda", [{"CPU": 6, "GPU": 2}], WorkerPlan(1, 6, 1, threads=1)),
-    ],
-)
-def test_actors_follow_the_clusters_devices(settings, device, nodes, wanted):
-    assert plan_workers(ExecutionConfig.model_validate(settings), device, nodes, num_rows=1000) == wanted
-
-
-MIXED = [
-    {"CPU": 8, "GPU": 4, "accelerator_type:H100": 1},
-    {"CPU": 4, "GPU": 2, "accelerator_type:L40S": 1},
-    {"CPU": 64},
-]
-
-
-def test_only_gpus_of_the_wanted_kind_are_counted():
-    plan = partial(plan_workers, device="auto", nodes=MIXED, num_rows=1000)
-    assert plan(ExecutionConfig(accelerator_type="L40S")) == WorkerPlan(2, 2 * GROWTH, 1, 2, "L40S")
-    assert plan(ExecutionConfig(accelerator_type="H100")).ray_options["accelerator_type"] == "H100"
-    assert plan(ExecutionConfig()).fewest == 6 and "accelerator_type" not in plan(ExecutionConfig()).ray_options
-    with pytest.raises(ClusterUnfit, match=r"no node of the cluster has 'A100'; it has H100, L40S"):
-        plan(ExecutionConfig(accelerator_type="A100"))
-    with pytest.raises(ClusterError, match=r"3 actors .* room for 2 \(GPUs by node: 2\)"):
-        plan(ExecutionConfig(accelerator_type="L40S", actors=3, gpus_per_actor=1))
-    with pytest.raises(ClusterUnfit, match=r"workers of this job get no GPU"):
-        plan_workers(ExecutionConfig(accelerator_type="L40S"), "cpu", MIXED, 1000)
-
-
-def test_there_are_never_more_actors_than_rows():
-    assert plan_workers(ExecutionConfig(actors=4), "cpu", [{"CPU": 4}], num_rows=3).most == 3
-
-
-def test_the_users_threads_are_a_ceiling():
-    two_cores = partial(plan_workers, ExecutionConfig(actors=1), "cpu", [{"CPU": 2}], num_rows=9)
-    assert [two_cores(most_threads=n).threads for n in (None, 1, 2, 8)] == [2, 1, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("environ", "threads"),
-    [
-        ({}, None),
-        ({"OMP_NUM_THREADS": "3"}, 3),
-        ({"OMP_NUM_THREADS": "4,2"}, None),
-        ({"OMP_NUM_THREADS": "1", RAY_JOB_VARIABLE: "{}"}, None),
-    ],
-)
-def test_threads_are_the_users_word_and_not_rays(environ, threads):
-    assert threads_wanted(environ) == threads
-
-
-@pytest.mark.parametrize(
-    ("settings", "device", "todo"),
-    [
-        ({}, "cuda", "run it on a machine with one, or set it to auto"),
-        ({"gpus_per_actor": 1}, "auto", "a machine with a GPU, or set execution.gpus_per_actor to 0"),
-    ],
-)
-def test_gpus_that_are_not_there_stop_the_job(settings, device, todo):
-    with pytest.raises(ClusterUnfit, match=todo):
-        plan_workers(ExecutionConfig.model_validate(settings), device, [{"CPU": 4}], num_rows=10)
-
-
-def test_gpus_of_one_actor_are_on_one_node():
-    execution = ExecutionConfig(gpus_per_actor=2)
-    with pytest.raises(ClusterError, match=r"\(GPUs by node: 1, 1\): set execution.gpus_per_actor to 1, or"):
-        plan_workers(execution, "cuda", [{"CPU": 4, "GPU": 1}] * 2, num_rows=10)
-
-
-@pytest.mark.parametrize(
-    ("actors", "todo"), [(5, "set execution.actors to 4"), ({"min": 5, "max": 9}, "set execution.actors.min to 4")]
-)
-def test_what_is_advised_for_too_many_actors_works(actors, todo):
-    nodes = [{"CPU": 4, "GPU": 2}] * 2
-    with pytest.raises(ClusterError, match=todo):
-        plan_workers(ExecutionConfig(actors=actors, gpus_per_actor=1), "cuda", nodes, num_rows=10)
-    assert plan_workers(ExecutionConfig(actors=4, gpus_per_actor=1), "cuda", nodes, num_rows=10).fewest == 4
+from eagle_ray.runs.job_errors import ClusterError, outcome_of
 
 
 @pytest.mark.parametrize("slots", [1, 2, 16, 64])
@@ -238,9 +136,9 @@ This task will not be retried: set max_retries to let Ray retry it."""
 
 
 def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
-    assert _describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
-    assert _describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
-    assert _describe_error(KeyError()) == "KeyError: KeyError"
+    assert describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
+    assert describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert describe_error(KeyError()) == "KeyError: KeyError"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from eagle_ray.batch.driver.display import Bar, Lines, _log_above, display, line_of
+from eagle_ray.batch.driver.status import Bar, Lines, _log_above, display, line_of
 
 FACTS = {
     "elapsed_s": 12.3,

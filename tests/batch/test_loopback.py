@@ -25,6 +25,7 @@ from tests.conftest import small_job, token_rows
 from tests.helpers.processes import Watched
 
 RAYS = ("gcs_server", "raylet", "ray::MapWorker(MapBatches(EngineActor))", "ray::DashboardAgent")
+UNUSED = ("monitor.py", "dashboard.py")  # of Ray: the autoscaler and the API server
 
 
 def start_demo(directory: Path) -> subprocess.Popen:
@@ -53,6 +54,7 @@ def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monke
         process.communicate(timeout=120)
     assert watched.beyond_loopback() == {}
     assert all(watched.listeners_of(part) for part in RAYS), watched.seen
+    assert not any(watched.listeners_of(part) for part in UNUSED), watched.seen
 
 
 def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.batch.driver.ray_environment import RAY_JOB_VARIABLE
+from eagle_ray.assembly.worker_plan import RAY_JOB_VARIABLE
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job, with_absolute_paths
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError

@@ -83,13 +83,14 @@ def test_other_limits_and_inputs_errors_tried_again_and_a_new_beginning(job, tmp
 
 
 def test_answers_to_other_rows_of_the_same_ids_are_not_taken_for_these(toy_job, tmp_path, capsys):
-    """Tomorrow's file has today's name and ids; today's file, moved, is still today's."""
+    """Tomorrow's file has today's name and ids; today's rows, moved, are still today's."""
     command, output, later = ["run", *toy_job, "--limit", "3"], tmp_path / "out", tmp_path / "later"
     assert cli.main(command) == 0
     assert "error row bad: " in capsys.readouterr().err
     before = table(output)
     later.mkdir()
-    (later / "in.jsonl").write_text("\n".join(map(json.dumps, token_rows(3, start=1))))
+    others = [row | {"prompt_token_ids": [7]} for row in token_rows(3, start=1)]
+    (later / "in.jsonl").write_text("\n".join(map(json.dumps, others)))
     assert cli.main([*command, "-i", f"{later}/in.jsonl"]) == 6
     said = capsys.readouterr().err
     assert f"an answer to the id 'q1' from {tmp_path}/in.jsonl, which is not in this input" in said

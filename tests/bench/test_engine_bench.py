@@ -36,7 +36,7 @@ def test_a_small_bench_prints_a_row_for_each_way_and_mode(bench, tmp_path, monke
 
 def test_engines_made_anew_have_the_same_planners_and_other_texts(bench, tmp_path, monkeypatch):
     made, taken = [], []
-    lane_of, drained = bench.Lane.of, bench.run_to_completion
+    lane_of, drained = bench.Lane.of, bench.run_requests
 
     def noted_lane(*way):
         made.append(lane_of(*way))
@@ -47,7 +47,7 @@ def test_engines_made_anew_have_the_same_planners_and_other_texts(bench, tmp_pat
         return drained(engine, rows, meter)
 
     monkeypatch.setattr(bench.Lane, "of", noted_lane)
-    monkeypatch.setattr(bench, "run_to_completion", noted_drain)
+    monkeypatch.setattr(bench, "run_requests", noted_drain)
     words = "--pair tiny --batches 2 --ways plain ours --modes drain --rounds 1 --engines 2"
     plain, ours = run(bench, monkeypatch, tmp_path, words)
     engines, planners = [lane.engine for lane in made], [lane.planner for lane in made[:2]]

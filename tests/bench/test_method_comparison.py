@@ -9,10 +9,9 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.evaluation.draft_methods import default_names, parse_methods
 from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.forward_timer import ForwardTimer
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
-from eagle_ray.evaluation.statistics import difference_interval
-from eagle_ray.evaluation.throughput import run_to_completion
+from eagle_ray.evaluation.timing import run_requests
+from eagle_ray.report.intervals import difference_interval
 from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head, llama
 
@@ -42,11 +41,11 @@ def turns():
 
 
 def test_every_method_answers_every_question_once_at_every_temperature(turns):
-    assert [(turn.temperature, turn.task) for turn in turns] == [(t, task) for t in (0.0, 1.0) for task in "aab"]
-    for turn in turns:
+    assert [turn.group for turn in turns] == [*"aab"] * 2
+    for i, turn in enumerate(turns):
         asked = [[s.request_id for s in answers] for answers in turn.answers.values()]
         assert asked[0] == asked[1] and len(asked[0]) <= 2
-        assert all(s.sampling.temperature == turn.temperature for s in turn.answers["eagle2"])
+        assert all(s.sampling.temperature == float(i >= 3) for s in turn.answers["eagle2"])
         assert same(turn.answers["eagle2"], turn.answers["plain"]).num_equal == len(asked[0])
     assert [s.request_id for turn in turns[:3] for s in turn.answers["plain"]] == ["a-0", "a-2", "a-3", "b-1"]
 
@@ -57,7 +56,7 @@ def test_no_drafter_remembers_the_answers_of_the_warm_up():
     engines = {name: build_engine(model, None, way, 1, max_model_len=64) for name, way in ways.items()}
     [turn] = rounds(engines, [question("a", 0)], 0.0)
     again = question("a", 0).at(0.0)
-    run_to_completion(engines["suffix"], [again], ForwardTimer())
+    run_requests(engines["suffix"], [again])
     assert len(again.output_ids) == len(turn.answers["suffix"][0].output_ids) == 10
     assert turn.answers["suffix"][0].stats.num_steps > again.stats.num_steps  # by now it has seen the answer
 
@@ -67,7 +66,7 @@ def test_no_round_finds_its_prompts_in_the_cache(turns):
 
 
 def test_figures_are_the_engines_counts(turns):
-    greedy = [turn for turn in turns if turn.temperature == 0]
+    greedy = turns[:3]
     numbers = figures(greedy, "eagle2", "plain", None, same)
     answers = [s for turn in greedy for s in turn.answers["eagle2"]]
     accepted, steps = (sum(getattr(s.stats, n) for s in answers) for n in ("num_accepted_draft_tokens", "num_steps"))

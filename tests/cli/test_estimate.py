@@ -64,9 +64,8 @@ def test_an_estimate_is_stored_and_said(make_job):
     assert estimate["dollars"] == pytest.approx([2 * 3.6 / 3600 * seconds for seconds in estimate["seconds"]])
     store_estimate(config, estimate)
     assert json.loads((Path(config.output.path) / "_estimate.json").read_text()) == estimate
-    assert "2 workers as this machine's" in estimate_text(estimate) and "$3.60 for a worker hour" in estimate_text(
-        estimate
-    )
+    text = estimate_text(estimate)
+    assert "as if by 2 workers with up to" in text and "$3.60 for a worker hour" in text
 
 
 def test_a_sample_of_bad_rows_is_no_estimate(make_job):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_ray.assembly.memory_plan import Capacity
 from eagle_ray.doctor.memory_advice import MemorySettings, Room, most_slots, remedy
 from eagle_ray.doctor.memory_estimate import Footprint
-from eagle_ray.engine.capacity import Capacity
 
 G = 1 << 30
 EIGHT_B = Footprint(

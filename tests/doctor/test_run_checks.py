@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
@@ -15,7 +16,7 @@ from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor import memory_estimate, model_checks
 from eagle_ray.doctor.check_result import Finding, findings_text
-from eagle_ray.doctor.cluster_checks import Workers, workers
+from eagle_ray.doctor.cluster_checks import PlannedWorkers, workers
 from eagle_ray.doctor.memory_advice import Room
 from eagle_ray.doctor.memory_estimate import Footprint, loaded_bytes, tensor_headers
 from eagle_ray.doctor.model_checks import memory, pair_here
@@ -121,7 +122,7 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
 
 def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
     monkeypatch.setattr(memory_estimate, "_resident", lambda: 400 << 20)  # this process grows from test to test
-    worker = Workers(1, num_gpus=0, threads=1, num_nodes=1, is_here=False, memory=2 << 30)
+    worker = PlannedWorkers(WorkerPlan(1, 1, 0, 1), num_nodes=1, is_here=False, memory=2 << 30)
     config = job(**{"execution.slots": 2000})
     _, here = pair_here(config)
     finding = memory(here, worker, "cpu", torch.float32)
@@ -139,7 +140,7 @@ def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     room = Room((gigabytes * 10**9,), 1, on_gpu=True)
     monkeypatch.setattr(model_checks, "room_of", lambda workers, device: room)
     _, here = pair_here(job())
-    finding = memory(here, Workers(1, 1, 1, 1, is_here=True, memory=None), "cuda", torch.bfloat16)
+    finding = memory(here, PlannedWorkers(WorkerPlan(1, 1, 1, 1), 1, is_here=True, memory=None), "cuda", torch.bfloat16)
     assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
     assert finding.facts["capacity"]["kv_tokens"] % 32 == 0
 
@@ -172,7 +173,7 @@ def test_a_directory_that_ray_cannot_use_is_found_before_it_starts(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
 def test_a_job_that_wants_gpus_where_there_are_none():
     finding, planned = workers(job().execution, "cuda")
-    assert planned is None and "run it on a machine with one, or set it to auto" in finding.problem
+    assert planned is None and "Run it on a machine with a GPU, or set model.device to auto" in finding.problem
 
 
 def test_a_model_that_is_not_here_is_no_reason_to_ask_the_hub():

@@ -6,8 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from eagle_ray.report.budgets import budgets
-from eagle_ray.report.summary import ReadColumns
+from eagle_ray.report.summary import ReadColumns, budgets
 from eagle_ray.report.timeline import MOST_BINS, MOST_WORKERS, OTHERS, Bins, timeline
 from eagle_ray.requests.row_schema import output_schema, table_of
 

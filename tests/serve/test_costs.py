@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
 from eagle_ray.config import load_serve_config
-from eagle_ray.engine.capacity import PREFILL_TOKENS
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services
 from eagle_ray.serve.app import build_app

@@ -22,7 +22,6 @@ from eagle_ray.config import load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.async_engine import Occupancy
 from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.serve.deployment import ReplicaPlan, plan_replicas
 from eagle_ray.serve.endpoint_metrics import (
     STALE_S,
     MetricsAggregator,
@@ -39,30 +38,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 def config_of(**settings):
     return load_serve_config(None, env={}, overrides={name.replace("__", "."): v for name, v in settings.items()})
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "shape"),
-    [
-        ({}, 0, ReplicaPlan(1, 1, 0, 8)),
-        ({}, 4, ReplicaPlan(4, 4, 1, 2)),
-        ({"model.device": "cpu"}, 4, ReplicaPlan(1, 1, 0, 8)),
-        ({"serving.gpus_per_replica": 2}, 4, ReplicaPlan(2, 2, 2, 4)),
-        ({"serving.replicas": 2}, 0, ReplicaPlan(2, 2, 0, 4)),
-        ({"serving.replicas.min": 1, "serving.replicas.max": 4}, 4, ReplicaPlan(1, 4, 1, 2)),
-    ],
-)
-def test_one_replica_for_each_gpu_or_as_many_as_are_asked_for(settings, gpus, shape):
-    assert plan_replicas(config_of(**settings), gpus, cpus=8) == shape
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "where"),
-    [({}, 0, "the cluster has no GPU"), ({"serving.gpus_per_replica": 0}, 4, "serving.gpus_per_replica is 0")],
-)
-def test_cuda_without_a_gpu_is_refused_before_a_replica_starts(settings, gpus, where):
-    with pytest.raises(ConfigError, match=f"model.device: cuda, and {where}. Run it on a machine with a GPU"):
-        plan_replicas(config_of(**{"model.device": "cuda"}, **settings), gpus, cpus=8)
 
 
 def test_what_users_are_given_is_valid():

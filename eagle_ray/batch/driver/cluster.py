@@ -1,7 +1,7 @@
-"""The Ray cluster: join or start one, and decide how many engines it runs.
+"""The Ray cluster: join or start one, plan a job's workers on it, and notice its loss.
 
 connect("local")
-plan_workers(config.execution, config.model.device, nodes(), num_rows=1000)      # 4 workers of 2 threads
+plan_workers(config, num_rows=1000).describe()      # "4 workers with up to 2 CPU threads each"
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.exceptions import RayError
 
-from eagle_ray.batch.driver.ray_environment import LOCAL, RAY_JOB_VARIABLE
+from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
+from eagle_ray.batch.driver.ray_environment import LOCAL
 from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
-from eagle_ray.config import ExecutionConfig
-from eagle_ray.config.job import ActorRange
+from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
+from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
-MOST_CPU_WORKERS = 8  # each loads a copy of the models
-ROUNDING = 1e-6  # three thirds of a GPU are one
-GROWTH = 8  # actors auto: how many times the GPUs of the start are used, should nodes join
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
 JOIN_WITHIN_S = 90.0
@@ -45,34 +42,15 @@ MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is sh
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
-ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
+EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
+UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
 LOCAL_OPTIONS: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 256 << 20,  # rows of text and counts: what is in flight is small
     "_node_ip_address": LOOPBACK_ADDRESS,  # Ray's servers listen there alone
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """The minimum and maximum number of engine actors, and GPUs and CPU threads of each.
-
-    accelerator_type: kind of its GPUs, or None for any.
-    """
-
-    fewest: int
-    most: int
-    num_gpus: float
-    threads: int
-    accelerator_type: str | None = None
-
-    @property
-    def ray_options(self) -> dict[str, Any]:
-        """Return Ray's options for a worker. CPUs are for reading and writing; engines divide them by threads."""
-        kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
-        return {"num_gpus": self.num_gpus, "num_cpus": 0} | kind
 
 
 def connect(address: str) -> None:
@@ -90,7 +68,13 @@ def connect(address: str) -> None:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     _take_ray_messages()
     try:
-        with _silence_stderr(), _preserve_sigterm(), log_while_waiting(waiting), time_limit(limit_s):
+        with (
+            _silence_stderr(),
+            _preserve_sigterm(),
+            _without_unused_processes(),
+            log_while_waiting(waiting),
+            time_limit(limit_s),
+        ):
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
         raise _start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
@@ -212,6 +196,23 @@ def _preserve_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def _without_unused_processes() -> Iterator[None]:
+    """Let Ray start no autoscaler, no log monitor and no API server in a cluster of one node and one driver.
+
+    No option of ray.init leaves them out. They take 1.4 s of CPU to start, and the autoscaler a second to end.
+    """
+    node = ray._private.node.Node
+    starters = {name: getattr(node, name) for name in UNUSED_PROCESSES}
+    for name in UNUSED_PROCESSES:
+        setattr(node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, starter in starters.items():
+            setattr(node, name, starter)
+
+
+@contextmanager
 def _silence_stderr() -> Iterator[None]:
     """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
 
@@ -236,6 +237,11 @@ def _silence_stderr() -> Iterator[None]:
 def nodes() -> list[Mapping[str, float]]:
     """Return the resources of each live node of the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
+    """Return the workers of a job on the connected cluster. Arguments and errors are WorkerPlan.of_job's."""
+    return WorkerPlan.of_job(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
 
 
 def check_alive() -> None:
@@ -339,91 +345,32 @@ class RayletWatch:
             log.debug("the raylet at %s is not watched: %s", path, error)
 
 
-def plan_workers(
-    execution: ExecutionConfig,
-    device: str,
-    nodes: Sequence[Mapping[str, float]],
-    num_rows: int,
-    most_threads: int | None = None,
-) -> WorkerPlan:
-    """Return the number of workers; the cores are divided among them.
-
-    num_rows: more actors than rows would be idle. most_threads: of one worker, if the user set it. Raises
-    ClusterUnfit if no node has such GPUs at all, ClusterError if there are too few: a lost node may come back.
-    """
-    kind = execution.accelerator_type
-    if kind is not None:
-        nodes = _nodes_with(kind, nodes)
-    cpus = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
-    gpus = [node.get("GPU", 0) for node in nodes]
-    num_gpus = _gpus_per_worker(execution, device, sum(gpus))
-    if kind is not None and not num_gpus:
-        raise ClusterUnfit(
-            f"execution.accelerator_type: {kind}, and workers of this job get no GPU. Leave it out, or change "
-            "model.device or execution.gpus_per_actor."
-        )
-    room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
-    fewest, most = _range_of(execution, room, cpus)
-    if room is not None and fewest > room:
-        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(execution, gpus, num_gpus, room, fewest))
-    share = max(1, cpus // min(num_rows, fewest if execution.actors == "auto" else most))
-    most = max(1, min(most, num_rows))
-    return WorkerPlan(min(fewest, most), most, num_gpus, min(share, most_threads or share), kind)
+def reason_of(error: RayError) -> Exception:
+    """Return in one line why a job's stream failed, as what a worker raised if that ends a job by itself."""
+    reason = _root_cause(error)
+    if isinstance(reason, (JobError, ConfigError)):
+        return type(reason)(str(reason).partition("\n")[0])
+    return _error_class(reason)(f"a worker failed: {describe_error(reason)}")
 
 
-def _nodes_with(kind: str, nodes: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    """Return the nodes with this kind of GPU. Raises ClusterUnfit that names the kinds that the cluster has."""
-    found = [node for node in nodes if ACCELERATOR + kind in node]
-    if found:
-        return found
-    kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
-    there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
-    raise ClusterUnfit(
-        f"execution.accelerator_type: no node of the cluster has {kind!r}; {there}. Set it to one of them, or to null."
-    )
+def _error_class(error: Exception) -> type[Exception]:
+    """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
+    if isinstance(error, OSError) and not outcome_of(error).is_transient:
+        return ConfigError
+    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
 
 
-def _too_few_gpus(execution: ExecutionConfig, gpus: Sequence[float], num_gpus: float, room: int, fewest: int) -> str:
-    """Describe the GPUs wanted and available, and the settings or the machine that would work."""
-    if not sum(gpus):
-        wanted = f"execution.gpus_per_actor is {num_gpus:g}, but the cluster has no GPU"
-        return f"{wanted}: run it on a machine with a GPU, or set execution.gpus_per_actor to 0 to run on CPUs"
-    by_node = f"GPUs by node: {', '.join(f'{of_node:g}' for of_node in gpus)}"
-    if room:
-        field = "execution.actors.min" if isinstance(execution.actors, ActorRange) else "execution.actors"
-        each = f"with {num_gpus:g} GPU{'' if num_gpus == 1 else 's'} of one node each"
-        return f"{fewest} actors {each} are wanted, and there is room for {room} ({by_node}): set {field} to {room}"
-    return (
-        f"an actor takes {num_gpus:g} GPUs of one node, and no node has as many ({by_node}): set "
-        f"execution.gpus_per_actor to {max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs"
-    )
+def _root_cause(error: Exception) -> Exception:
+    """Return the exception that was raised first; Ray wraps it several times."""
+    while isinstance(cause := getattr(error, "cause", None), Exception):
+        error = cause
+    return error
 
 
-def _range_of(execution: ExecutionConfig, room: int | None, cpus: int) -> tuple[int, int]:
-    """Return the minimum and maximum number of actors. room: how many the GPUs carry, or None."""
-    if isinstance(execution.actors, ActorRange):
-        return execution.actors.min, execution.actors.max
-    if execution.actors != "auto":
-        return execution.actors, execution.actors
-    if room is None:
-        return (min(max(1, cpus // 2), MOST_CPU_WORKERS),) * 2
-    return max(1, room), GROWTH * max(1, room)
-
-
-def threads_wanted(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS if the user set it. A Ray job's driver always finds Ray's own 1 there."""
-    wanted = environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdigit() and int(wanted) and RAY_JOB_VARIABLE not in environ else None
-
-
-def _gpus_per_worker(execution: ExecutionConfig, device: str, gpus: float) -> float:
-    """Return the GPUs per worker. auto: one, or an equal share if the job names more actors than there are GPUs."""
-    if device == "cuda" and not gpus:
-        raise ClusterUnfit(
-            "model.device is cuda, but the cluster has no GPU: run it on a machine with one, or set it to auto"
-        )
-    if execution.gpus_per_actor != "auto":
-        return execution.gpus_per_actor
-    if not gpus or device == "cpu":
-        return 0
-    return 1 / math.ceil(max(1, execution.actors / gpus)) if isinstance(execution.actors, int) else 1
+def describe_error(error: Exception) -> str:
+    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, RayError):
+        return f"{type(error).__name__}: {lines[0]}"
+    raised = [line for line in lines if EXCEPTION_LINE.match(line)]
+    return raised[-1] if raised else lines[0]

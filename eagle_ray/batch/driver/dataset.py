@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,9 +25,9 @@ import ray
 import ray.data
 from ray import cloudpickle
 
-from eagle_ray.batch.driver.cluster import nodes, plan_workers, threads_wanted
+from eagle_ray.batch.driver.cluster import plan_workers
+from eagle_ray.batch.driver.execute import map_engine
 from eagle_ray.batch.driver.input_plan import request_columns, settings_line, template_of
-from eagle_ray.batch.driver.pipeline import map_engine
 from eagle_ray.batch.reader.carried_columns import output_names
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.worker.actor import EngineActor, as_config_error
@@ -44,7 +43,7 @@ from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.values import describe_value, plain_value
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -77,7 +76,6 @@ OF_JOBS = (
     "logging.format",
     "logging.progress_every_s",
 )
-MANY_ROWS = 1 << 30  # how many there are is not known before they are read
 
 
 class DatasetActor(EngineActor):
@@ -109,10 +107,10 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     columns = dataset.columns(fetch_if_missing=False)  # None where a function makes them
     if columns is not None:
         name_settings(tuple(columns))
-    workers = plan_workers(execution, config.model.device, nodes(), MANY_ROWS, threads_wanted(os.environ))
+    workers = plan_workers(config)
     batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
-    run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
-    actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.fewest))
+    run = Run(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
+    actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.min_workers))
     requests = dataset.map_batches(
         RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),
         batch_size=batch_size,

@@ -1,6 +1,6 @@
 """InputPlan: the whole input, scanned before anything starts.
 
-It fixes the order of files and shards, the columns to read and the types of passthrough columns, and finds duplicate
+It fixes the order of files and slices, the columns to read and the types of carried columns, and finds duplicate
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     plan = plan_input(config)
@@ -10,9 +10,13 @@ ids. A file that the run's index describes as it is now is not scanned again (``
 from __future__ import annotations
 
 import difflib
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,26 +24,34 @@ import pyarrow as pa
 
 from eagle_ray import __version__
 from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
-from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
+from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
+from eagle_ray.batch.reader.file_slices import FileSlice
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
-from eagle_ray.batch.reader.row_scanner import NUM_THREADS, RowScanner
-from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
-from eagle_ray.batch.reader.shards import Shard, chunks_in
-from eagle_ray.batch.reader.unread import check_unread
+from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
+from eagle_ray.batch.reader.source import RequestReader
 from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import PROMPTS, ColumnPath, PromptTemplate, RequestColumns, RowLocation
-from eagle_ray.requests.request import Request, table_of_requests
+from eagle_ray.requests.columns import (
+    PROMPTS,
+    ColumnPath,
+    PromptTemplate,
+    RequestColumns,
+    RowLocation,
+    RowPosition,
+)
+from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.fingerprints import Fingerprint, begins_with, content_of, fingerprints, what_changed
-from eagle_ray.runs.id_digests import EMPTY, Digests, digests, isin
-from eagle_ray.runs.job_shard import JobShard
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.runs.layout import JobShard
+from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
+from eagle_ray.runs.row_index import Digests, digests, isin
 
+log = logging.getLogger("eagle_ray")
+MAX_NAMES = 3  # in a message
 ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
@@ -48,62 +60,67 @@ class InputPlan:
     """The input as it was scanned.
 
     Attributes:
-        passthrough_columns: the columns to pass through, in order.
+        reader: reads its slices; a read task has this and nothing else of the plan.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
-        index: its files and rows. Readers of a shard have none.
+        index: its files and rows.
         fingerprints: of the files, by path.
-        changes: how the files differ from those that the run was made from, in the rows of the job's shard.
+        changes: how the files differ from those that the run was made from.
         key: of the settings and the content of the files; equal keys have equal rows.
         default_rows: output rows of an id that the input does not have, whose rows another input left.
-        job_shard: the part of the rows that this process runs; None for all.
     """
 
-    files: tuple[InputFile, ...]
-    shards: tuple[Shard, ...]
-    columns: RequestColumns
-    passthrough_columns: tuple[PassthroughColumn, ...]
+    reader: RequestReader
+    slices: tuple[FileSlice, ...]
     row_settings: frozenset[str]
-    index: InputIndex | None = field(compare=False)
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict, compare=False)
-    changes: InputChanges = field(default_factory=lambda: InputChanges(), compare=False)
-    key: str = field(default="", compare=False)
-    default_rows: int = 1
-    job_shard: JobShard | None = None
+    index: InputIndex
+    fingerprints: dict[str, Fingerprint]
+    changes: InputChanges
+    key: str
+    default_rows: int
+
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        return self.reader.files
+
+    def check_unchanged(self) -> None:
+        """Raise InputChanged if a file is not the one any more that was scanned."""
+        check_unchanged(self.files, self.fingerprints)
+
+    def detect_changes(self) -> AbstractContextManager[None]:
+        """Raise InputChanged instead of an error that a changed file may have caused."""
+        return detect_changes(self.files, self.fingerprints)
 
     @property
     def num_rows(self) -> int:
-        return sum(shard.num_rows for shard in self.shards)
+        return sum(file_slice.num_rows for file_slice in self.slices)
 
     @property
-    def for_readers(self) -> InputPlan:
-        """Return the part that readers of a shard need."""
-        return replace(self, shards=(), index=None, fingerprints={}, changes=InputChanges())
+    def rows_by_file(self) -> Counter[str]:
+        """Return the number of rows by path."""
+        counts: Counter[str] = Counter()
+        for file_slice in self.slices:
+            counts[file_slice.file.path] += file_slice.num_rows
+        return counts
 
     @property
-    def without_passthrough(self) -> InputPlan:
+    def without_carried(self) -> InputPlan:
         """Return the plan of the requests alone."""
-        return replace(self, passthrough_columns=())
-
-    @property
-    def needed(self) -> list[str]:
-        """Return the input columns that requests are made of."""
-        return self.columns.needed
+        return replace(self, reader=replace(self.reader, carried_columns=()))
 
     @property
     def rows(self) -> ExpectedRows:
-        """Return the rows by id, of the job's shard if it has one. Raises ValueError as all_rows does."""
-        return self.all_rows if self.job_shard is None else self.all_rows.of_shard(self.job_shard)
+        """Return the rows by id, of the job's shard if it has one."""
+        shard = self.reader.job_shard
+        return self.all_rows if shard is None else self.all_rows.of_shard(shard)
 
     @property
     def all_rows(self) -> ExpectedRows:
-        """Return the rows of all shards by id. Raises ValueError for a reader's plan, which has no index."""
+        """Return the rows of all slices by id."""
         index = self.index
-        if index is None:
-            raise ValueError("the plan of a reader has no index of rows")
         numbers = {file.path: index.files[file.path].number for file in self.files}
         allowed = np.zeros(index.next_number, np.int64)
-        for shard in self.shards:
-            allowed[numbers[shard.file.path]] += shard.num_rows
+        for path, count in self.rows_by_file.items():
+            allowed[numbers[path]] = count
         starts, total = np.zeros_like(allowed), 0
         for file in self.files:
             starts[numbers[file.path]] = total
@@ -111,56 +128,38 @@ class InputPlan:
         return ExpectedRows(index, allowed, starts, self.default_rows)
 
     @property
-    def passthrough(self) -> list[pa.Field]:
-        """Return the output columns of the passthrough columns."""
-        return [column.field for column in self.passthrough_columns]
+    def carried_fields(self) -> list[pa.Field]:
+        """Return the output columns of the carried columns."""
+        return self.reader.carried_fields
 
     @property
-    def passthrough_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each passthrough column, by its name in the output."""
-        return {column.name: column.type for column in self.passthrough_columns}
-
-    @property
-    def source_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each passthrough column, by its name in the input."""
-        return {column.source: column.type for column in self.passthrough_columns}
+    def carried_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each carried column, by its name in the output."""
+        return {column.name: column.type for column in self.reader.carried_columns}
 
 
 @dataclass(frozen=True, slots=True)
 class InputChanges:
-    """How input files differ from those of the run's earlier attempts.
+    """How input files differ from those that the run was made from.
 
     Attributes:
-        grown: paths of files with more rows at their end.
-        rewritten: paths of other changed files whose old rows the index knows.
-        changed: ids whose request is another one now.
-        vanished: ids of the rewritten files that are in no file now.
+        grown: paths of files that begin with what they were.
+        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their rows are the same.
+        changed: ids of rows of each changed file that make another request now, sorted, by path.
+        gone: which rows of each changed file are not in the input any more, by path.
+        absent: ids as in `changed`, of files that the input does not have.
     """
 
     grown: tuple[str, ...] = ()
     rewritten: tuple[str, ...] = ()
-    changed: Digests = field(default_factory=lambda: EMPTY)
-    vanished: Digests = field(default_factory=lambda: EMPTY)
+    changed: Mapping[str, Digests] = field(default_factory=dict)
+    gone: Mapping[str, np.ndarray] = field(default_factory=dict)
+    absent: Mapping[str, Digests] = field(default_factory=dict)
 
-    def of_shard(self, shard: JobShard) -> InputChanges:
-        """Return the changes with the ids of one shard only."""
-        changed, vanished = (ids[shard.holds(ids)] for ids in (self.changed, self.vanished))
-        return replace(self, changed=changed, vanished=vanished)
-
-
-@dataclass(frozen=True, slots=True)
-class PreviousRun:
-    """What earlier attempts at an output left for the scan of its input.
-
-    Attributes:
-        index: directory of the run's index.
-        inputs: the fingerprints that it recorded, by path.
-        finished_key: key of the plan whose rows the output holds, all of them, or None.
-    """
-
-    index: StoragePath
-    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
-    finished_key: str | None = None
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Return the paths of changed files that a resume accepts unless rows changed or are gone."""
+        return *self.grown, *self.rewritten
 
 
 def plan_input(
@@ -190,39 +189,32 @@ def plan_input(
     if not finished:
         index = index.with_rows()
     scanner = RowScanner(config, columns)
-    changes = _update(index, files, noted, prints, scan_with(scanner) if scan_with is not None else scanner)
-    if job_shard is not None:
-        changes = changes.of_shard(job_shard)
+    scan = scan_with(scanner) if scan_with is not None else scanner
+    changes = _update(index, files, noted, prints, scan, finished)
 
     types: dict[str, pa.DataType] = {}
-    shards: list[Shard] = []
+    slices: list[FileSlice] = []
     for file in files:
         entry = index.files[file.path]
         join_into(types, entry.types)
-        shards += entry.shards_of(file)
+        slices += entry.slices_of(file)
     if types:
         _check_columns(config.input.columns, columns, types)
-    limited = _apply_limit(shards, config.input.limit)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
-    passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
-    row_settings = ROW_SETTINGS & frozenset(nonnull_columns)
+    names = output_names(_carried_names(config.input, columns, types), RESERVED)
+    carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     plan = InputPlan(
-        files=files,
-        shards=limited,
-        columns=columns,
-        passthrough_columns=passthrough,
-        row_settings=row_settings,
+        reader=RequestReader(files, columns, carried, job_shard),
+        slices=_apply_limit(slices, config.input.limit),
+        row_settings=ROW_SETTINGS & frozenset(nonnull_columns),
         index=index,
         fingerprints=prints,
         changes=changes,
         key=key,
         default_rows=config.sampling.n,
-        job_shard=job_shard,
     )
     if not finished:  # the run has passed these checks with this key
-        mapped = (columns.id, *columns.prompt_paths)
-        check_unread(limited, _not_mapped(nonnull_columns, columns), mapped, config.input.on_unknown)
+        _check_unread(plan, config.input.on_unknown)
         _check_ids(plan, plan.all_rows.duplicates())
         _check_rows(plan, config.input.on_bad_row)
     return plan
@@ -234,37 +226,41 @@ def _update(
     noted: Mapping[str, Fingerprint],
     prints: Mapping[str, Fingerprint],
     scan_parts: Scan,
+    finished: bool,
 ) -> InputChanges:
-    """Scan the files that the index lacks, and return what changed since the run recorded its input."""
+    """Scan the files that the index lacks, and return what changed since the run recorded its input.
+
+    finished: the output is complete for these files as they are, whatever else was recorded since.
+    """
     files = list(files)
-    before = {file.path: entry.number for file in files if (entry := index.files.get(file.path)) is not None}
+    before = {path: entry.number for path, entry in index.files.items() if path in noted}
     differing = [file for file in files if file.path in noted and what_changed(noted[file.path], prints[file.path])]
-    growth = Growth(prints)
-    grown = {file.path for file in differing if growth(file, noted[file.path])}
-    if not index.add(files, prints, scan_parts, growth):
-        return InputChanges(tuple(sorted(grown)))
+    grown = {file.path for file in differing if _has_grown(file, noted[file.path], prints[file.path])}
+    as_noted = {path for path in grown & before.keys() if not what_changed(index.files[path].fingerprint, noted[path])}
+    index.add(files, prints, scan_parts, as_noted)
 
-    replaced = {path: number for path, number in before.items() if index.files[path].number != number}
+    if finished:
+        return InputChanges(rewritten=tuple(file.path for file in differing))
+    current = {file.path: index.files[file.path].number for file in files}
+    replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
+    absent = {path: number for path, number in before.items() if path not in current}
     rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
-    current = {index.files[file.path].number for file in files}
-    changed, gone = index.compare(replaced.values(), current)
-    return InputChanges(tuple(sorted(grown)), rewritten, changed, gone)
+    if not (replaced or absent):
+        return InputChanges(tuple(sorted(grown)))
+    changed, gone = index.compare(replaced | absent, current.values())
+    return InputChanges(
+        tuple(sorted(grown)),
+        rewritten,
+        changed={path: ids for path, ids in changed.items() if path in replaced},
+        gone={path: rows for path, rows in gone.items() if path in replaced},
+        absent={path: ids for path, ids in changed.items() if path in absent},
+    )
 
 
-class Growth:
-    """Tells whether a file's lines are the recorded ones, and more behind them. A file is read once for one record."""
-
-    def __init__(self, prints: Mapping[str, Fingerprint]) -> None:
-        self._prints = prints
-        self._found: dict[tuple[str, str], bool] = {}
-
-    def __call__(self, file: InputFile, was: Fingerprint) -> bool:
-        if file.format not in ("jsonl", "openai_batch") or not file.can_split:
-            return False
-        key = (file.path, content_of(was))
-        if key not in self._found:
-            self._found[key] = begins_with(file.storage_path, was, self._prints[file.path])
-        return self._found[key]
+def _has_grown(file: InputFile, was: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether a file's lines are the recorded ones, and more behind them."""
+    is_of_lines = file.format in ("jsonl", "openai_batch") and file.can_split
+    return is_of_lines and begins_with(file.storage_path, was, now)
 
 
 def _plan_key(config: JobConfig, files: Iterable[InputFile], prints: Mapping[str, Fingerprint]) -> str:
@@ -297,8 +293,6 @@ def _with_formats(
 
 def row_settings_line(plan: InputPlan) -> str | None:
     """Return settings_line of the plan's columns; requests of batch files are not columns."""
-    if plan.index is None:
-        return None
     entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
     names = {name for entry in entries for name, type_ in entry.types.items() if not pa.types.is_null(type_)}
     return settings_line(names & ROW_SETTINGS)
@@ -330,7 +324,7 @@ def requests_of(plan: InputPlan) -> Iterator[Request]:
 
 
 def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
-    """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
+    """Yield every row of the input in order, good or bad, with its request and carried columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
         yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
@@ -338,18 +332,7 @@ def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
 
 def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
     """Yield the rows in small tables."""
-    for shard in plan.shards:
-        yield from shard_tables(plan, shard)
-
-
-def shard_tables(plan: InputPlan, shard: Shard) -> Iterator[pa.Table]:
-    """Yield the requests of one shard in small tables."""
-    for chunk in chunks_in(shard, plan.needed, plan.source_types):
-        requests = [parse_row(row, plan.columns, shard.file.location_of(position)) for position, row in chunk.rows]
-        table = table_of_requests(requests)
-        for column in plan.passthrough_columns:
-            table = table.append_column(column.name, chunk.carried[column.source])
-        yield table
+    return chain.from_iterable(map(plan.reader.tables, plan.slices))
 
 
 def request_columns(
@@ -411,14 +394,27 @@ def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[s
         )
 
 
-def _not_mapped(names: Iterable[str], columns: RequestColumns) -> list[str]:
-    """Return the columns that are neither the id nor a prompt: input.columns says what those are."""
-    paths = (columns.id, *columns.prompts.values())
+def _check_unread(plan: InputPlan, on_unknown: str) -> None:
+    """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
+    if on_unknown == "carry":
+        return
+    paths = (plan.reader.columns.id, *plan.reader.columns.prompts.values())
     mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
-    return [name for name in names if name not in mapped]
+    num_rows = plan.rows_by_file
+    found: dict[str, str] = {}
+    for file in plan.files:
+        for column, (number, row, line, text) in plan.index.files[file.path].unread.items():
+            if number < num_rows[file.path] and column not in mapped:
+                location = file.location_of(RowPosition(row, line))
+                problem = f"{location}: column {column!r} ({text}) is a request parameter that rows cannot set here"
+                found.setdefault(column, problem)
+    if found and on_unknown == "refuse":
+        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in found.items()))
+    for problem in found.values():
+        log.warning("%s. It is treated as data.", problem)
 
 
-def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":
@@ -434,31 +430,31 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
 
 
-def _apply_limit(shards: list[Shard], limit: int | None) -> tuple[Shard, ...]:
+def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice, ...]:
     """Return the first rows of the input, in file order."""
     if limit is None:
-        return tuple(shards)
-    kept: list[Shard] = []
-    for shard in shards:
+        return tuple(slices)
+    kept: list[FileSlice] = []
+    for file_slice in slices:
         if limit > 0:
-            kept.append(shard.truncate(min(shard.num_rows, limit)))
-            limit -= shard.num_rows
+            kept.append(file_slice.truncate(min(file_slice.num_rows, limit)))
+            limit -= file_slice.num_rows
     return tuple(kept)
 
 
 def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """Return the sorted digests of these ids and their positions in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
-        request_id = id_of(row, plan.columns, location)
+        request_id = id_of(row, plan.reader.columns, location)
         if isin(digests([request_id]), wanted):
             yield request_id, location
 
 
-def sample_ids(ids: Digests, plan: InputPlan, most: int = 3) -> str:
+def sample_ids(ids: Digests, plan: InputPlan) -> str:
     """Return the first of these ids as text, for a message."""
     names: list[str] = []
     for name, _ in ids_in(plan, np.sort(ids)):
-        if len(names) == most:
+        if len(names) == MAX_NAMES:
             return ", ".join([*names, "..."])
         names.append(name)
     return ", ".join(names)
@@ -481,13 +477,11 @@ def _duplicate_error(request_id: str, first: RowLocation, second: RowLocation) -
 
 
 def _rows(plan: InputPlan) -> Iterator[tuple[InputRow, RowLocation]]:
-    for shard in plan.shards:
-        for chunk in chunks_in(shard, plan.needed, plan.source_types):
-            yield from ((row, shard.file.location_of(position)) for position, row in chunk.rows)
+    return chain.from_iterable(map(plan.reader.rows, plan.slices))
 
 
 def _check_rows(plan: InputPlan, on_bad_row: str) -> None:
     for row, location in _rows(plan) if on_bad_row == "fail" else ():
-        request = parse_row(row, plan.columns, location)
+        request = parse_row(row, plan.reader.columns, location)
         if request.error is not None:
             raise ConfigError(f"{request.error} (input.on_bad_row is fail)")

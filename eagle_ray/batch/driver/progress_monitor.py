@@ -17,31 +17,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import cast
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.cluster import (
     GcsWatch,
     RayletWatch,
-    WorkerPlan,
     check_alive,
     gcs_address,
     ray_messages,
     raylet_socket,
 )
-from eagle_ray.batch.driver.display import Facts, display
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.batch.driver.usage_meter import USAGE, UsageMeter
+from eagle_ray.batch.driver.status import Facts, display
 from eagle_ray.batch.worker.progress import Progress
 from eagle_ray.config.records import ProgressRecord
 from eagle_ray.engine.counters import choice_text
+from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
-from eagle_ray.runs.layout import read_derived_record
-from eagle_ray.runs.manifest import PROGRESS, RUN, RunHandle
-from eagle_ray.runs.parquet_file import open_part
+from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
+from eagle_ray.runs.part_files import open_part
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -99,6 +99,43 @@ def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
     )
 
 
+class UsageMeter:
+    """The time that a run and its workers took, over all attempts. It is what a run costs.
+
+    A worker counts from its start, loading included, until the job ends, because its GPU is taken for as long. Between
+    the fewest and the most workers of the job's plan, the ready ones are counted. An attempt that was killed counts up
+    to its last ``_progress.json``.
+
+    Args:
+        earlier: ``_progress.json`` as the attempts before left it, or None.
+        now: seconds of any steady clock.
+    """
+
+    def __init__(self, fewest: int, most: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float):
+        self._fewest, self._most, self._num_gpus = fewest, most, num_gpus
+        self._now = now
+        before = {"elapsed_s": 0.0, "worker_s": 0.0} if earlier is None else earlier.get(USAGE)
+        self._is_known = before is not None  # not after an attempt of a version that did not count
+        self._elapsed_s = before["elapsed_s"] if before else 0.0
+        self._worker_s = before["worker_s"] if before else 0.0
+
+    def update(self, num_ready: int, now: float) -> None:
+        """Count the time since the last update. num_ready: workers that have reported, restarted ones included."""
+        seconds, self._now = now - self._now, now
+        self._elapsed_s += seconds
+        self._worker_s += seconds * min(max(num_ready, self._fewest), self._most)
+
+    def usage(self) -> dict[str, float] | None:
+        """Return the seconds so far, or None if an earlier attempt's are not known."""
+        if not self._is_known:
+            return None
+        return {
+            "elapsed_s": round(self._elapsed_s, 1),
+            "worker_s": round(self._worker_s, 1),
+            "gpus_per_worker": self._num_gpus,
+        }
+
+
 class ProgressMonitor:
     """While it is open, it logs progress and writes ``_progress.json`` every few seconds.
 
@@ -109,7 +146,7 @@ class ProgressMonitor:
     """
 
     def __init__(
-        self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
+        self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
     ):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
@@ -121,7 +158,9 @@ class ProgressMonitor:
         self._started, self._ready_at = time.monotonic(), None
         self._latest = Progress()  # what the workers last reported
         self._num_rows_seen, self._advanced_at = 0, self._started
-        self._meter = UsageMeter(workers.fewest, workers.most, workers.num_gpus, _progress_before(run), self._started)
+        self._meter = UsageMeter(
+            workers.min_workers, workers.max_workers, workers.num_gpus, _progress_before(run), self._started
+        )
         self._gcs = GcsWatch(gcs_address())
         self._stop_reason: Exception | None = None
         self._write_error = ""  # why the latest progress file could not be written
@@ -296,7 +335,7 @@ class ProgressMonitor:
             interrupt()
 
 
-def _progress_before(run: RunHandle) -> Facts | None:
+def _progress_before(run: Run) -> Facts | None:
     """Return what earlier attempts of this run last wrote to ``_progress.json``, or None."""
     with suppress(OSError):
         facts = read_derived_record(run.output / PROGRESS, ProgressRecord)

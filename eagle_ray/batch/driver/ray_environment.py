@@ -21,7 +21,6 @@ from eagle_ray.core.errors import ConfigError
 
 log = logging.getLogger("eagle_ray")
 LOCAL = "local"
-RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 TMPDIR = "RAY_TMPDIR"
 TOKEN = "RAY_AUTH_TOKEN"
 QUIET_VARIABLES = {

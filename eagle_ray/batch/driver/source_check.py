@@ -1,122 +1,94 @@
 """Check that existing output rows belong to this input.
 
+A row of a changed file must be the one that it was, and none may be gone.
+
 Without an id column, an id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in
-another directory, has today's ids and would get today's output. A file that was moved or renamed counts as one file,
-also if it has grown since a move.
-Ids and source files of the rows are read only if a file of the run is no longer in the input.
+another directory, has today's ids and would get today's output. An answer from a file that is no longer in the input
+stands if the input has its row under the same id, as after a move. Of a file that is not in the input's index, the
+whole content must be there under another name.
 
-A changed file is accepted if no answered row of it changed (``check_changes``).
-
-    check_sources(run, plan.files, plan.rows)
+    check_changes(plan, output)
+    check_sources(run, plan)
 """
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.batch.driver.input_plan import Growth, InputPlan, sample_ids
-from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.runs.fingerprints import Fingerprint, may_be_same
-from eagle_ray.runs.id_digests import digests, isin
+from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
+from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.layout import data_of
-from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of
-from eagle_ray.runs.output_index import OutputIndex, error_ids, ids_in_file
-from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
-from eagle_ray.runs.row_index import INDEX, Table, take
+from eagle_ray.runs.manifest import REMEDY
+from eagle_ray.runs.part_files import as_stored, next_schema, read_tables, stored_schema
+from eagle_ray.runs.recorded_inputs import content_of, read_inputs
+from eagle_ray.runs.row_index import Digests, digests, isin
+from eagle_ray.runs.run import Run, manifest_of
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
-MAX_NAMES = 3
 
 
-def check_changes(plan: InputPlan, output: StoragePath, retry_errors: bool) -> None:
-    """Raise OutputMismatch if rows that were answered are other rows now; log those that changed or are gone.
-
-    The caller holds the lock. retry_errors: error rows are dropped, so their requests may change.
-    """
-    changes = plan.changes
-    for path in changes.grown:
-        log.info("%s has grown since %s was made from it: its new rows are added", path, output.display_path)
-    for path in changes.rewritten:
-        log.warning(
-            "%s was rewritten since %s was made from it: answered rows keep the carried columns that they have",
+def check_changes(plan: InputPlan, output: StoragePath) -> None:
+    """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
+    changed, gone = plan.changes.changed, plan.changes.gone
+    if number := sum(map(len, [*changed.values(), *gone.values()])):
+        names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
+        rows = (f"row {row} of {path}, which is gone" for path, found in gone.items() for row in np.sort(found))
+        names += islice(rows, MAX_NAMES)
+        raise OutputMismatch(
+            f"input changed since {output} was made from it: {number} rows of "
+            f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
+            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
+            "same ids (-i FILE --retry-errors)."
+        )
+    for path in plan.changes.rewritten:
+        log.info(
+            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
+            "answered ones keep their carried columns",
             path,
             output.display_path,
         )
-    if not (len(changes.changed) or len(changes.vanished)):
-        return
-    files = ", ".join((*changes.rewritten, *changes.grown)) or "the input"
-    index = OutputIndex.read(data_of(output), output / INDEX)
-    answered = index.find(changes.changed)
-    if retry_errors:
-        answered = _without_errors(answered, index)
-    if len(answered["id"]):
-        names = sample_ids(answered["id"], plan, MAX_NAMES)
-        raise OutputMismatch(
-            f"input changed since {output} was made from it: {len(answered['id'])} rows of {files} that were answered "
-            f"are other rows now: {names}. Give them ids of their own, put them back, {REMEDY}."
-        )
-    if len(changes.changed):
-        log.warning("%d rows of %s changed before they were answered", len(changes.changed), files)
-    if len(changes.vanished):
-        gone = index.find(changes.vanished)
-        names = f" ({', '.join(_names(gone, index))})" if len(gone["id"]) else ""
-        log.warning("%d rows are gone from %s; answers%s stay in the output", len(changes.vanished), files, names)
 
 
-def _without_errors(entries: Table, index: OutputIndex) -> Table:
-    """Return the entries without those of error rows."""
-    is_error = np.zeros(len(entries["id"]), bool)
-    for rank in np.unique(entries["file"]):
-        here = entries["file"] == rank
-        is_error[here] = isin(entries["id"][here], error_ids(index.files[rank]))
-    return take(entries, ~is_error)
+def check_sources(run: Run, plan: InputPlan) -> None:
+    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
 
-
-def _names(entries: Table, index: OutputIndex) -> list[str]:
-    """Return the ids of the first few entries as text, from their files."""
-    names: list[str] = []
-    for rank in np.unique(entries["file"][:MAX_NAMES]):
-        names += ids_in_file(index.files[rank], entries["id"])
-    return names[:MAX_NAMES] + (["..."] if len(entries["id"]) > MAX_NAMES else [])
-
-
-def check_sources(run: RunHandle, files: Iterable[InputFile], asked: ExpectedRows) -> None:
-    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now."""
-    missing = _missing_files(run, list(files))
-    for table in read_tables(run.data, ["request_id", "source_file"]) if missing else ():
-        orphaned = table.filter(pc.is_in(table["source_file"], pa.array(missing)))
-        request_ids = orphaned["request_id"].to_pylist()
-        if (is_requested := asked.contains(digests(request_ids))).any():
-            first = int(is_requested.argmax())
-            raise OutputMismatch(
-                f"{run.output} has an answer to the id {request_ids[first]!r} from {orphaned['source_file'][first]}, "
-                f"which is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
-            )
-
-
-def _missing_files(run: RunHandle, files: Sequence[InputFile]) -> list[str]:
-    """Return the files of the run that are not among `files`, not even under another name, or moved and then grown."""
+    Ids and source files of the output's rows are read only if there may be such rows.
+    """
     recorded = read_inputs(run.output, manifest_of(run.output))
-    by_size, by_name = defaultdict(list), defaultdict(list)  # each is compared with few: there may be many
-    for file in files:
-        by_size[recorded[file.path]["size"]].append(recorded[file.path])
-        by_name[file.storage_path.name].append(file)
-    paths = {file.path for file in files}
-    has_grown = Growth(recorded)
+    contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
+    suspects: dict[str, Digests | None] = {
+        path: None  # any of its ids
+        for path, was in recorded.items()
+        if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
+    }
+    suspects |= plan.changes.absent
+    for table in read_tables(run.data, ["request_id", "source_file"]) if suspects else ():
+        for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
+            request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
+            is_other = plan.rows.contains(ids := digests(request_ids))
+            if (others := suspects[path]) is not None:
+                is_other &= isin(ids, others)
+            if is_other.any():
+                raise OutputMismatch(
+                    f"{run.output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
+                    f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
+                )
 
-    def is_here(path: str, was: Fingerprint) -> bool:
-        if any(may_be_same(was, now) for now in by_size[was["size"]]):
-            return True
-        return any(has_grown(file, was) for file in by_name[path.rpartition("/")[2]])
 
-    return [path for path, was in recorded.items() if path not in paths and not is_here(path, was)]
+def check_columns(run: Run, plan: InputPlan) -> None:
+    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
+    there = stored_schema(run.data)
+    if unread := plan.row_settings.intersection(unread_settings(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
+        raise OutputMismatch(
+            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
+        )

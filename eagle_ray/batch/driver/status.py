@@ -1,7 +1,8 @@
-"""RunStatus: the state of a run, from the files of its output directory only.
+"""RunStatus: the state of a run, from the files of its output directory only; and the progress display of a live one.
 
 A killed run cannot record its end. On its own machine its process is looked up; elsewhere a run without a sign of
-life for long is called silent.
+life for long is called silent. A running job shows the fields of ``_progress.json`` as a log line every few seconds, or
+as a bar in a terminal.
 
     print(status_text(status_of(StoragePath.of("runs/a"))))
     # run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
@@ -11,24 +12,30 @@ life for long is called silent.
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Protocol
 
-from eagle_ray.batch.driver.display import Facts, format_progress
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.text import number, render
-from eagle_ray.runs.layout import read_derived_record
-from eagle_ray.runs.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
-from eagle_ray.runs.process_id import Process
-from eagle_ray.runs.sharding import read_shard_plan, shard_outputs
+from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY, read_derived_record, read_shard_plan, shard_outputs
+from eagle_ray.runs.lease import Process
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
+log = logging.getLogger("eagle_ray")
+LOADING = "loading the models"
 INTERRUPTED_OUTCOME = "KeyboardInterrupt"
 SILENCE_INTERVALS = 6  # times logging.progress_every_s
 NO_TOTAL = "its counts are left out. The run's command makes it again"
 MIN_SILENCE_S = 60.0  # loading a model takes as long
+Facts = dict[str, Any]  # the fields of ``_progress.json``
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
     cannot be read.
     """
-    manifest = read_manifest(output)
+    manifest = Run.inspect(output).manifest
     if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
     last = manifest["attempts"][-1]
@@ -180,3 +187,104 @@ def _totals_text(total: dict[str, Any] | None) -> str:
     if total is None:
         return ""
     return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"
+
+
+class Display(Protocol):
+    def show(self, facts: Facts) -> None:
+        """Show the current facts; called about once a second."""
+
+    def show_last(self, facts: Facts) -> None:
+        """Show the final facts."""
+
+
+@contextmanager
+def display(every_s: float) -> Iterator[Display]:
+    """Return a progress bar if stderr is a terminal, else a log line every every_s seconds."""
+    if sys.stderr.isatty():
+        with bar() as shown:
+            yield shown
+    else:
+        yield Lines(every_s, time.monotonic() + every_s)
+
+
+@dataclass(slots=True)
+class Lines:
+    """A log line every every_s seconds, the first at next_at."""
+
+    every_s: float
+    next_at: float
+
+    def show(self, facts: Facts) -> None:
+        if time.monotonic() >= self.next_at:
+            self.show_last(facts)
+            self.next_at += self.every_s
+
+    def show_last(self, facts: Facts) -> None:
+        log.info(line_of(facts))
+
+
+@contextmanager
+def bar() -> Iterator[Display]:
+    """Show a progress bar on stderr; log lines scroll past above it."""
+    from rich.console import Console  # half a second of imports that only a terminal needs
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress, _log_above():
+        yield Bar(progress, progress.add_task(LOADING, total=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """progress: rich's. task: its one task, with a text of two lines of at most 80 columns."""
+
+    progress: Any
+    task: int
+
+    def show(self, facts: Facts) -> None:
+        rows, *rest = format_progress(facts)
+        loaded = facts["workers_ready"] > 0
+        self.progress.update(
+            self.task,
+            description=f"{rows}\n{' · '.join(rest)}",
+            completed=facts["rows_done"],
+            total=facts["rows_to_do"] if loaded else None,  # None: a bar that only moves
+        )
+
+    def show_last(self, facts: Facts) -> None:
+        self.show(facts)
+
+
+@contextmanager
+def _log_above() -> Iterator[None]:
+    """Make stderr log handlers write above the bar."""
+    handlers = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
+    before = [handler.setStream(sys.stderr) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:  # None: it wrote there already
+                handler.setStream(stream)
+
+
+def line_of(facts: Facts) -> str:
+    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(format_progress(facts))}"
+
+
+def format_progress(facts: Facts) -> list[str]:
+    """Return the known facts as text, the rows first."""
+    waiting = [f"waiting for {facts['waiting_for']}"] if facts.get("waiting_for") else []
+    if not facts["workers_ready"]:
+        return waiting or [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
+    done, wanted = facts["rows_done"], facts["rows_to_do"]
+    parts = [f"{done} of {wanted} rows, {facts['rows_in_files']} in files, {facts['errors']} errors"]
+    if facts["tokens_per_s"]:
+        parts.append(f"{facts['tokens_per_s']:,.0f} tokens/s")
+    if facts["mean_acceptance_length"]:
+        parts.append(f"tau {facts['mean_acceptance_length']:.2f}")
+    if facts["tokens_per_s"] and facts["busy_slots"]:
+        parts.append(f"slots {facts['busy_slots']:.0%} busy")
+    if facts["seconds_left"]:
+        parts.append(f"{facts['seconds_left']:,.0f} s left")
+    return parts + waiting

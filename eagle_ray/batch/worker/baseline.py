@@ -11,8 +11,8 @@ reset between turns. The drafting engine starts untrained, as in a new worker, s
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.evaluation.timing import Timing, total
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn
@@ -37,6 +38,7 @@ from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import gumbel_noise, process
 
+DRAFTED, PLAIN = "drafted", "plain"
 ROWS_PER_SLOT = 2  # of a turn: enough to keep the slots full for most of it
 
 
@@ -47,20 +49,6 @@ class ChosenRow:
     request: Request
     sample_index: int
     output_ids: list[int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    tokens: int
-    seconds: float
-
-    @classmethod
-    def of_all(cls, turns: list[Speed]) -> Speed:
-        return cls(sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
 
 
 class BaselineComparison:
@@ -84,49 +72,36 @@ class BaselineComparison:
 
         turns: tokens and seconds of each turn, with drafts and without.
         """
-        engines = [self._draft_engine, self._plain_engine]
-        turns: dict[Engine, list[Speed]] = {engine: [] for engine in engines}
-        rows_per_turn = ROWS_PER_SLOT * self._draft_engine.scheduler.num_slots
-        for engine in engines:
-            self._decode(engine, rows[:rows_per_turn])
-        for start in range(0, len(rows), rows_per_turn):
-            for engine in engines:
-                turns[engine].append(self._timed(engine, rows[start : start + rows_per_turn]))
-            engines.reverse()
-        both = turns[self._draft_engine], turns[self._plain_engine]
-        drafted, plain = map(Speed.of_all, both)
+        timing = Timing({DRAFTED: self._draft_engine, PLAIN: self._plain_engine})
+        num_slots = self._draft_engine.scheduler.num_slots
+        groups = [
+            rows[start : start + ROWS_PER_SLOT * num_slots] for start in range(0, len(rows), ROWS_PER_SLOT * num_slots)
+        ]
+        timing.warm_up(partial(self._sequences, groups[0]))
+        turns = [timing.round(partial(self._sequences, group)) for group in groups]
+        drafted, plain = total(turns, DRAFTED), total(turns, PLAIN)
         return {
             "rows": len(rows),
-            "slots": self._draft_engine.scheduler.num_slots,
-            "output_tokens": drafted.tokens,
-            "tokens_per_s": drafted.tokens_per_s,
-            "plain_tokens_per_s": plain.tokens_per_s,
-            "speed_up": drafted.tokens_per_s / plain.tokens_per_s,
-            "turns": [(a.tokens, a.seconds, b.tokens, b.seconds) for a, b in zip(*both, strict=True)],
+            "slots": num_slots,
+            "output_tokens": drafted.num_tokens,
+            "tokens_per_s": drafted.tokens_per_second,
+            "plain_tokens_per_s": plain.tokens_per_second,
+            "speed_up": drafted.tokens_per_second / plain.tokens_per_second,
+            "turns": [
+                (a.num_tokens, a.seconds, b.num_tokens, b.seconds)
+                for a, b in ((turn.samples[DRAFTED], turn.samples[PLAIN]) for turn in turns)
+            ],
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
-        plain = self._decode(self._plain_engine, rows)
-        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, plain, strict=True)]
+        turn = Timing({PLAIN: self._plain_engine}).round(partial(self._sequences, rows))
+        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)]
         differing = [difference for difference in found if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
-    def _timed(self, engine: Engine, rows: list[ChosenRow]) -> Speed:
-        started = time.monotonic()
-        sequences = self._decode(engine, rows)
-        seconds = time.monotonic() - started
-        return Speed(sum(len(s.output_ids) for s in sequences), seconds)
-
-    def _decode(self, engine: Engine, rows: list[ChosenRow]) -> list[Sequence]:
-        """Return each row's finished sequence, in order."""
-        self._target.cache.blocks.reset_prefix_cache()
-        sequences = [self._sequence(row) for row in rows]
-        for sequence in sequences:
-            engine.add(sequence)
-        while engine.has_work:
-            engine.step()
-        return sequences
+    def _sequences(self, rows: list[ChosenRow], engine_name: str) -> list[Sequence]:
+        return [self._sequence(row) for row in rows]
 
     def _sequence(self, row: ChosenRow) -> Sequence:
         return sequence_of(row.request, self._config, self._tokenizer, row.sample_index)

@@ -20,9 +20,9 @@ from ray.data.datasource import Datasink
 from eagle_ray.batch.worker.nested_rows import unnest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import StorageUnavailable, outcome_of
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
 from eagle_ray.storage.storage_errors import remedy_of
@@ -40,7 +40,7 @@ class AtomicParquetSink(Datasink[None]):
         progress: the ProgressActor, which gets the rows of each file.
     """
 
-    run: RunHandle
+    run: Run
     schema: pa.Schema
     ids_per_file: int
     compression: str

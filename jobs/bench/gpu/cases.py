@@ -19,11 +19,11 @@ from torch import nn
 
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
-from eagle_ray.evaluation.forward_timer import ForwardTimer
-from eagle_ray.evaluation.statistics import ratio_interval
-from eagle_ray.evaluation.throughput import Sample, SteadyQueue, run_to_completion
+from eagle_ray.evaluation.recording_planner import RecordingPlanner
+from eagle_ray.evaluation.timing import Sample, SteadyQueue, run_requests
+from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.bench.gpu.harness import Harness, PlannerProbe, Way
+from jobs.bench.gpu.harness import Harness, Way
 from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.workload import DRAIN_LENGTHS
 
@@ -72,7 +72,7 @@ def _take(
     taken: Taken,
     rig: Harness,
     way: Way,
-    planner: PlannerProbe,
+    planner: RecordingPlanner,
     cell: Cell,
     prompts: list[list[int]],
     turn: int,
@@ -96,7 +96,7 @@ def _take(
 def _window(
     rig: Harness,
     way: Way,
-    planner: PlannerProbe,
+    planner: RecordingPlanner,
     cell: Cell,
     prompts: list[list[int]],
     first: int,
@@ -105,7 +105,7 @@ def _window(
 ) -> tuple[list[list[int]], Sample, Parts]:
     """A window right after the slots were filled; what was generated for each request from the first one on."""
     engine = rig.engine(way, cell.context, cell.batch, planner)
-    queue = SteadyQueue(engine, requests(prompts, first, [cell.tokens], cell.context), ForwardTimer(), cell.batch)
+    queue = SteadyQueue(engine, requests(prompts, first, [cell.tokens], cell.context), in_flight=cell.batch)
     try:
         queue.fill()
         before = planner.parts
@@ -124,9 +124,9 @@ def drain(
     for way in ways:
         engine = rig.engine(way, cell.context, cell.batch)
         short = islice(requests(prompts, 0, [16, 4, 12, 8], cell.context), cell.batch)
-        run_to_completion(engine, list(short), ForwardTimer(), cell.batch)
+        run_requests(engine, list(short), in_flight=cell.batch)
         rows = list(islice(requests(prompts, 0, DRAIN_LENGTHS, cell.context), num_rows))
-        done[way.name] = run_to_completion(engine, rows, ForwardTimer(), cell.batch), [s.output_ids for s in rows]
+        done[way.name] = run_requests(engine, rows, in_flight=cell.batch), [s.output_ids for s in rows]
     return done
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -26,10 +25,11 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
+from eagle_ray.evaluation.recording_planner import RecordingPlanner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
+from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.sampling.coupling import Coupling
@@ -58,42 +58,6 @@ class Way:
     @property
     def is_plain(self) -> bool:
         return self.tree == NO_TREE
-
-
-class PlannerProbe:
-    """A planner, with what its steps took by the device's clock, and what the costs say that they take.
-
-    draft_s, verify_s, rest_s: as Seconds has them. Steps in which a graph was recorded are left out. costs: None where
-    nothing is predicted.
-    """
-
-    def __init__(self, planner: Planner, costs: StepCosts | None):
-        self._planner, self._costs = planner, costs
-        self.draft_s = self.verify_s = self.rest_s = 0.0
-        self.predicted_s = self.predicted_plain_s = 0.0
-
-    @property
-    def parts(self) -> tuple[float, float, float]:
-        return self.draft_s, self.verify_s, self.rest_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        if not outcome.is_first:
-            self.draft_s += outcome.seconds.draft
-            self.verify_s += outcome.seconds.verify
-            self.rest_s += outcome.seconds.overhead
-            if self._costs is not None:
-                self._predict(outcome)
-        self._planner.observe(outcome)
-
-    def _predict(self, outcome: StepOutcome) -> None:
-        predicted = self._costs.predict(outcome)
-        self.predicted_s += predicted.total - self._costs.prefill_seconds(outcome)
-        self.predicted_plain_s += self._costs.plain_seconds(outcome.batch_size, outcome.num_cached)
-        if getattr(self._planner, "costs", None) is not self._costs:
-            self._costs.update(outcome, predicted)
 
 
 @dataclass(slots=True)
@@ -175,14 +139,14 @@ class Harness:
         engine.planner = planner or self.planner(way)
         return engine
 
-    def planner(self, way: Way) -> PlannerProbe:
+    def planner(self, way: Way) -> RecordingPlanner:
         costs = copy.deepcopy(self.costs)
         if way.budget == "global":
             graphs = self.drafting.graphs
             can_sync = self.drafting.target.device.type == "cpu" and graphs is None
             sizes = graphs.pass_sizes(way.tree[0], way.tree[2]) if graphs else None
-            return PlannerProbe(BudgetPlanner(*way.tree, costs, can_sync, sizes), costs)
-        return PlannerProbe(UniformPlanner(*way.tree), costs)
+            return RecordingPlanner(BudgetPlanner(*way.tree, costs, can_sync, sizes), costs)
+        return RecordingPlanner(UniformPlanner(*way.tree), costs)
 
     @property
     def num_captured(self) -> int:

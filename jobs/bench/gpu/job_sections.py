@@ -38,17 +38,18 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import compare
+from eagle_ray.evaluation.recording_planner import RecordingPlanner
 from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.planner.planner import StepOutcome, UniformPlanner
+from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
 from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.findings import Findings
-from jobs.bench.gpu.harness import LARGEST, NO_TREE, PlannerProbe, Tree
+from jobs.bench.gpu.harness import LARGEST, NO_TREE, Tree
 from jobs.bench.gpu.isolated_runs import measurement_parser
 from jobs.bench.gpu.kernel_sections import FINDINGS
 from jobs.bench.gpu.models import NOISE
@@ -340,7 +341,7 @@ def _measure_ways(
                     turn=turn,
                     **figures,
                     **{part: 1e3 * seconds / steps for part, seconds in each.items()},
-                    predicted_step_ms=1e3 * planners[name].predicted_s / max(planners[name].num_observed, 1),
+                    predicted_step_ms=1e3 * planners[name].predicted_s / max(planners[name].num_steps, 1),
                     **job.acceptance,
                 )
                 job.end()
@@ -348,22 +349,12 @@ def _measure_ways(
         release(scale.device)
 
 
-class CountingProbe(PlannerProbe):
-    """A PlannerProbe that counts the steps that it sums over."""
-
-    num_observed = 0
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.num_observed += not outcome.is_first
-        super().observe(outcome)
-
-
-def _planner(engine: Engine, tree: Tree, budget: str) -> CountingProbe:
+def _planner(engine: Engine, tree: Tree, budget: str) -> RecordingPlanner:
     costs = getattr(engine.planner, "costs", None)
     if budget == "uniform":
-        return CountingProbe(UniformPlanner(*tree), costs)
+        return RecordingPlanner(UniformPlanner(*tree), costs)
     sizes = engine.graphs.pass_sizes(tree[0], tree[2]) if engine.graphs else None
-    return CountingProbe(BudgetPlanner(*tree, costs, engine.graphs is None, sizes), costs)
+    return RecordingPlanner(BudgetPlanner(*tree, costs, engine.graphs is None, sizes), costs)
 
 
 def measure_start(scale: Scale, findings: Findings) -> None:

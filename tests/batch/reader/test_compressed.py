@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.batch.reader import shards
+from eagle_ray.batch.reader import scan
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.decompression import open_decompressed
 from tests.batch.reader.test_plan import ids, plan
@@ -31,11 +31,11 @@ COMPRESS = {".gz": gzip.compress, ".zst": zstd}
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", JSONL), ("a.csv", CSV)])
 def test_the_rows_are_those_of_the_plain_file(tmp_path, monkeypatch, suffix, name, content):
-    monkeypatch.setattr(shards, "SHARD_ROWS", 4)
+    monkeypatch.setattr(scan, "SLICE_ROWS", 4)
     (tmp_path / name).write_bytes(content)
     (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](content))
     plain, packed = plan(tmp_path / name), plan(tmp_path / f"{name}{suffix}")
-    assert len(packed.shards) == 1
+    assert len(packed.slices) == 1
     own = {"source_file", "request_id", "error_message"}
     rows = [
         [{k: v for k, v in row.items() if k not in own} for row in request_rows(found)] for found in (plain, packed)

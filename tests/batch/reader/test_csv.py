@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.batch.driver.input_plan import request_rows
+from eagle_ray.batch.driver.input_plan import request_columns, request_rows
 from eagle_ray.batch.reader import csv as ours
-from eagle_ray.batch.reader import shards
+from eagle_ray.batch.reader import scan
 from eagle_ray.batch.reader.carried_columns import CSV_TEXT
 from eagle_ray.batch.reader.csv import rows_in_csv, type_of_csv_value
+from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import find_files
+from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
+from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError, RequestError
 from tests.batch.reader.test_plan import errors, ids, plan
 
@@ -131,7 +134,7 @@ def test_types_of_values(text, type_):
 def test_types_of_carried_columns_are_those_of_the_whole_file(tmp_path):
     content = "prompt,i,f,b,mixed,late,none,zip\n5,1,1,true,1,1,,01234\n6,2,0.5,False,true,2,,\n7,,,,,x,,99999\n"
     the_plan = plan(write(tmp_path / "a.csv", content))
-    types = {field.name: str(field.type) for field in the_plan.passthrough}
+    types = {field.name: str(field.type) for field in the_plan.carried_fields}
     texts = dict.fromkeys(["mixed", "late", "none", "zip"], "string")
     assert types == {"i": "int64", "f": "double", "b": "bool"} | texts
     first, second, third = ([row[name] for name in types] for row in request_rows(the_plan))
@@ -173,21 +176,22 @@ def test_prompts_and_sampling_of_every_kind(tmp_path):
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 99])
 def test_shards_and_limit_keep_order_and_count(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    monkeypatch.setattr(scan, "SLICE_ROWS", 3)
     rows = "".join(f'{i},"line one of {i}\nline ""two"""\n' if i % 4 else f'{i},"open\n' for i in range(10))
     the_plan = plan(write(tmp_path / "a.csv", "id,prompt\n" + rows), f"input.limit={limit}")
     whole = plan(tmp_path / "a.csv")
     assert list(request_rows(the_plan)) == list(request_rows(whole))[:limit]
-    assert the_plan.num_rows == min(limit, whole.num_rows) and len(whole.shards) > 3
+    assert the_plan.num_rows == min(limit, whole.num_rows) and len(whole.slices) > 3
 
 
 def test_each_shard_is_read_on_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_ROWS", 2)
+    monkeypatch.setattr(scan, "SLICE_ROWS", 2)
     content = "\ufeffid,prompt\r\n" + "".join(f'{i},"a\r\nb, {i}"\r\n\r\n' for i in range(7))
     [file] = find_files(str(write(tmp_path / "a.csv", content)), "auto")
-    found = shards.scan(file, [], lambda index, row: None)
-    for shard in reversed(found.shards):
-        rows = list(shards.rows_in(shard, []))
+    found = FileScan()
+    list(rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found))
+    for shard in reversed(found.slices):
+        rows = [row for chunk in chunks_in(shard, [], {}) for row in chunk.rows]
         assert [at.row for at, _ in rows] == [shard.first.row, shard.first.row + 2][: shard.num_rows]
         assert [row["prompt"] for _, row in rows] == [f"a\r\nb, {at.row // 2}" for at, _ in rows]
         assert [at.line for at, _ in rows] == [2 + 3 * (at.row // 2) for at, _ in rows]

@@ -6,17 +6,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import find_files
-from eagle_ray.batch.reader.shards import rows_in, scan
+from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
 from eagle_ray.batch.worker.start_cache import StartCache
-from eagle_ray.config import load_config
+from eagle_ray.config import ColumnsConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import CACHE, RUN
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
 from tests.kernels.test_triton_cache import make_entry
@@ -141,13 +142,14 @@ def test_a_large_jsonl_is_read_in_parts_from_where_a_shard_starts(bucket, proxy)
     lines = [json.dumps({"id": i, "prompt": "x" * 2000}).encode() for i in range(4000)]
     (bucket / "a.jsonl").write_atomic(b"\n".join(lines))
     [file] = find_files(f"{bucket}/a.jsonl", "auto")
-    seen = []
-    found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
-    assert seen == list(range(4000)) and len(found.shards) == 8
+    found = FileScan()
+    seen = [row["id"] for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)]
+    assert seen == list(range(4000)) and len(found.slices) == 8
     gets = [request for request in proxy.seen if request.method == "GET" and "a.jsonl" in request.path]
     assert len(gets) > 3 and all("Range" in request.headers for request in gets)
     before = len(proxy.seen)
-    assert [row["id"] for _, row in rows_in(found.shards[-1].truncate(3), ["id"])] == [3584, 3585, 3586]
+    [chunk] = chunks_in(found.slices[-1].truncate(3), ["id"], {})
+    assert [row["id"] for _, row in chunk.rows] == [3584, 3585, 3586]
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of eight million
 
 
@@ -193,17 +195,17 @@ def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
     rows = "".join(f'{i},"{"x" * 1000}\n""{i}"""\r\n' for i in range(2000))
     (bucket / "a.csv").write_atomic(f"\ufeffid,prompt\r\n{rows}".encode())
     [file] = find_files(f"{bucket}/a.csv", "auto")
-    seen = []
-    found = scan(file, ["id"], lambda index, row: seen.append(row["id"]))
-    assert seen == [str(i) for i in range(2000)] and len(found.shards) == 4
+    found = FileScan()
+    seen = [row["id"] for _, row in rows_in_part(FilePart(file), request_columns(ColumnsConfig()), found)]
+    assert seen == [str(i) for i in range(2000)] and len(found.slices) == 4
     before = len(proxy.seen)
-    rows = [row for _, row in rows_in(found.shards[-1].truncate(2), ["id"])]
-    assert rows[1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
+    [chunk] = chunks_in(found.slices[-1].truncate(2), ["id"], {})
+    assert chunk.rows[1][1] == {"id": "1537", "prompt": "x" * 1000 + '\n"1537"'}
     assert sum(request.sent for request in proxy.seen[before:]) < 300_000  # of two million
 
 
 def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypatch):
-    run = RunHandle(bucket / "out", "run", 1, "hash")
+    run = Run(bucket / "out", "run", 1, "hash")
     write_json(run.output / RUN, {"run_id": "run", "attempt": 1})
     found = []
     for machine in ("a", "b"):

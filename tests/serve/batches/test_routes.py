@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
@@ -18,6 +20,7 @@ from tests.serve.client import exchange, get, post, request
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
 DAY = {"completion_window": "24h"}
+OLD = Path(__file__).parents[2] / "goldens" / "batch_store"
 
 
 @pytest.fixture
@@ -294,9 +297,12 @@ def run(service, store, *ids):
     asyncio.run(main())
 
 
+def file_lines(app, id):
+    return [json.loads(line) for line in ask(app, "GET", f"/v1/files/{id}/content").body.splitlines()] if id else []
+
+
 def content_of(app, id):
-    body = ask(app, "GET", f"/v1/files/{id}/content").body
-    return {line["custom_id"]: line for line in map(json.loads, body.splitlines())}
+    return {line["custom_id"]: line for line in file_lines(app, id)}
 
 
 def test_a_batchs_answers_are_the_endpoints(service, kept, store):
@@ -332,6 +338,41 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     assert error_of(answer) == (400, "input_file_id", "bad_value")
     assert ask(kept, "POST", f"/v1/batches/{made['id']}/cancel").status == 409
     assert ask(kept, "DELETE", f"/v1/files/{file}").json["deleted"]
+
+
+def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path):
+    """Answers that its killed server has stored stay as they are; every other line is answered once."""
+    shutil.copytree(OLD / "store", tmp_path / "kept")
+    store = BatchStore.open(str(tmp_path / "kept"))
+    app, shown = build_app(service, store=store), json.loads((OLD / "shown.json").read_text())
+    for kind in ("batches", "files"):
+        assert ask(app, "GET", f"/v1/{kind}?order=asc").json == shown[kind]
+        for one in shown[kind]["data"]:
+            assert ask(app, "GET", f"/v1/{kind}/{one['id']}").json == one
+    logged = [json.loads(line) for file in OLD.rglob("work/*/00000*") for line in file.read_bytes().splitlines()]
+    run(service, store)
+    ends, found = {}, []
+    for before in shown["batches"]["data"]:
+        batch = ask(app, "GET", f"/v1/batches/{before['id']}").json
+        answers = file_lines(app, batch["output_file_id"]) + file_lines(app, batch["error_file_id"])
+        name, counts = batch["metadata"]["name"], batch["request_counts"]
+        ends[name] = batch["status"], counts["completed"], counts["failed"]
+        assert counts["completed"] + counts["failed"] == len(answers)
+        assert batch == before or before["status"] != batch["status"]
+        if name != "failed":
+            asked = file_lines(app, batch["input_file_id"])
+            assert sorted(line["custom_id"] for line in answers) == sorted(line["custom_id"] for line in asked)
+        found += answers
+    assert ends == {
+        "completed": ("completed", 2, 1),
+        "failed": ("failed", 0, 0),
+        "cancelled": ("cancelled", 1, 2),
+        "in_progress": ("completed", 4, 1),
+        "cancelling": ("cancelled", 0, 2),
+        "validating": ("completed", 2, 0),
+        "finalizing": ("completed", 1, 1),
+    }
+    assert len(logged) == 5 and all(line in found for line in logged)
 
 
 def test_a_batch_of_responses(service, kept, store):

@@ -1,0 +1,142 @@
+"""Execute: one Ray Data stream of the missing requests through a pool of engine actors into Parquet files.
+
+execute(held, held.missing())
+"""
+
+from __future__ import annotations
+
+import logging
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+
+from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.cluster import plan_workers, reason_of
+from eagle_ray.batch.driver.completeness import Completeness
+from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
+from eagle_ray.batch.reader.source import read_requests
+from eagle_ray.batch.worker.actor import EngineActor
+from eagle_ray.batch.worker.progress import start_progress
+from eagle_ray.batch.worker.sink import AtomicParquetSink
+from eagle_ray.core.slot_limits import usual_slots
+from eagle_ray.runs.part_files import next_schema
+
+log = logging.getLogger("eagle_ray")
+
+CALLS_PER_ACTOR = 8  # batches in flight: with batches of half the slots, four rows for each slot
+BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some milliseconds and the GIL
+MAX_ROWS_PER_SLOT = 4  # rows of a batch
+WINDOW_ROWS_PER_SLOT = 32  # rows that an engine holds and orders; with 4 it gained 1 % (jobs/results/order.md)
+MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
+STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
+EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
+UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
+
+
+def execute(held: Claim, missing: Completeness) -> None:
+    """Answer every request except those that are done. Ray must be connected.
+
+    Raises:
+        TooManyErrors, ClusterError: the job stops.
+        ConfigError: a model is missing.
+    """
+    config, plan, run = held.plan.config, held.plan.input, held.run
+    num_rows = missing.num_rows - missing.num_done_rows
+    workers = plan_workers(config, num_rows)
+    progress = start_progress(workers.min_workers)
+    max_starts = workers.max_workers * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
+    limits = Limits(config.execution.max_error_rate, max_starts)
+    ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
+    schema = next_schema(run.data, plan.carried_fields)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, held.plan.partitions, progress)
+    slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
+    batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
+    calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
+    _set_up_ray_data(config.execution.preserve_order, max_starts)
+    log.info("loading %s in %s", config.model.target, workers.describe())
+    requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
+    actor_args = (config, run, plan.carried_fields, workers.threads, progress)
+    answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
+    with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
+        _write(answers, sink)
+
+
+def map_engine(
+    requests: ray.data.Dataset,
+    batch_size: int,
+    workers: WorkerPlan,
+    actor_args: tuple,
+    actor: type[EngineActor] | None = None,
+    calls: int = CALLS_PER_ACTOR,
+) -> ray.data.Dataset:
+    """Return the nested output rows of the requests, lazily.
+
+    Args:
+        actor_args: see EngineActor, the default actor.
+        calls: batches in flight per actor.
+    """
+    return requests.map_batches(
+        actor or EngineActor,
+        fn_constructor_args=actor_args,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        udf_modifying_row_count=True,  # n samples of a row
+        compute=_pool(workers, calls),
+        **workers.ray_options,
+    )
+
+
+def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
+    """Execute the stream. Ray wraps what a worker raised; raise the reason itself in one line."""
+    try:
+        dataset.write_datasink(sink)
+    except RayError as error:
+        raise reason_of(error) from error
+
+
+def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:
+    return ActorPoolStrategy(
+        min_size=workers.min_workers,
+        max_size=workers.max_workers,
+        initial_size=workers.min_workers,
+        max_concurrent_calls_per_actor=calls,
+        max_tasks_in_flight_per_actor=calls,
+    )
+
+
+def plan_batch_size(slots: int, actors: int, num_rows: int) -> int:
+    """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
+    wanted = max(slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots))
+    return max(1, min(wanted, num_rows // (2 * actors)))
+
+
+def plan_calls(order: str, slots: int, batch_size: int, actors: int, num_rows: int) -> int:
+    """Return the batches in flight per actor: with order auto, enough for a window of rows to order.
+
+    Several actors together hold at most half of the rows, so that the rest can spread over them.
+    """
+    if order == "input":
+        return CALLS_PER_ACTOR
+    share = num_rows if actors == 1 else num_rows // (2 * actors)
+    window = min(WINDOW_ROWS_PER_SLOT * slots, share)
+    return max(CALLS_PER_ACTOR, -(-window // batch_size))
+
+
+def _rows_per_file(wanted: int, num_rows: int) -> int:
+    return max(1, min(wanted, num_rows // MIN_FILES))
+
+
+def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
+    """Replace Ray's progress output by ours, keep order if the job wants it, and allow workers to die while loading."""
+    context = DataContext.get_current()
+    context.max_consecutive_actor_init_deaths = max_starts
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = UPSCALING_THRESHOLD
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = preserve_order
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):  # its log file keeps everything
+            handler.setLevel(logging.CRITICAL)

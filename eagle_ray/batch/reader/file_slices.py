@@ -1,0 +1,269 @@
+"""Slices: small consecutive parts of input files that can be read separately, in any format.
+
+Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and OpenAI batch files.
+A compressed file, and one that is read through fsspec, is one slice: its parts could only be read from its start.
+A malformed record is one bad row. Memory is bounded by a record or a batch.
+
+Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``), except where a row has a
+column of that name. Their values are texts, but a run's own files tell the types that the values had.
+
+    [chunk] = chunks_in(file_slice, ["prompt"], carried={})
+    chunk.rows                                                  # [(RowPosition(row=0, line=1), {'prompt': 'Hi'})]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eagle_ray.batch.reader.carried_columns import CSV_TEXT, carry, column_of
+from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile
+from eagle_ray.batch.reader.jsonl import CutLine, rows_in_batch, rows_in_jsonl
+from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet
+from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
+from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.requests.columns import RowPosition
+from eagle_ray.requests.parameters import ROW_PARAMETERS
+from eagle_ray.requests.rows import UNCARRIED, InputRow
+from eagle_ray.runs.job_errors import OutputDamaged
+from eagle_ray.runs.part_files import open_part
+from eagle_ray.runs.partitions import partition_types
+from eagle_ray.storage.checked_parquet import is_damage, open_parquet
+from eagle_ray.storage.path import StorageError
+
+log = logging.getLogger("eagle_ray")
+COLUMNAR = ("parquet", RUN_FORMAT)
+RECORD_READERS = {"jsonl": rows_in_jsonl, "csv": rows_in_csv, "openai_batch": rows_in_batch}
+CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupError)
+READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
+
+Item = TypeVar("Item")
+PlacedRow = tuple[RowPosition, InputRow]
+Convert = Callable[[str, pa.DataType, int, int], pa.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Consecutive rows of one file. start: row group (Parquet) or byte offset. first: its first row.
+
+    Blank lines are not rows, but row indices count them.
+    """
+
+    file: InputFile
+    start: int
+    first: RowPosition
+    num_rows: int
+
+    def truncate(self, num_rows: int) -> FileSlice:
+        """Return the slice's first rows."""
+        return dataclasses.replace(self, num_rows=num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of a slice: their positions, the values that requests are made of, and the carried columns."""
+
+    rows: list[PlacedRow]
+    carried: dict[str, pa.Array]
+
+    def truncate(self, num_rows: int) -> Chunk:
+        return Chunk(self.rows[:num_rows], {name: column[:num_rows] for name, column in self.carried.items()})
+
+
+@contextmanager
+def reading(file: InputFile) -> Iterator[None]:
+    """Raise ConfigError naming the file if the body finds that it cannot be read as what it is."""
+    try:
+        yield
+    except StorageError:  # the storage is at fault, not the file
+        raise
+    except READ_ERRORS as error:
+        raise _unreadable_error(file, error) from None
+
+
+def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    """Yield the rows of a slice in chunks with their carried columns.
+
+    Raises InputChanged if the file has changed since it was scanned, ConfigError if it cannot be read now.
+
+    Args:
+        needed: columns that rows need of Parquet; other formats have all of theirs.
+        carried: the carried columns' types over all files.
+    """
+    file_slice.file.check_unchanged()
+    read = _columnar_chunks if file_slice.file.format in COLUMNAR else _record_chunks
+    return _detect_changes(file_slice.file, _first_rows(read(file_slice, needed, carried), file_slice.num_rows))
+
+
+def _first_rows(chunks: Iterator[Chunk], num_rows: int) -> Iterator[Chunk]:
+    left = num_rows
+    while left > 0 and (chunk := next(chunks, None)) is not None:
+        yield chunk.truncate(left)
+        left -= len(chunk.rows)
+
+
+def _detect_changes(file: InputFile, items: Iterator[Item]) -> Iterator[Item]:
+    """Treat a file that cannot be read now as changed if its size differs."""
+    try:
+        with file.detect_changes():
+            yield from items
+    except (ConfigError, OutputDamaged):
+        file.check_unchanged()
+        raise
+
+
+def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
+    fix = "delete it" if file.version.size == 0 else "write it again, leave it out of input.path, or set input.format"
+    return ConfigError(f"cannot read {file.path} as {file.format} ({one_line(error)}): {fix}")
+
+
+@contextmanager
+def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file. Raises ConfigError naming it if it or what the body reads of it is damaged; OutputDamaged if
+    it is another run's part file.
+    """
+    if file.format == RUN_FORMAT:
+        with open_part(file.storage_path) as parquet:
+            yield parquet
+        return
+    try:
+        with open_parquet(file.storage_path) as parquet:
+            yield parquet
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise _unreadable_error(file, error) from None
+
+
+def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
+    """Return the file's partition columns. types: those that are known; others are texts, and null has no type."""
+    scalars = {}
+    for name, text in file.partitions.items():
+        known = None if types is None or name not in types.names else types.field(name).type
+        value = text if known is not None or text is None or name not in ROW_PARAMETERS else parse_csv_value(name, text)
+        if known is not None:
+            scalars[name] = pa.scalar(text, pa.string()).cast(known)
+        elif value is None or isinstance(value, str):
+            scalars[name] = pa.scalar(value, pa.null() if value is None else CSV_TEXT)
+        else:
+            scalars[name] = pa.scalar(value)
+    return scalars
+
+
+def with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
+    """Return the row with the values of partition columns that it does not have itself."""
+    return {**values, **row} if values and isinstance(row, dict) else row
+
+
+def _record_chunks(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]) -> Iterator[Chunk]:
+    values = {name: scalar.as_py() for name, scalar in partition_scalars(file_slice.file).items()}
+    records = records_in(file_slice.file, file_slice.start, file_slice.first)
+    rows = ((position, with_values(row, values)) for _, position, row in islice(records, file_slice.num_rows))
+    while some := list(islice(rows, BATCH_ROWS)):
+        yield _chunk(some, carried, partial(_record_column, some))
+
+
+def _record_column(rows: list[PlacedRow], name: str, type_: pa.DataType, start: int, stop: int) -> pa.Array:
+    return column_of([row.get(name) if isinstance(row, dict) else None for _, row in rows[start:stop]], type_)
+
+
+def _chunk(rows: list[PlacedRow], carried: Mapping[str, pa.DataType], convert: Convert) -> Chunk:
+    """Return the rows with their carried columns. A row with a value that does not fit its type gets an error and a
+    null, and keeps its id.
+
+    convert: returns a column of some of the rows, or raises an error of CARRY_ERRORS.
+    """
+    columns: dict[str, pa.Array] = {}
+    errors: dict[int, RequestError] = {}
+    for name, type_ in carried.items():
+        try:
+            columns[name] = convert(name, type_, 0, len(rows))
+        except CARRY_ERRORS:
+            parts = [_value_or_error(convert, name, type_, row) for row in range(len(rows))]
+            errors |= {row: part for row, part in enumerate(parts) if isinstance(part, RequestError)}
+            null = column_of([None], type_)
+            columns[name] = pa.concat_arrays([null if isinstance(part, RequestError) else part for part in parts])
+    for i, error in errors.items():
+        position, row = rows[i]
+        rows[i] = position, row | {UNCARRIED: error} if isinstance(row, dict) else row
+    return Chunk(rows, columns)
+
+
+def _value_or_error(convert: Convert, name: str, type_: pa.DataType, row: int) -> pa.Array | RequestError:
+    try:
+        return convert(name, type_, row, row + 1)
+    except CARRY_ERRORS as error:
+        fix = "cast it, for example to a string, or leave it out with input.passthrough"
+        message = f"column {name!r} cannot be carried through as {type_} ({one_line(error)}): {fix}"
+        return RequestError("bad_type", message)
+
+
+def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
+    """Yield byte offset, position and columns of every record from byte `start` on, which is at start_position.
+
+    A last line that is not whole is left out, since another process may be writing it.
+    """
+    with file.open() as stream:
+        if start == 0:
+            _check_encoding(stream.read(ENCODING_BYTES), file)
+        for offset, position, row in RECORD_READERS[file.format](stream, file.path, start, start_position):
+            if isinstance(row, CutLine):
+                log.warning("%s, line %s: the last line is not whole. It is read once it is.", file.path, position.line)
+                return
+            yield offset, position, row
+
+
+def _check_encoding(first_bytes: bytes, file: InputFile) -> None:
+    if (encoding := wide_encoding(first_bytes)) is not None:
+        raise ConfigError(f"cannot read {file.path} as {file.format}: it is {encoding} text. Write it as UTF-8.")
+
+
+def partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
+    """Return the partition columns of a Parquet file, without those that it has itself."""
+    schema = parquet.schema_arrow
+    scalars = partition_scalars(file, partition_types(schema))
+    return {name: scalar for name, scalar in scalars.items() if name not in schema.names}
+
+
+def columns_in(parquet: pq.ParquetFile, file: InputFile) -> pa.Schema:
+    return run_schema(parquet, file.path) if file.format == RUN_FORMAT else parquet.schema_arrow
+
+
+def columnar_batches(
+    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are."""
+    if file.format == RUN_FORMAT:
+        return batches_in_run(parquet, file.path, needed, groups, carried)
+    return batches_in_parquet(parquet, file, needed, groups, carried)
+
+
+def _columnar_chunks(
+    file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
+) -> Iterator[Chunk]:
+    file, index = file_slice.file, file_slice.first.row
+    with reading(file), open_columnar(file) as parquet:
+        partitions = {name: scalar.as_py() for name, scalar in partitions_in(parquet, file).items()}
+        read = {name: partitions[name] for name in needed if name in partitions}
+        for rows, batch in columnar_batches(parquet, file, needed, [file_slice.start], carried):
+            placed = [(RowPosition(index + i, None), with_values(row, read)) for i, row in enumerate(rows)]
+            index += len(rows)
+            yield _chunk(placed, carried, partial(_columnar_column, batch, partitions))
+
+
+def _columnar_column(
+    batch: pa.RecordBatch, partitions: Mapping[str, Any], name: str, type_: pa.DataType, start: int, stop: int
+) -> pa.Array:
+    if name in batch.schema.names:
+        return carry(batch.column(name)[start:stop], type_)
+    return column_of([partitions.get(name)] * (stop - start), type_)

@@ -1,0 +1,116 @@
+"""Fingerprints of input files, which a run records, so that a resume detects changed input.
+
+S3's ETag identifies an object's content. A local file's time does not: a copy, a checkout or ``touch`` changes it
+alone, and a program can set it back. So each local file is read once when a run first meets it, for a digest, and again
+if its state has changed. The state is its inode and ctime, which no program can set. A file that changed less than
+SETTLED_NS before it was read has no state, because a second change could fall into the same tick of the file system's
+clock: it is read again at the next start. Files of more than MOST_BYTES are compared by size and time only, since
+hashing terabytes at every start would take too long.
+
+    fingerprints(plan.files, known={})
+    # {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.jsonl import is_json
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
+from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
+from eagle_ray.storage.path import StoragePath
+
+MOST_BYTES = 16 << 30  # about half a minute
+PIECE = 1 << 20
+SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
+
+
+def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -> dict[str, Fingerprint]:
+    """Return fingerprints by path, of the files as they were found.
+
+    known: recorded ones; a file with a recorded version and state is not read again.
+    """
+    files = list(files)
+    found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
+    unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
+    if sum(file.version.size for file in unread) <= MOST_BYTES:
+        for file in unread:
+            began_ns, changed_ns = time.time_ns(), file.version.changed_ns
+            found[file.path]["digest"] = _digest(file.storage_path)
+            if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
+                found[file.path]["state"] = file.version.state
+    return found
+
+
+def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
+    """Return whether a local file of lines has the recorded content, and more behind it.
+
+    The recorded last line may have been cut: it was no row then (``rows_in_jsonl``). A row has not become another one.
+    """
+    if not file.is_local or "digest" not in was or now["size"] <= was["size"] or was["size"] == 0:
+        return False
+    with file.open() as stream:
+        content = hashlib.blake2b(digest_size=16)
+        left, last_line = was["size"], b""
+        while left > 0 and (piece := stream.read(min(PIECE, left))):
+            content.update(piece)
+            left -= len(piece)
+            *ended, rest = piece.rsplit(b"\n", 1)
+            last_line = rest if ended else last_line + rest
+        next_byte = stream.read(1)
+    is_row_whole = next_byte in (b"\n", b"\r") or not last_line.strip() or not is_json(last_line)
+    return content.hexdigest() == was["digest"] and is_row_whole
+
+
+def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
+    """Raise InputChanged if a local file is no longer the one that was scanned.
+
+    noted: fingerprints by path. A file of which only the time changed is read again if its digest is recorded.
+    Readers check S3 objects themselves: an ETag is valid everywhere, a local time only on this machine.
+    """
+    for file in files:
+        if file.storage_path.is_local and (difference := _difference(file, noted.get(file.path, {}))):
+            raise file.changed_error(difference)
+
+
+@contextmanager
+def detect_changes(files: Sequence[InputFile], noted: Mapping[str, Fingerprint]) -> Iterator[None]:
+    """Raise InputChanged, as check_unchanged does, instead of an error that a changed file may have caused."""
+    try:
+        yield
+    except (ConfigError, Incomplete, WorkerDefect):
+        check_unchanged(files, noted)
+        raise
+
+
+def _difference(file: InputFile, noted: Fingerprint) -> str | None:
+    with file.detect_changes():
+        stamp = file.storage_path.stat()
+        if stamp == file.version:
+            return None
+        now = stamp.as_json()
+        if "digest" in noted and stamp.size == file.version.size:
+            now["digest"] = _digest(file.storage_path)
+    return what_changed(noted | file.version.as_json(), now)
+
+
+def _noted(file: InputFile, known: Mapping[str, Fingerprint]) -> Fingerprint | None:
+    noted = known.get(file.path, {})
+    if not noted.items() >= file.version.as_json().items():
+        return None
+    if "digest" in noted and noted.get("state") != file.version.state:
+        return None
+    return dict(noted)
+
+
+def _digest(location: StoragePath) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    with location.open() as stream:
+        while piece := stream.read(PIECE):
+            content.update(piece)
+    return content.hexdigest()

@@ -1,0 +1,173 @@
+"""Scan large inputs on all cores of the cluster, in Ray tasks.
+
+Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one piece. The places
+of a piece's rows follow from the lines before it, so lines are counted first.
+
+    scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
+    for found in scan([FilePart(file)]):
+        print([len(scan.rows["id"]) for scan in found])                                 # [140233, 140120]
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any
+
+from eagle_ray.batch.reader.file_slices import COLUMNAR, open_columnar
+from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.requests.columns import RowPosition
+from eagle_ray.runs.job_errors import JobError
+from eagle_ray.storage.retry_budget import extended_retries
+
+log = logging.getLogger("eagle_ray")
+MIN_BYTES = 256 << 20  # a smaller input is scanned in the driver, in less time than Ray takes to start
+PIECE_BYTES = 32 << 20
+READ_BYTES = 1 << 20
+MAX_WAITING = 256  # tasks that are ahead of what is read: more than most clusters have cores
+PASSED_ON = (ConfigError, JobError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelScan:
+    """Scans files in Ray tasks if they are large, otherwise here. connect: connects to Ray."""
+
+    scanner: RowScanner
+    connect: Callable[[], None]
+    min_bytes: int = MIN_BYTES
+    piece_bytes: int = PIECE_BYTES
+
+    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[FileScan]]:
+        """Yield what each part holds, in their order, as consecutive pieces."""
+        if sum(map(_num_bytes, parts)) < self.min_bytes:
+            yield from self.scanner(parts)
+            return
+        self.connect()
+        pieces = [(i, piece) for i, part in enumerate(parts) for piece in self._cut(part)]
+        log.info("scanning %d files in %d pieces", len(parts), len(pieces))
+        placed = self._placed(pieces)
+        groups = [(group,) for group in self._grouped(piece for _, piece in placed)]
+        scanned = chain.from_iterable(_in_tasks(GroupScan(self.scanner), groups))
+        for _, group in groupby(zip(placed, scanned, strict=True), key=lambda each: each[0][0]):
+            yield chain.from_iterable(each[1] for each in group)
+
+    def _grouped(self, pieces: Iterable[FilePart]) -> Iterator[list[FilePart]]:
+        """Yield consecutive pieces together that have about piece_bytes, so that small files share a task."""
+        group: list[FilePart] = []
+        num_bytes = 0
+        for piece in pieces:
+            group.append(piece)
+            num_bytes += min(_num_bytes(piece), self.piece_bytes)
+            if num_bytes >= self.piece_bytes:
+                yield group
+                group, num_bytes = [], 0
+        if group:
+            yield group
+
+    def _cut(self, part: FilePart) -> list[FilePart]:
+        """Return the pieces of a part. Those of lines have the place of the part's first row for now."""
+        file, size = part.file, part.file.version.size
+        if size <= self.piece_bytes:
+            return [part]
+        if file.format in COLUMNAR:
+            with open_columnar(file) as parquet:
+                num_groups = parquet.num_row_groups
+            step = max(1, num_groups * self.piece_bytes // size)
+            starts = list(range(part.start, num_groups, step)) or [part.start]
+        elif file.format in ("jsonl", "openai_batch") and file.can_split:
+            starts = [part.start, *self._line_starts(file, part.start)]
+        else:
+            starts = [part.start]
+        return [replace(part, start=start, stop=stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+    def _line_starts(self, file: InputFile, start: int) -> list[int]:
+        """Return offsets of lines, about piece_bytes from each other."""
+        found: list[int] = []
+        with file.open() as stream:
+            for offset in range(start + self.piece_bytes, file.version.size, self.piece_bytes):
+                stream.seek(offset - 1)
+                stream.readline()
+                place = stream.tell()
+                if place < file.version.size and place > (found or [start])[-1]:
+                    found.append(place)
+        return found
+
+    def _placed(self, pieces: list[tuple[int, FilePart]]) -> list[tuple[int, FilePart]]:
+        """Return the pieces, each with the number of its part, with the places of their first rows."""
+        counts = iter(_in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)]))
+        placed, lines = [], 0
+        before = None
+        for index, piece in pieces:
+            if index != before:
+                before, lines = index, 0
+            row, line = piece.first
+            placed.append((index, replace(piece, first=RowPosition(row + lines, line and line + lines))))
+            if _is_counted(piece):
+                lines += next(counts)
+        return placed
+
+
+def _is_counted(piece: FilePart) -> bool:
+    """Return whether the place of what follows a piece depends on its lines."""
+    return piece.file.format not in COLUMNAR and piece.stop is not None
+
+
+def _num_bytes(part: FilePart) -> int:
+    return part.file.version.size - (0 if part.file.format in COLUMNAR else part.start)
+
+
+def _in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterator[Any]:
+    """Yield the results of Ray tasks in the order of their arguments. Raises what a task raised."""
+    import ray  # seconds to import: only for large inputs
+
+    task = ray.remote(_call)
+    waiting: deque[Any] = deque()  # what is early stays in the object store
+    shared = ray.put(function)
+    for each in arguments:
+        if len(waiting) == MAX_WAITING:
+            yield _value_of(ray.get(waiting.popleft()))
+        waiting.append(task.remote(shared, each))
+    while waiting:
+        yield _value_of(ray.get(waiting.popleft()))
+
+
+def _call(function: Callable[..., Any], arguments: tuple) -> tuple[Exception | None, Any]:
+    """Call a function in a Ray task. An error of the input is returned, so that it can be raised as it is."""
+    try:
+        with extended_retries():
+            return None, function(*arguments)
+    except PASSED_ON as error:
+        return error, None
+
+
+def _value_of(result: tuple[Exception | None, Any]) -> Any:
+    error, value = result
+    if error is not None:
+        raise error
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScan:
+    """Scans consecutive pieces. There may be many groups, so the scanner is sent once."""
+
+    scanner: RowScanner
+
+    def __call__(self, pieces: list[FilePart]) -> list[list[FileScan]]:
+        return [list(found) for found in self.scanner(pieces)]
+
+
+def _count_lines(part: FilePart) -> int:
+    """Return the number of line ends in a part."""
+    count, left = 0, (part.file.version.size if part.stop is None else part.stop) - part.start
+    with part.file.open() as stream:
+        stream.seek(part.start)
+        while left > 0 and (data := stream.read(min(READ_BYTES, left))):
+            count += data.count(b"\n")
+            left -= len(data)
+    return count

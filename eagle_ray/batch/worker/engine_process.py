@@ -1,0 +1,310 @@
+"""EngineProcess: a Worker in a process of its own, used like a local object.
+
+The engine's thread runs Python, so other Python code of its process delays it: in Ray Data's process the same work took
+1.1 times as long (`jobs/results/pipeline.md`). In a child process it shares the interpreter only with the Worker, and
+the parent needs neither torch nor its memory. Both ends of the pipe between them stand here. Several requests are in
+flight at a time. If the child ends, pending requests get an EngineError that says how it ended; if the parent ends, the
+child finds the pipe closed and ends too.
+
+    engine = EngineProcess(config, run, passthrough=[], threads=2)
+    engine.wait_until_ready()
+    table = await engine.answer(requests)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from eagle_ray.batch.worker.error_classifier import WorkerError, classify_error
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.runs.job_errors import WorkerDefect
+from eagle_ray.runs.lease import process_name
+from eagle_ray.runs.run import Run
+
+log = logging.getLogger("eagle_ray")
+WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
+COMMAND = (
+    f"from {__name__} import main; main()"  # with -m its classes would be those of __main__, unknown to the parent
+)
+STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
+
+
+class ProcessEnded(EngineError):
+    """The engine's process ended without reporting why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that an engine's process logs while it starts, with its logging level."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """A reply of the engine's process, in addition to the table.
+
+    Attributes:
+        counters: the engine's at that moment; None if it is not ready, or dead.
+        error: why there is no table.
+        line: logged while the worker starts; the reply itself follows later.
+    """
+
+    number: int
+    counters: EngineCounters | None = None
+    error: Exception | None = None
+    line: LogLine | None = None
+
+
+def send(pipe: Connection, message: Any, table: pa.Table | None = None) -> None:
+    """Send a message, and a table in Arrow's stream format. Raises EOFError if the other end is gone."""
+    try:
+        pipe.send((message, None if table is None else _as_bytes(table)))
+    except OSError as error:
+        raise EOFError from error
+
+
+def receive(pipe: Connection) -> tuple[Any, pa.Table | None]:
+    """Return the next message and its table. Raises EOFError once the other end is gone."""
+    try:
+        message, data = pipe.recv()
+    except OSError as error:
+        raise EOFError from error
+    return message, None if data is None else pa.ipc.open_stream(data).read_all()
+
+
+def _as_bytes(table: pa.Table) -> pa.Buffer:
+    """Return the table's own rows; its pickle would hold all rows of the table that it is a slice of."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue()
+
+
+class EngineProcess:
+    """The parent's end. Args are the Worker's, and on_log, which is called with each line logged while it starts.
+
+    worker_id names the engine's own process, which holds the device.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        run: Run,
+        passthrough: list[pa.Field],
+        threads: int,
+        on_log: Callable[[LogLine], None],
+    ):
+        self._on_log = on_log
+        self._pipe, self._process = _start(config.name)
+        self.worker_id = process_name(self._process.pid)
+        self._counters: EngineCounters | None = None
+        self._numbers = itertools.count(STARTUP_REQUEST)
+        self._pending: dict[int, Future[pa.Table | None]] = {}
+        self._error: EngineError | None = None
+        self._lock = threading.Lock()  # held to note a request while the listener is sure to see it
+        self._sender = ThreadPoolExecutor(1, "eagle-ray-sender")
+        self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
+        _, self._ready = self._register_request()
+        self._listener.start()
+        self._send((config, run, passthrough, threads))
+
+    def wait_until_ready(self) -> None:
+        """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or WorkerError for other
+        failures.
+        """
+        self._ready.result()
+
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        """Answer a table as Worker.answer does. Raises EngineError once the engine or its process is dead."""
+        number, future = self._register_request()
+        await asyncio.wrap_future(self._sender.submit(self._send, number, requests))
+        return await asyncio.wrap_future(future)
+
+    def counters(self) -> EngineCounters:
+        """Return the engine's counters as of the latest reply, once it is ready."""
+        assert self._counters is not None, "the worker is not ready"
+        return self._counters
+
+    def close(self) -> None:
+        """End the process and wait for its end; what is in flight gets EngineError."""
+        self._process.kill()
+        self._listener.join()
+        self._sender.shutdown()
+        self._pipe.close()
+
+    def _register_request(self) -> tuple[int, Future[pa.Table | None]]:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            number = next(self._numbers)
+            future: Future[pa.Table | None] = Future()
+            self._pending[number] = future
+            return number, future
+
+    def _send(self, message: object, table: pa.Table | None = None) -> None:
+        with suppress(EOFError):  # the listener knows more
+            send(self._pipe, message, table)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._handle_reply(*receive(self._pipe))
+        except EOFError:
+            error: EngineError = ProcessEnded(f"the engine's process {_describe_exit(self._process.wait())}")
+        except Exception as fault:  # such as no memory for the table: no later reply can be read
+            error = EngineError(f"an answer was lost: {type(fault).__name__}: {fault}")
+            error.__cause__ = fault
+        with self._lock:
+            self._error = error
+        for future in self._pending.values():
+            _resolve(future, None, error)
+
+    def _handle_reply(self, reply: EngineReply, table: pa.Table | None) -> None:
+        if reply.line is not None:
+            self._on_log(reply.line)
+            return
+        self._counters = reply.counters or self._counters
+        _resolve(self._pending.pop(reply.number), table, reply.error)
+
+
+def _start(name: str) -> tuple[Connection, subprocess.Popen]:
+    """Start a Python process with this one's module path and output streams; return the pipe to it, too.
+
+    name: shown by ``ps``. The child is the only other holder of its end, so the end of either process closes the pipe.
+    """
+    here, there = Pipe()
+    with there, _sigint_blocked():
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, name, WORKER, str(there.fileno())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
+        )
+    return here, process
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """Block Ctrl-C in processes started here, from their first moment on: the parent handles it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exception | None) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # no caller waits for it any more
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(table)
+
+
+def _describe_exit(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+class EngineChild:
+    """The child's end: one thread reads requests, the main one loads the models and then answers in its loop.
+
+    The reading thread is there from the start. If the parent is gone, this process ends at once, whether it loads,
+    steps or hangs, and its device memory is free again. It does not import Ray, and imports torch only once errors can
+    be reported.
+    """
+
+    def __init__(self, pipe: Connection):
+        self._pipe, self._loop = pipe, asyncio.new_event_loop()
+        self._send_lock = threading.Lock()  # lines are logged by any thread
+
+    def run(self, worker_class: str) -> None:
+        """Run a worker of the class, named as MODULE:CLASS, and answer requests until the pipe closes."""
+        arguments, _ = receive(self._pipe)
+        threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
+        module, _, name = worker_class.partition(":")
+        try:
+            with self._log_to_parent():
+                self._worker = getattr(import_module(module), name)(*arguments)
+        except Exception as error:  # whatever it is, it is reported in one line and not in a page of a traceback
+            self._send(EngineReply(STARTUP_REQUEST, error=_portable_error(error)))
+            os._exit(1)
+        self._send(EngineReply(STARTUP_REQUEST, self._worker.counters()))
+        self._loop.run_forever()
+
+    def _listen(self) -> NoReturn:
+        try:
+            while True:
+                number, requests = receive(self._pipe)
+                asyncio.run_coroutine_threadsafe(self._answer(number, requests), self._loop)
+        except EOFError:
+            os._exit(0)
+        except Exception:  # such as no memory for the table: no later request can be read
+            log.exception("a batch was lost")
+            os._exit(1)
+
+    async def _answer(self, number: int, requests: pa.Table) -> None:
+        try:
+            answers = await self._worker.answer(requests)
+            self._send(EngineReply(number, self._worker.counters()), answers)
+        except EngineError as error:
+            self._send(EngineReply(number, error=_portable_error(error)))
+        except Exception as error:  # a bug: it ends the job
+            log.exception("a batch cannot be answered")
+            self._send(EngineReply(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
+
+    @contextmanager
+    def _log_to_parent(self) -> Iterator[None]:
+        """Send log records to the parent, whose user waits for this process to start."""
+        handler = logging.Handler(logging.INFO)
+        handler.emit = self._send_line  # type: ignore[method-assign]
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+    def _send_line(self, record: logging.LogRecord) -> None:
+        self._send(EngineReply(STARTUP_REQUEST, line=LogLine(record.levelno, record.getMessage())))
+
+    def _send(self, reply: EngineReply, table: pa.Table | None = None) -> None:
+        with suppress(EOFError), self._send_lock:  # the listener sees it too
+            send(self._pipe, reply, table)
+
+
+def _portable_error(error: Exception) -> Exception:
+    """Return the error as a process without torch can unpickle it."""
+    is_everywhere = isinstance(error, ConfigError) and not isinstance(error, UnfitDevice)
+    return ConfigError(str(error)) if is_everywhere else WorkerError(classify_error(error))
+
+
+def main() -> None:
+    """Run the child's end. Its command line has the job's name, the worker's class and the number of the pipe."""
+    faulthandler.enable()  # as in Ray's own workers
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
+    pipe = Connection(int(sys.argv[-1]))
+    os.set_inheritable(pipe.fileno(), False)  # processes started here do not keep it open
+    EngineChild(pipe).run(sys.argv[-2])

@@ -1,0 +1,389 @@
+"""Run: one attempt of a process at one output directory; of a batch job, or of a batch of the endpoint.
+
+``_run.json`` is the manifest. It says which run the directory holds, its attempts, and the facts that the caller gives
+(configuration, inputs, versions). Each claim is an attempt with its own number. A writer that finds another number in
+``_run.json`` is fenced off and publishes nothing more.
+
+    with hold(output, on_loss=interrupt) as lease:                  # runs/lease.py
+        with Run.claim(lease, Run.inspect(output), facts) as run:
+            run.append("part-001-000000.parquet", data)             # by any process: a Run can be pickled
+            run.settle()
+            run.commit({"_summary.json": summary})                  # of what is counted now; then _SUCCESS
+
+**Stale writers** are those of an earlier attempt that live for seconds after their driver was killed. Every writer
+reads ``_run.json`` right before it publishes, so a stale writer can only do harm between that read and the end of its
+one rename or PUT. That harm is limited:
+- It overwrites nothing. A part file is created only if it does not exist, under a name with its attempt and task;
+  ``_run.json``, rewritten part files and the run's own records are replaced by compare-and-swap. So nothing of a newer
+  attempt is lost.
+- A late ``_SUCCESS`` may appear while the newer attempt works. That attempt removes it once such PUTs must be over, and
+  writes its own after its count.
+- A late file of the same run has ids that other files have too, with the same tokens, since sampling is keyed. The
+  recount before ``_SUCCESS`` removes the duplicates. On S3 a PUT takes time, so ``settle`` waits until the PUTs that
+  were under way when this attempt began must be over. A local rename takes no time.
+- A late file of a run that was overwritten would have another configuration's output. Attempt numbers keep counting,
+  so its name is below this run's first attempt, and ``remove_stale_files`` deletes it before each count.
+One case stays open: a writer that is frozen in that gap for longer than MAX_PUT_S and resumed after ``_SUCCESS`` may
+add a file. The next start of the same command removes its duplicates; no row is lost or wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import Any
+from uuid import uuid4
+
+import pyarrow.compute as pc
+
+from eagle_ray.config.records import JobRecord, RecordKind, RunIdentity, RunRecord
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import (
+    FencedError,
+    JobError,
+    OutputDamaged,
+    OutputLocked,
+    StorageUnavailable,
+    outcome_of,
+)
+from eagle_ray.runs.layout import (
+    DATA,
+    PROGRESS,
+    REPORT,
+    RUN,
+    SUCCESS,
+    SUMMARY,
+    data_of,
+    read_record,
+    root_of,
+    wrap_os_errors,
+)
+from eagle_ray.runs.lease import Lease, Process
+from eagle_ray.runs.output_index import own_files, without_ids
+from eagle_ray.runs.part_files import attempt_of, part_files, read_part
+from eagle_ray.runs.row_index import INDEX, Digests
+from eagle_ray.storage.path import StorageError, StoragePath, json_bytes, parquet_bytes
+from eagle_ray.storage.storage_errors import check_bucket, remedy_of
+
+log = logging.getLogger("eagle_ray")
+FORMAT_VERSION = 2  # of _run.json
+MAX_PUT_S = 30.0  # one try of one PUT: fifteen megabytes at one a second, less where the line is slower
+REMEDY = (
+    "adopt its rows with eagle-ray repair, put it back from a copy, choose another output.path, or start again with "
+    f"--overwrite (deletes {DATA}/)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a run directory says of its run, read without a lease.
+
+    Attributes:
+        output: the directory.
+        version: of ``_run.json`` when it was read; None if there is none.
+        manifest: its content, or None.
+    """
+
+    output: StoragePath
+    version: int | str | None
+    manifest: dict[str, Any] | None
+
+    @property
+    def last_attempt(self) -> dict[str, Any]:
+        """Return the last attempt of a run that has begun: its number, its start, and once it has ended its outcome."""
+        return self.record["attempts"][-1]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the manifest of a run that has begun."""
+        assert self.manifest is not None
+        return self.manifest
+
+    @property
+    def process(self) -> Process | None:
+        """Return the process of the last attempt, if it is recorded."""
+        process = self.last_attempt.get("process")
+        return Process.of(process) if isinstance(process, dict) else None  # a number in older records
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the run has ended with all that it was asked for."""
+        return (self.output / SUCCESS).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One attempt at one output directory; pickled into every writer.
+
+    Attributes:
+        attempt: 1 for the first start; each resume and each overwrite adds one.
+        config_hash: of what was asked for.
+        check_lock: in the process that holds the lease, called before each publish; writers in other processes have
+            none (``runs/lease.py`` explains why that is enough).
+    """
+
+    output: StoragePath
+    run_id: str
+    attempt: int
+    config_hash: str
+    check_lock: Callable[[], None] | None = field(default=None, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run, (self.output, self.run_id, self.attempt, self.config_hash)
+
+    @classmethod
+    def inspect(cls, output: StoragePath, kind: RecordKind = JobRecord) -> RunState:
+        """Read the manifest, without a lease. Raises OutputDamaged if it is damaged.
+
+        kind: what it must hold; a batch of the endpoint is a RunRecord.
+        """
+        version = version_of(output / RUN)  # before: what is written after this look is not written over
+        return RunState(output, version, None if version is None else read_record(output / RUN, kind, REMEDY))
+
+    @classmethod
+    @contextmanager
+    def claim(cls, lease: Lease, found: RunState, facts: Mapping[str, Any], outcome: str = "done") -> Iterator[Run]:
+        """Begin an attempt at the directory, and record at the end of the context how it ended.
+
+        From now on no earlier writer publishes.
+
+        Args:
+            lease: of the directory, which this process holds.
+            found: what the directory held under the lease; without a manifest a new run begins.
+            facts: what else the manifest says.
+            outcome: what is recorded at the end, unless the context is left by an error, which is recorded then.
+
+        Raises OutputLocked if another process has written the manifest since it was read, ConfigError if the directory
+        cannot be written, StorageUnavailable if it cannot be written for now.
+        """
+        with wrap_os_errors(found.output):
+            run = replace(begin_attempt(found, facts), check_lock=lease.check)
+        with run.recorded_outcome(outcome):
+            yield run
+
+    @contextmanager
+    def recorded_outcome(self, outcome: str = "done") -> Iterator[None]:
+        """Record how and when this attempt ended."""
+        try:
+            yield
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+        finally:
+            self.record({"finished_at": now_text(), "outcome": outcome})
+
+    def record(self, facts: Mapping[str, str]) -> None:
+        """Write facts of this attempt. Give up silently if the manifest is another attempt's or not writable: the
+        outcome matters more.
+        """
+        with suppress(JobError, OSError):
+            found = Run.inspect(self.output, RunRecord)
+            replace(self, check_lock=None).check_current()  # last words do not wait: the write is conditional
+            assert found.manifest is not None
+            found.last_attempt.update(facts)
+            write_manifest(found)
+
+    @property
+    def data(self) -> StoragePath:
+        """Return the directory of the part files."""
+        return data_of(self.output)
+
+    @property
+    def index(self) -> StoragePath:
+        """Return the directory of the run's index."""
+        return self.output / INDEX
+
+    @property
+    def files(self) -> list[StoragePath]:
+        """Return the part files in the order in which they were made."""
+        return part_files(self.data)
+
+    def check_current(self) -> None:
+        """Check that ``_run.json`` still names this attempt. Waits while a lease is uncertain.
+
+        Raises OutputDamaged if the file is gone, FencedError if it names another attempt.
+        """
+        if self.check_lock is not None:
+            self.check_lock()
+        manifest = read_record(self.output / RUN, RunIdentity, REMEDY)
+        if manifest is None:
+            raise OutputDamaged(
+                f"{self.output}: {RUN} is gone: the output was deleted while the job ran. Nothing more is written; "
+                "run the command again to start from the first row."
+            )
+        if (manifest["run_id"], manifest["attempt"]) != (self.run_id, self.attempt):
+            found = f"run {manifest['run_id']} attempt {manifest['attempt']}"
+            raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+
+    def append(self, name: str, data: bytes) -> bool:
+        """Create a part file, if this is the current attempt; return False, and leave it, if there is one of this name.
+
+        Raises as check_current does, and StorageUnavailable or ConfigError, which name the file, if it cannot be
+        written for now or at all.
+        """
+        file = self.data / name
+        self.check_current()  # before its directory is made: an output that was deleted stays deleted
+        try:
+            return file.create(data, self.check_current) is not None
+        except StorageError:  # names its object
+            raise
+        except OSError as error:
+            self.check_current()  # if the output was deleted, that is the reason
+            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
+            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+
+    def replace(self, file: StoragePath, version: int | str, data: bytes | None) -> None:
+        """Replace a part file that has this version; None deletes it. Raises as check_current does, and FencedError if
+        it has another version.
+        """
+        if data is None:
+            self.check_current()
+            file.remove()
+        elif file.replace(data, version, self.check_current) is None:
+            raise FencedError(f"{file} was rewritten by another driver")
+
+    def remove_rows(self, file: StoragePath, ids: Digests, compression: str) -> None:
+        """Rewrite a part file without the rows of these ids, which are sorted. Raises as replace does."""
+        version = file.stat().version
+        rows = without_ids(file, ids)
+        self.replace(file, version, parquet_bytes(rows, compression) if rows.num_rows else None)
+
+    def publish(self, record: str | StoragePath, data: bytes) -> None:
+        """Write one of the run's own records, if this is the current attempt. record: its name, if it is in `output`.
+
+        The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
+        attempt's process sends late replaces nothing that a later attempt has written since. Raises as check_current
+        does.
+        """
+        file = self.output / record if isinstance(record, str) else record
+        written = None
+        while written is None:  # another process wrote in between: the next check says whether it is a later attempt
+            version = version_of(file)
+            self.check_current()  # first: an output that was deleted is not made again
+            if version is None:
+                written = file.create(data, self.check_current)
+            else:
+                written = file.replace(data, version, self.check_current)
+
+    def settle(self) -> None:
+        """Wait until no writer of a killed attempt can add a file, and delete what stale writers have left.
+
+        What is counted afterwards stays as it is.
+        """
+        attempts = manifest_of(self.output)["attempts"]
+        fenced = [later["started_at"] for killed, later in pairwise(attempts) if "outcome" not in killed]
+        if fenced and not self.output.is_local:
+            age = datetime.now(timezone.utc) - datetime.fromisoformat(fenced[-1])
+            remaining_s = min(MAX_PUT_S, MAX_PUT_S - age.total_seconds())
+            if remaining_s > 0:
+                log.info("waiting %.0f s for writers of a killed attempt to end", remaining_s)
+                time.sleep(remaining_s)
+        if fenced:
+            (self.output / SUCCESS).remove()
+        self.remove_stale_files()
+
+    def commit(self, records: Mapping[str, bytes]) -> None:
+        """Publish records of what was counted after ``settle``, and then ``_SUCCESS``. Raises as check_current does."""
+        for name, data in records.items():
+            self.publish(name, data)
+        self.publish(SUCCESS, b"")
+
+    def remove_stale_files(self) -> None:
+        """Delete the files that writers of an overwritten run published after it was deleted.
+
+        Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and proves nothing.
+        """
+        first = manifest_of(self.output)["attempts"][0]["attempt"]
+        for file in part_files(self.data):
+            attempt = attempt_of(file)
+            if attempt is not None and attempt < first:
+                if self._has_rows_in(file):
+                    raise OutputDamaged(
+                        f"{self.output / RUN} is damaged (it lacks attempt {attempt}, which made {file.name}): put it "
+                        "back from a copy, or delete it and adopt the rows with eagle-ray repair"
+                    )
+                log.warning("%s is a late file of a run that was overwritten: deleted", file)
+                file.remove()
+
+    def _has_rows_in(self, file: StoragePath) -> bool:
+        """Return whether a row names this run. A file that cannot be read has none that could be kept."""
+        try:
+            return self.run_id in pc.unique(read_part(file, ["run_id"])["run_id"]).to_pylist()
+        except OutputDamaged:
+            return False
+
+
+def begin_attempt(found: RunState, facts: Mapping[str, Any]) -> Run:
+    """Do what Run.claim does at first. Raises OSError, too."""
+    output = found.output
+    manifest = {**(found.manifest or new_manifest()), **facts}
+    manifest["format_version"] = FORMAT_VERSION
+    manifest["attempt"] += 1
+    this_attempt = {
+        "attempt": manifest["attempt"],
+        "started_at": now_text(),
+        "process": asdict(Process.current()),
+        "driver": uuid4().hex[:12],  # no two drivers ever write the same bytes
+    }
+    manifest["attempts"] = [*manifest["attempts"], this_attempt]
+    for directory in (root_of(output), output):  # the whole output's, and the shard's
+        (directory / SUCCESS).remove()  # first: a missing one is made again, one that is no longer true is believed
+    write_manifest(replace(found, manifest=manifest))
+    data_of(output).make_directory()
+    for directory in (output, data_of(output)):
+        directory.remove_temporary()
+    return Run(output, manifest["run_id"], manifest["attempt"], manifest.get("config_hash", ""))
+
+
+def new_manifest(attempt: int = 0) -> dict[str, Any]:
+    """Return the manifest of a run before its first attempt. attempt: the last number that the directory has used."""
+    return {"run_id": uuid4().hex[:12], "created_at": now_text(), "attempt": attempt, "attempts": []}
+
+
+def write_manifest(state: RunState) -> None:
+    """Raises OutputLocked where it is not the version any more that was there before."""
+    file, data = state.output / RUN, json_bytes(state.manifest)
+    if (file.create(data) if state.version is None else file.replace(data, state.version)) is None:
+        raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
+
+
+def erase(output: StoragePath) -> RunState:
+    """Delete what a run writes, _SUCCESS first, and nothing else; return the state that the next claim begins from.
+
+    ``_run.json`` stays until that claim replaces it. Attempt numbers go on counting.
+    """
+    version = version_of(output / RUN)
+    try:
+        manifest = read_record(output / RUN, JobRecord, REMEDY)
+    except OutputDamaged:
+        manifest = None
+    rows = own_files(data_of(output))
+    attempts = [attempt_of(file) or 0 for file in part_files(data_of(output))]
+    for path in [*(output / name for name in (SUCCESS, SUMMARY, PROGRESS, REPORT)), *rows]:
+        path.remove()
+    return RunState(output, version, new_manifest(manifest["attempt"] if manifest else max(attempts, default=0)))
+
+
+def manifest_of(output: StoragePath) -> dict[str, Any]:
+    """Return the manifest of a run that has begun. Raises OutputDamaged if it is gone or damaged."""
+    manifest = Run.inspect(output, RunRecord).manifest
+    if manifest is None:
+        raise OutputDamaged(f"{output / RUN} is gone: put it back from a copy, or start the job again")
+    return manifest
+
+
+def version_of(file: StoragePath) -> int | str | None:
+    try:
+        return file.stat().version
+    except FileNotFoundError as error:
+        check_bucket(error)
+        return None
+
+
+def now_text() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

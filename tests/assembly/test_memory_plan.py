@@ -1,0 +1,164 @@
+"""Slots and KV tokens on made-up cards, and the settings that are kept."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from eagle_ray import build
+from eagle_ray.assembly.memory_plan import (
+    Capacity,
+    DeviceMemory,
+    EngineSizes,
+    SequenceLengths,
+    plan_capacity,
+    profile_pass,
+)
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.errors import EngineError, UnfitDevice
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.requests.parameters import SamplingParams
+from tests.helpers.toy_models import head3, llama, llama_engine, run
+
+GB = 10**9
+WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head
+PER_TOKEN = 33 * 2 * 8 * 128 * 2  # 32 layers and the head's, keys and values of 8 heads of 128 numbers
+PER_SLOT = 128 * 3 * 4096 * 2  # features in the draft's queue
+LENGTHS = SequenceLengths(4096, 61)
+
+
+def card(gigabytes: int, weights: int = WEIGHTS) -> DeviceMemory:
+    total = gigabytes * GB
+    return DeviceMemory(total, total - weights, of_pass=int(0.8 * GB), per_token=PER_TOKEN, per_slot=PER_SLOT)
+
+
+@pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 21, 20_000, 25_000), (80, 256, 380_000, 410_000)])
+def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
+    capacity = plan_capacity("auto", "auto", LENGTHS, card(gigabytes))
+    assert capacity.slots == slots and least <= capacity.kv_tokens <= most
+    assert capacity.kv_tokens % BLOCK_SIZE == 0
+    taken = WEIGHTS + capacity.kv_tokens * PER_TOKEN + capacity.slots * PER_SLOT
+    assert 0.8 * gigabytes * GB < taken < 0.9 * gigabytes * GB or gigabytes == 24
+    assert taken + 2 * 0.8 * GB < 0.9 * gigabytes * GB
+
+
+def test_more_tokens_than_full_slots_hold_are_not_reserved():
+    assert plan_capacity("auto", "auto", SequenceLengths(1024, 61), card(141)) == Capacity(256, 256 * 1088)
+    assert plan_capacity(4, "auto", LENGTHS, card(141)) == Capacity(4, 4 * 4160)
+
+
+def test_a_card_of_141_gb_holds_longer_sequences():
+    capacity = plan_capacity("auto", "auto", LENGTHS, card(141))
+    assert capacity.slots == 256 and 780_000 < capacity.kv_tokens < 830_000
+
+
+def test_what_is_set_is_kept():
+    assert plan_capacity(5, 9_600, LENGTHS, card(80)) == Capacity(5, 9_600)
+    assert plan_capacity("auto", 40_000, LENGTHS, card(80)) == Capacity(36, 40_000)
+    assert plan_capacity(7, None, LENGTHS, card(80)) == Capacity(7, None)
+    full = plan_capacity("auto", None, LENGTHS, card(80))
+    assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
+
+
+def test_a_long_limit_changes_neither_slots_nor_the_memory_for_short_sequences():
+    """A target made for 131,072 tokens, of which 4,096 are guaranteed."""
+    long = SequenceLengths(131_072, 61, guaranteed=4096)
+    assert plan_capacity("auto", "auto", long, card(80)) == plan_capacity("auto", "auto", LENGTHS, card(80))
+    assert plan_capacity("auto", "auto", long, None) == Capacity(16, 16 * 4160)
+    assert plan_capacity(1, "auto", long, None) == Capacity(1, 32_832)
+    assert plan_capacity(2, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(2, 2 * 4160)
+    assert plan_capacity(1, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(1, None)
+    assert plan_capacity(2, "auto", SequenceLengths(131_072, 61), None) == Capacity(2, None)
+
+
+def test_sequences_are_as_long_as_the_cache_holds_them_and_the_target_takes_them():
+    long = SequenceLengths(131_072, 61, guaranteed=4096)
+    assert [long.that_fit(tokens) for tokens in (None, 1_000, 10_016, 10_020, 200_000)] == [
+        131_072,
+        4096,
+        10_016 - 61,
+        10_016 - 61,
+        131_072,
+    ]
+    assert SequenceLengths(131_072, 61).that_fit(10_016) == 131_072
+
+
+def test_on_a_cpu_auto_is_what_it_was():
+    assert plan_capacity("auto", "auto", LENGTHS, None) == Capacity(16, None)
+    assert plan_capacity(3, 4_096, LENGTHS, None) == Capacity(3, 4_096)
+
+
+def test_a_model_too_large_is_refused_with_what_would_help():
+    with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
+        plan_capacity("auto", "auto", LENGTHS, card(24, weights=22 * GB))
+
+
+@pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])
+def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, monkeypatch):
+    """On cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card has. Nothing is moved here."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (84 * GB, 85 * GB))
+    monkeypatch.setattr(build, "layer_sizes", lambda model: [int(1.71 * GB)] * 80)
+    monkeypatch.setattr(build, "other_size", lambda model: int(4.2 * GB))
+    placed = []
+    monkeypatch.setattr(build, "dispatch", lambda model, devices, places: placed.append(places))
+    build._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    on_first = placed[0].count(0) * 1.71 + 4.2
+    assert least_free < 0.9 * 84 - on_first < 76
+    with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
+        build._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
+
+
+def test_it_says_what_it_is():
+    assert str(Capacity(256, 412_000)) == "256 slots, 412,000 KV tokens"
+    assert str(Capacity(1, None)) == "1 slot, room for full sequences"
+
+
+def test_what_an_engine_allocates_is_what_was_planned():
+    """Of an EAGLE-3 head over a replayed engine: caches, queued features, those of blocks, and drafts."""
+    weights = head3()
+    ours = llama_engine(4, 12, 4, 4, weights=weights, graphs=True, fused=True, num_hidden_layers=7, vocab_size=97)
+    run(ours, [[5, 6, 7] * 20, [8, 9]], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2)
+    target, drafter = ours.target, ours.drafter
+    speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
+    sizes = build._sizes(target.model, weights, speculative, weights.feature_layers(7))
+    caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
+    kept = ours.prefiller._blocks._last_features.nbytes
+    tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
+    assert caches + kept == pytest.approx(tokens * sizes.per_token, rel=0.05)  # and a null block
+    (buffers,) = drafter._buffers.values()
+    drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
+    queued = drafter._queue._features.nbytes
+    assert queued * 4 / 5 + drafted == pytest.approx(4 * sizes.per_slot, rel=0.05)  # and a queue for padding
+
+
+def test_contexts_and_copies_of_logits_are_counted():
+    """Of an 8B: 0.5 GB of gathered contexts, and 128 rows of 128k logits."""
+    sizes = EngineSizes(2, 128_256, 4096, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
+    gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
+    assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
+    assert sizes.temporary(100) == 63 * 100 * 4096 + copied
+    assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
+    memory = sizes.memory(80 * GB, 60 * GB, GB, 8192)
+    assert memory.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
+
+
+def test_a_pass_is_run_and_measured(monkeypatch):
+    """On a CPU, whose memory is not counted: the counters are made up, the pass is real."""
+    passes, model = [], llama()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + 5 * sum(passes))
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: passes.append(len(out)))
+    assert profile_pass(model, None, 80) >= 5 * 80
+    handle.remove()
+
+
+def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
+    model, nodes = llama(), 60
+    uniform = SpeculativeConfig(max_nodes=nodes, budget="uniform")
+    assert build._bytes_of_logits(model, uniform) == 3 * (1 + nodes) * 97 * 4
+    assert build._bytes_of_logits(model, SpeculativeConfig(method="sequoia", max_nodes=nodes)) > 0
+    for cheap in (SpeculativeConfig(), SpeculativeConfig(method="none", budget="uniform")):
+        assert build._bytes_of_logits(model, cheap) == 0

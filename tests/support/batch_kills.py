@@ -1,0 +1,134 @@
+"""Servers of the endpoint's batches that are killed at random moments, and what must hold at the end.
+
+    kill_servers("/tmp/kept", random.Random(1), num_kills=3)
+
+A server here is a runner of batches without HTTP and engine, in a process of its own that starts in half a second. It
+answers a line by what its prompt says, writes files in chunks of CHUNK_BYTES and looks for work many times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.serve.batches import batch_runner, file_store
+from eagle_ray.serve.batches.batch_models import BatchRecord
+from eagle_ray.serve.batches.batch_runner import BatchRunner, sweep
+from eagle_ray.serve.batches.batch_store import BatchStore
+
+URL = "/v1/completions"
+CHUNK_BYTES = 2000
+NUM_LINES = 40
+WRONG_EVERY = 7
+START_S = 0.5  # of a server, about
+
+
+def create_batch(store: BatchStore, name: str) -> str:
+    """Store a file of NUM_LINES lines and a batch of it; return the batch's id."""
+    lines = [
+        {"custom_id": f"{name} {i}", "method": "POST", "url": URL, "body": {"prompt": f"{name} {i}"}}
+        for i in range(NUM_LINES)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = store.files("all").write([data], f"{name}.jsonl", "batch")
+    asked = {"endpoint": URL, "input_file_id": file.id, "completion_window": "1d"}
+    record = BatchRecord.new(86_400, owner="all", **asked)
+    store.create(record, max_open=99)
+    return record.id
+
+
+def kill_servers(path: str, choice: random.Random, num_kills: int, num_batches: int = 4) -> None:
+    """Run two servers on one store, kill one of them at random moments, start another, and check every batch's end.
+
+    A client cancels one of the batches in the middle.
+    """
+    store = BatchStore.open(path)
+    ids, cancelled = [create_batch(store, name) for name in "abcdefghij"[:num_batches]], ""
+    servers = [_start(path) for _ in range(2)]
+    try:
+        for kill in range(num_kills):
+            time.sleep(choice.uniform(0.0, 2 * START_S))
+            victim = servers.pop(choice.randrange(2))
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.wait()
+            ids.append(create_batch(store, f"after kill {kill}"))
+            if kill == num_kills // 2:
+                cancelled = ids[-1]
+                store.cancel(store.get("all", cancelled))
+            servers.append(_start(path))
+        _wait(lambda: not store.open_ids(), servers)
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    check_ends(store, ids, may_be_cancelled=cancelled)
+
+
+def check_ends(store: BatchStore, ids: list[str], may_be_cancelled: str | None = None) -> None:
+    """Check that every line of every batch stands once in its files, which are whole, and that nothing else is left."""
+    files = store.files("all")
+    for id in ids:
+        record = store.get("all", id)
+        assert record.status == "completed" or (record.status == "cancelled" and id == may_be_cancelled)
+        shown, [done, failed] = record.as_json(), [{}, {}]
+        for file_id, found in ((shown["output_file_id"], done), (shown["error_file_id"], failed)):
+            data = b"".join(files.read(files.get(file_id))) if file_id else b""
+            assert data.endswith(b"\n") or not file_id
+            lines = [json.loads(line) for line in data.splitlines()]
+            found |= {line["custom_id"]: line for line in lines}
+            assert len(found) == len(lines) and (not file_id or files.get(file_id).bytes == len(data))
+        asked = [json.loads(line)["custom_id"] for line in files.lines(files.get(record.input_file_id))]
+        assert not done.keys() & failed.keys() and sorted(done.keys() | failed.keys()) == sorted(asked)
+        counts = {"total": NUM_LINES, "completed": len(done), "failed": len(failed)}
+        assert shown["request_counts"] == counts
+        assert shown["usage"]["total_tokens"] == 3 * len(done)
+        if record.status == "completed":
+            assert {id for id in asked if _is_wrong(id)} == failed.keys()
+        assert {line["response"]["body"]["text"] for line in done.values()} == {text.upper() for text in done}
+    sweep(store)  # a second server may have been killed while it looked at a batch that another one had just ended
+    assert store.open_ids() == [] and files.unfinished_ids() == []
+    assert [*(store.root / "all" / "work").glob("**/*")] == []
+
+
+def _start(path: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "tests.support.batch_kills", path])
+
+
+def _wait(condition: Callable[[], bool], servers: list[subprocess.Popen[bytes]], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and all(server.poll() is None for server in servers)
+        time.sleep(0.05)
+
+
+def _is_wrong(prompt: str) -> bool:
+    return int(prompt.split()[-1]) % WRONG_EVERY == 0
+
+
+async def _respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
+    asked = json.loads(body)
+    await asyncio.sleep(random.uniform(0.0, 0.04))
+    if _is_wrong(asked["prompt"]):
+        return 400, b'{"error": {"message": "no"}}'
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    return 200, json.dumps({"text": asked["prompt"].upper(), "usage": usage}).encode()
+
+
+def quicken(set_value: Callable[[object, str, float], None]) -> None:
+    """Make a runner look for work, flush and try again many times a second. set_value: setattr, or a test's own."""
+    for name in ("POLL_S", "FLUSH_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+        set_value(batch_runner, name, 0.02)
+    set_value(file_store, "CHUNK_BYTES", CHUNK_BYTES)
+
+
+if __name__ == "__main__":
+    quicken(setattr)
+    asyncio.run(BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run())
