@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.serve.batches import batch_runner, file_store
+from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.batch_runner import BatchRunner, sweep
-from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
+from eagle_ray.serve.batches.batch_store import BatchStore
 
 URL = "/v1/completions"
 CHUNK_BYTES = 2000
@@ -38,7 +39,10 @@ def create_batch(store: BatchStore, name: str) -> str:
     ]
     data = "\n".join(map(json.dumps, lines)).encode()
     file = store.files("all").write([data], f"{name}.jsonl", "batch")
-    return store.create("all", BatchRequest(URL, file.id, "1d", 86_400), max_open=99).id
+    asked = {"endpoint": URL, "input_file_id": file.id, "completion_window": "1d"}
+    record = BatchRecord.new(86_400, owner="all", **asked)
+    store.create(record, max_open=99)
+    return record.id
 
 
 def kill_servers(path: str, choice: random.Random, num_kills: int, num_batches: int = 4) -> None:
@@ -81,7 +85,7 @@ def check_ends(store: BatchStore, ids: list[str], may_be_cancelled: str | None =
             lines = [json.loads(line) for line in data.splitlines()]
             found |= {line["custom_id"]: line for line in lines}
             assert len(found) == len(lines) and (not file_id or files.get(file_id).bytes == len(data))
-        asked = [json.loads(line)["custom_id"] for line in files.open(files.get(record.input_file_id))]
+        asked = [json.loads(line)["custom_id"] for line in files.lines(files.get(record.input_file_id))]
         assert not done.keys() & failed.keys() and sorted(done.keys() | failed.keys()) == sorted(asked)
         counts = {"total": NUM_LINES, "completed": len(done), "failed": len(failed)}
         assert shown["request_counts"] == counts

@@ -1,13 +1,12 @@
-"""AnswerLog: the answered lines of a batch, as numbered parts that are only ever added.
+"""AnswerLog: the answered lines of a batch, as the numbered part files of its run (``runs/run.py``).
 
 A part is created only if no part of its number exists, by a writer that has read every part before it, and holds no
 line that one of them answers. So each custom_id stands in the log once, whatever is killed and however many processes
 believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it and goes on.
 
-    >>> log = AnswerLog(StoragePath.of("batches/all/work/batch_1"))
-    >>> log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
-    >>> "a" in log.answered
-    True
+    log = AnswerLog(run)
+    log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
+    "a" in log.answered     # True
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.runs.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,13 @@ def seed_of(batch_id: str, custom_id: str) -> int:
 
 
 class AnswerLog:
-    """The log in one directory. Methods block on storage and raise OSError if it fails. Not for several threads."""
+    """The log of one run. Methods block on storage and raise OSError if it fails, JobError if the run is lost.
 
-    def __init__(self, directory: StoragePath):
-        self._directory = directory
+    It is not for several threads.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
         self._num_parts = 0
         self.answered: set[str] = set()
         self.completed = self.failed = 0
@@ -64,6 +66,9 @@ class AnswerLog:
 
     def load(self) -> None:
         """Read the parts that this process has not read or written."""
+        if self._num_parts == 0:
+            for part_of_earlier_version in self._run.output.glob("[0-9]*"):
+                self._run.append(part_of_earlier_version.name, part_of_earlier_version.read_bytes())
         while (part := self._read_part(self._num_parts)) is not None:
             self._count(_parse(line) for line in part)
             self._num_parts += 1
@@ -72,7 +77,7 @@ class AnswerLog:
         """Add the answers of lines that have none yet."""
         while new := [answer for answer in answers if answer.custom_id not in self.answered]:
             data = b"".join(answer.line + b"\n" for answer in new)
-            if self._part(self._num_parts).create(data) is not None:
+            if self._run.append(_name(self._num_parts), data):
                 self._num_parts += 1
                 self._count(new)
                 return
@@ -94,12 +99,13 @@ class AnswerLog:
 
     def _read_part(self, number: int) -> list[bytes] | None:
         try:
-            return self._part(number).read_bytes().split(b"\n")[:-1]
+            return (self._run.data / _name(number)).read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return None
 
-    def _part(self, number: int) -> StoragePath:
-        return self._directory / f"{number:06d}"
+
+def _name(part: int) -> str:
+    return f"{part:06d}"
 
 
 def _parse(line: bytes) -> LineAnswer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import reprlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,10 +18,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from eagle_ray.config.serve import ServingConfig
-from eagle_ray.serve.batches.batch_body import BatchBody, listed, page_of
-from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_body import BatchBody
+from eagle_ray.serve.batches.batch_models import (
+    BATCH,
+    FILE,
+    OVER,
+    BatchList,
+    BatchObject,
+    FileDeleted,
+    FileList,
+    FileObject,
+    StoredFile,
+    is_id,
+)
 from eagle_ray.serve.batches.batch_store import KEY, BatchStore
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, StoredFile
+from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.batches.file_upload import PURPOSE, check_room, receive_upload
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import parse, read_body
@@ -28,7 +40,31 @@ from eagle_ray.serve.parse import parse, read_body
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
 Handler = Callable[[Request], Awaitable[Response]]
+LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
+ORDERS = ("asc", "desc")
 MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOperation:
+    """An operation of the OpenAPI document.
+
+    Attributes:
+        handler: a method of BatchRoutes.
+        answer: None for bytes.
+        body: a request model, or a schema of a multipart form.
+        statuses: of its refusals, besides 401, 404, 500 and 503.
+        query: the schemas of its query's parameters, by name; none is required.
+    """
+
+    handler: Callable[[BatchRoutes, Request], Awaitable[Response]]
+    path: str
+    method: str
+    summary: str
+    answer: type | None
+    body: type | dict[str, Any] | None = None
+    statuses: tuple[str, ...] = ()
+    query: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class BatchRoutes:
@@ -38,14 +74,10 @@ class BatchRoutes:
         self._store, self._serving, self._owner_of = store, serving, owner_of
 
     def routes(self) -> list[Route]:
-        return [
-            _route("/v1/files", POST=self.upload, GET=self.files),
-            _route("/v1/files/{id}", GET=self.file, DELETE=self.delete),
-            _route("/v1/files/{id}/content", GET=self.content),
-            _route("/v1/batches", POST=self.create, GET=self.batches),
-            _route("/v1/batches/{id}", GET=self.batch),
-            _route("/v1/batches/{id}/cancel", POST=self.cancel),
-        ]
+        handlers: dict[str, dict[str, Handler]] = {}
+        for each in OPERATIONS:
+            handlers.setdefault(each.path, {})[each.method.upper()] = partial(each.handler, self)
+        return [_route(path, **of_path) for path, of_path in handlers.items()]
 
     async def upload(self, request: Request) -> Response:
         _, owner = self._enter(request)
@@ -74,7 +106,7 @@ class BatchRoutes:
             message = f"{file.id} is the input of {user}, which is not over. Wait for it, or cancel it."
             raise ApiError(409, message, "file_id", "file_in_use")
         await asyncio.to_thread(self._files(owner).delete, file.id)
-        return JSONResponse({"id": file.id, "object": "file", "deleted": True})
+        return JSONResponse(FileDeleted(id=file.id).model_dump())
 
     async def create(self, request: Request) -> Response:
         store, owner = self._enter(request)
@@ -82,7 +114,8 @@ class BatchRoutes:
         await asyncio.to_thread(self._check_input, owner, body.input_file_id)
         limits = self._serving.batches
         await asyncio.to_thread(check_room, self._files(owner), limits)
-        record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)
+        record = body.record(owner)
+        await asyncio.to_thread(store.create, record, limits.max_open)
         return JSONResponse(record.as_json())
 
     async def batches(self, request: Request) -> Response:
@@ -135,8 +168,35 @@ def _route(path: str, **handlers: Handler) -> Route:
     return Route(path, handle, methods=[*handlers])
 
 
+def _ids_of(ids: list[str], query: dict[str, str], prefix: str) -> tuple[list[str], int]:
+    """Return the ids that a list may show, in its order, and how many it shows at most.
+
+    ids: oldest first. Raises ApiError for a wrong parameter.
+    """
+    most, usual = LIST_LIMITS[prefix]
+    limit = query.get("limit", str(usual))
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most))
+    if not (is_number and 1 <= int(limit) <= most):
+        raise ApiError(400, f"limit: must be 1 to {most}, got {reprlib.repr(limit)}", "limit", "bad_value")
+    order = query.get("order", "desc")
+    if order not in ORDERS:
+        raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
+    after = query.get("after")
+    if after is not None and not is_id(after, prefix):
+        raise ApiError(400, f"after: must be an id of this list, got {after!r}", "after", "bad_value")
+    ordered = sorted(ids, reverse=order == "desc")
+    if after is not None:
+        ordered = [id for id in ordered if (id < after if order == "desc" else id > after)]
+    return ordered, int(limit)
+
+
+def _page(kind: type[FileList | BatchList], items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return kind(data=items, has_more=has_more, **ends).model_dump()
+
+
 def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) -> dict[str, Any]:
-    ids, limit = page_of(store.ids(), query, FILE)
+    ids, limit = _ids_of(store.ids(), query, FILE)
     found: list[dict[str, Any]] = []
     for id in ids:
         try:
@@ -147,12 +207,12 @@ def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) ->
             found.append(file.as_json())
         if len(found) > limit:
             break
-    return listed(found[:limit], len(found) > limit)
+    return _page(FileList, found[:limit], len(found) > limit)
 
 
 def _list_batches(store: BatchStore, owner: str, query: dict[str, str]) -> dict[str, Any]:
-    ids, limit = page_of(store.ids(owner), query, BATCH)
-    return listed([_shown(store, owner, id) for id in ids[:limit]], len(ids) > limit)
+    ids, limit = _ids_of(store.ids(owner), query, BATCH)
+    return _page(BatchList, [_shown(store, owner, id) for id in ids[:limit]], len(ids) > limit)
 
 
 def _shown(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
@@ -161,7 +221,7 @@ def _shown(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
 
 
 def _cancelled(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
-    record: BatchRecord = store.get(owner, id)
+    record = store.get(owner, id)
     if record.is_over:
         raise ApiError(409, f"{id} is {record.status}: only a batch that is not over can be cancelled.", "batch_id")
     return record.as_json(store.cancel(record))
@@ -192,3 +252,80 @@ async def _in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield what a blocking iterator yields, without blocking the event loop."""
     while part := await asyncio.to_thread(partial(next, parts, b"")):
         yield part
+
+
+def _page_query(prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the parameters of a list of ids with this prefix (``_ids_of`` reads them)."""
+    most, default = LIST_LIMITS[prefix]
+    return {
+        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
+        "after": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{27}}$"},
+        "order": {"enum": [*ORDERS], "default": "desc"},
+    }
+
+
+UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "additionalProperties": False,
+}
+ONE_FILE, ONE_BATCH = "/v1/files/{id}", "/v1/batches/{id}"
+OPERATIONS = (
+    BatchOperation(
+        BatchRoutes.upload,
+        "/v1/files",
+        "post",
+        "store a file for a batch",
+        FileObject,
+        UPLOAD,
+        ("400", "403", "408", "413", "415"),
+    ),
+    BatchOperation(
+        BatchRoutes.files,
+        "/v1/files",
+        "get",
+        "the files, newest first",
+        FileList,
+        None,
+        ("400",),
+        _page_query(FILE) | {"purpose": {"type": "string"}},
+    ),
+    BatchOperation(BatchRoutes.file, ONE_FILE, "get", "a file's description", FileObject),
+    BatchOperation(BatchRoutes.delete, ONE_FILE, "delete", "delete a file", FileDeleted, None, ("409",)),
+    BatchOperation(BatchRoutes.content, f"{ONE_FILE}/content", "get", "a file's bytes", None),
+    BatchOperation(
+        BatchRoutes.create,
+        "/v1/batches",
+        "post",
+        "answer every line of a file",
+        BatchObject,
+        BatchBody,
+        ("400", "408", "413", "415", "429"),
+    ),
+    BatchOperation(
+        BatchRoutes.batches,
+        "/v1/batches",
+        "get",
+        "the batches, newest first",
+        BatchList,
+        None,
+        ("400",),
+        _page_query(BATCH),
+    ),
+    BatchOperation(BatchRoutes.batch, ONE_BATCH, "get", "a batch", BatchObject),
+    BatchOperation(
+        BatchRoutes.cancel,
+        f"{ONE_BATCH}/cancel",
+        "post",
+        f"end a batch that is not {', '.join(OVER)}",
+        BatchObject,
+        None,
+        ("403", "409"),
+    ),
+)
