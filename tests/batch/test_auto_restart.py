@@ -17,10 +17,10 @@ import pytest
 
 from eagle_ray.batch.driver import auto_restart
 from eagle_ray.batch.driver.auto_restart import delay_s
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
-from eagle_ray.runs.lease import lock_output
 from eagle_ray.storage.path import StoragePath
 from tests.batch.nodes import parent_of
 from tests.conftest import PAIR, token_rows
@@ -113,7 +113,7 @@ def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code):
 
 
 def test_a_busy_output_is_not_waited_for(flags, tmp_path):
-    with lock_output(StoragePath.of(tmp_path / "out")):
+    with hold_output(StoragePath.of(tmp_path / "out")):
         run = start(*flags)
         _, said = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 7 and "is being written by process" in said and "restart" not in said
