@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray import build as pair_module
-from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.build import (
     build_engine,
     build_engine_from_config,

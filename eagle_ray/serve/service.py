@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from eagle_ray.assembly.memory_plan import SERVE_PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import SERVE_PREFILL_TOKENS
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
