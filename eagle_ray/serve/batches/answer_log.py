@@ -26,7 +26,15 @@ class LineAnswer:
     custom_id: str
     line: bytes  # without a line break
     is_completed: bool
-    usage: TokenUsage = NO_TOKENS
+    usage: TokenUsage
+
+    @classmethod
+    def of(cls, line: bytes) -> LineAnswer:
+        found = json.loads(line)
+        response = found["response"] or {}
+        is_completed = response.get("status_code") == 200
+        usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
+        return cls(found["custom_id"], line, is_completed, usage)
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
@@ -34,16 +42,13 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     key = line_key(batch_id, custom_id)
     head = json.dumps(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
-    line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    return LineAnswer(
-        custom_id, line, status == 200, TokenUsage.of_body(json.loads(body)) if status == 200 else NO_TOKENS
-    )
+    return LineAnswer.of(head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}')
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
     line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
-    return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
+    return LineAnswer.of(json.dumps(line, ensure_ascii=False).encode())
 
 
 def seed_of(batch_id: str, custom_id: str) -> int:
@@ -70,7 +75,7 @@ class AnswerLog:
             for part_of_earlier_version in self._run.output.glob("[0-9]*"):
                 self._run.append(part_of_earlier_version.name, part_of_earlier_version.read_bytes())
         while (part := self._read_part(self._num_parts)) is not None:
-            self._count(_parse(line) for line in part)
+            self._count(LineAnswer.of(line) for line in part)
             self._num_parts += 1
 
     def append(self, answers: list[LineAnswer]) -> None:
@@ -87,7 +92,7 @@ class AnswerLog:
         """Yield the lines, with line breaks, of one of the two files, in the log's order."""
         for number in range(self._num_parts):
             for line in self._read_part(number) or []:
-                if _parse(line).is_completed == is_completed:
+                if LineAnswer.of(line).is_completed == is_completed:
                     yield line + b"\n"
 
     def _count(self, answers: Iterable[LineAnswer]) -> None:
@@ -106,11 +111,3 @@ class AnswerLog:
 
 def _name(part: int) -> str:
     return f"{part:06d}"
-
-
-def _parse(line: bytes) -> LineAnswer:
-    found = json.loads(line)
-    response = found["response"] or {}
-    is_completed = response.get("status_code") == 200
-    usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
-    return LineAnswer(found["custom_id"], line, is_completed, usage)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self, TypedDict  # pydantic reads no others before Python 3.12
@@ -126,7 +126,7 @@ class BatchObject(OpenAiObject):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = RequestCounts(total=0, completed=0, failed=0)
-    usage: BatchUsage = BatchUsage(**NO_TOKENS.batch_form())
+    usage: BatchUsage = cast("BatchUsage", NO_TOKENS.batch_form())
     metadata: dict[str, str] | None = None
 
 
@@ -172,7 +172,7 @@ class BatchRecord(BatchObject):
         """
         now = int(time.time())
         ids = {"id": new_id(BATCH), "output_id": new_id(FILE), "error_id": new_id(FILE)}
-        return cls(**ids, created_at=now, expires_at=now + window_s, **facts)
+        return cls.model_validate(facts | ids | {"created_at": now, "expires_at": now + window_s})
 
     @model_validator(mode="before")
     @classmethod

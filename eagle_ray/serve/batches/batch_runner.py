@@ -17,11 +17,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -36,6 +35,7 @@ from eagle_ray.serve.batches.batch_models import BatchRecord, Ending, RequestCou
 from eagle_ray.serve.batches.batch_store import BatchStore
 
 log = logging.getLogger("eagle_ray")
+Line = tuple[str, dict[str, Any]]  # custom_id and body
 Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
 """Answer (owner, endpoint, body) with a status and a body. Raises ReplicaLost if a replica dies in the middle."""
 POLL_S = 1.0
@@ -76,7 +76,7 @@ class BatchRunner:
         knows: Callable[[str], bool] = lambda owner: True,
     ):
         self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
-        self.places = asyncio.Semaphore(window)  # of lines in flight
+        self.window, self.places = window, asyncio.Semaphore(window)  # of lines in flight
         self._isolation = SharedExclusiveLock()
         self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -120,7 +120,7 @@ class BatchRunner:
         lease = self._leases.setdefault(id, Lease.of(self.store.work(owner, id)))
         if await asyncio.to_thread(lease.try_take):
             task = asyncio.ensure_future(self._run_batch(owner, id, lease))
-            lease.on_loss = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+            lease.on_loss = _canceller(task)
             self._tasks[id] = task
             task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
@@ -147,8 +147,12 @@ class BatchRunner:
         if record is not None and not record.is_over:
             found = await asyncio.to_thread(Run.inspect, lease.output, RunRecord)
             facts = {"name": id, "attempts": found.manifest["attempts"][-1:] if found.manifest else []}
-            async with _in_thread(Run.claim(lease, found, facts)) as run:
+            claim = Run.claim(lease, found, facts)
+            run = await asyncio.to_thread(claim.__enter__)
+            try:
                 await RunningBatch(self, record, run).finish()
+            finally:
+                await asyncio.to_thread(claim.__exit__, *sys.exc_info())
         return record is not None
 
     async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
@@ -181,10 +185,11 @@ class RunningBatch:
     record: BatchRecord
     run: Run
     _log: AnswerLog = field(init=False)
+    _lines: Iterator[Line] = field(init=False)  # that have no answer
+    _block: list[Line] = field(default_factory=list)  # of them, read ahead, the last one first
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _new: list[LineAnswer] = field(default_factory=list)  # not in the log yet
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _flushed_at: float = 0.0
-    _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         self._log = AnswerLog(self.run)
@@ -220,53 +225,36 @@ class RunningBatch:
 
     async def _answer_lines(self) -> Ending:
         """Answer the lines that the log lacks. Returns how the batch ends: early if it expires or is cancelled."""
-        if (ending := await self._early_ending()) is not None:
-            return ending
-        feeding = asyncio.ensure_future(self._feed())
+        self._lines = self._unanswered()
+        tasks = [asyncio.ensure_future(self._answer_some()) for _ in range(self.runner.window)]
+        pending = set(tasks)
         try:
-            while not feeding.done():
-                if (ending := await self._early_ending()) is not None:
-                    return ending
+            while (ending := await self._early_ending()) is None and pending:
                 await self._flush()
-                await asyncio.wait([feeding], timeout=POLL_S)
-            feeding.result()
-            return "completed"
+                done, pending = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()  # an error is no answer but a fault of this process
+            return ending or "completed"
         finally:
-            for task in (feeding, *self._tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(feeding, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self) -> None:
-        """Start a task per line, as places become free, and wait for all of them."""
-        lines = self._unanswered()
-        while block := await asyncio.to_thread(lambda: list(islice(lines, LINES_AT_ONCE))):
-            for custom_id, body in block:
-                await self.runner.places.acquire()
-                self._raise_failure()
-                task = asyncio.ensure_future(self._answer_line(custom_id, body))
-                self._tasks.add(task)
-                task.add_done_callback(self._line_is_done)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-            await asyncio.sleep(0)  # for the callbacks
-        self._raise_failure()
+    async def _answer_some(self) -> None:
+        """Answer one line after the other until there are no more."""
+        while (line := await self._next_line()) is not None:
+            async with self.runner.places:
+                answer = await self.runner.answer(self.record, *line)
+            self._new.append(answer)
 
-    def _line_is_done(self, task: asyncio.Task[None]) -> None:
-        self.runner.places.release()
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+    async def _next_line(self) -> Line | None:
+        async with self._reading:
+            if not self._block:
+                self._block = await asyncio.to_thread(lambda: list(islice(self._lines, LINES_AT_ONCE)))
+                self._block.reverse()
+            return self._block.pop() if self._block else None
 
-    def _raise_failure(self) -> None:
-        """Raise what a line's task raised, which is no answer but a fault of this process."""
-        if self._failure is not None:
-            raise self._failure
-
-    async def _answer_line(self, custom_id: str, body: dict[str, Any]) -> None:
-        answer = await self.runner.answer(self.record, custom_id, body)
-        self._new.append(answer)  # to the list that is current now
-
-    def _unanswered(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _unanswered(self) -> Iterator[Line]:
         files = self.runner.store.files(self.record.owner)
         file = files.find(self.record.input_file_id)
         if file is None:
@@ -336,16 +324,14 @@ class RunningBatch:
         await asyncio.to_thread(self.runner.store.save, self.record, self.run)
 
 
-@asynccontextmanager
-async def _in_thread(context: AbstractContextManager[Run]) -> AsyncIterator[Run]:
-    """Enter and leave a context that blocks, without blocking the event loop."""
-    run = await asyncio.to_thread(context.__enter__)
-    try:
-        yield run
-    except BaseException as error:
-        await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
-        raise
-    await asyncio.to_thread(context.__exit__, None, None, None)
+def _canceller(task: asyncio.Task[None]) -> Callable[[], None]:
+    """Return what cancels the task from another thread."""
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    return cancel
 
 
 def sweep(store: BatchStore) -> None:

@@ -16,7 +16,6 @@ Only the process that runs a batch changes its record. A client's cancellation i
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from contextlib import suppress
@@ -25,9 +24,9 @@ from dataclasses import dataclass, replace
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
-from eagle_ray.serve.batches.file_store import FileStore, names_in
+from eagle_ray.serve.batches.file_store import FileStore, ids_in
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.storage.path import StoragePath, json_bytes, read_json_object
+from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
 KEY = "serving.batches.path"
 SALT_BYTES = 16
@@ -110,13 +109,13 @@ class BatchStore:
 
     def closed_ids(self, owner: str) -> list[str]:
         """Return the batches that are over and still have a run's directory."""
-        ids = names_in(self.root / owner / "work")
+        ids = ids_in(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
         return sorted(set(ids) - {id for _, id in self.open_ids(owner)})
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
         """Return owner and id of every batch that is not over, oldest first. owner: of this one alone."""
         names = self._open_names(f"{owner or '*'}.{BATCH}*")
-        pairs = [(name.partition(".")[0], name.partition(".")[2]) for name in names]
+        pairs = [(of, id) for of, _, id in (name.partition(".") for name in names)]
         return sorted(pairs, key=lambda pair: pair[1])
 
     def cancel(self, record: BatchRecord) -> int:
@@ -132,12 +131,8 @@ class BatchStore:
         """Return when the batch's client cancelled it, or None."""
         if record.cancelling_at is not None:
             return record.cancelling_at
-        try:
-            return (
-                json.loads((self.work(record.owner, record.id) / "cancel").read_bytes()) if not record.is_over else None
-            )
-        except FileNotFoundError:
-            return None
+        found = None if record.is_over else read_json(self.work(record.owner, record.id) / "cancel")
+        return found if isinstance(found, int) else None
 
     def owners(self) -> list[str]:
         return [name for name in self.root.list_names() if name == "all" or name.startswith("key-")]

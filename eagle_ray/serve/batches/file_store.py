@@ -56,8 +56,7 @@ class FileStore:
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
-        there = set(self.ids())
-        return [id for id in names_in(self._contents) if is_id(id, FILE) and id not in there]
+        return sorted(set(ids_in(self._contents, FILE)) - set(self.ids()))
 
     def write(
         self,
@@ -74,8 +73,16 @@ class FileStore:
             self.write_chunk(id, num_chunks, chunk)
             num_chunks += 1
             size += len(chunk)
-        facts = {"filename": filename, "purpose": purpose, "expires_at": expires_at}
-        return self.finish(StoredFile(id=id, bytes=size, num_chunks=num_chunks, created_at=int(time.time()), **facts))
+        file = StoredFile(
+            id=id,
+            bytes=size,
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+            expires_at=expires_at,
+            num_chunks=num_chunks,
+        )
+        return self.finish(file)
 
     def write_chunk(self, id: str, number: int, data: bytes) -> None:
         (self._contents / id / f"{number:06d}").write_atomic(data)
@@ -128,9 +135,9 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-def names_in(directory: StoragePath) -> list[str]:
-    """Return the names in a directory, which need not exist."""
+def ids_in(directory: StoragePath, prefix: str) -> list[str]:
+    """Return the ids that names in a directory are, in a bucket of the first thousand. It need not exist."""
     try:
-        return directory.list_names()
+        return [name for name in directory.list_names() if is_id(name, prefix)]
     except FileNotFoundError:
         return []

@@ -9,7 +9,7 @@ from eagle_ray.serve.batches import batch_runner
 from eagle_ray.serve.batches.answer_log import AnswerLog
 from eagle_ray.serve.batches.batch_store import BatchStore
 from tests.serve.batches.test_runner import Replicas, begin, finish, outcome, runner_of
-from tests.serve.batches.test_stores import answer, claimed
+from tests.serve.batches.test_stores import OLD, answer, claimed
 from tests.support.batch_kills import kill_servers
 
 
@@ -41,6 +41,17 @@ def test_two_writers_and_a_later_attempt_in_a_bucket(store):
     assert first.answered == second.answered == {"a", "b"} and (first.completed, second.completed) == (2, 2)
     with claimed(store.root / "log"), pytest.raises(FencedError):
         first.append([answer("c")])
+
+
+def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypatch):
+    monkeypatch.setattr(batch_runner, "POLL_S", 0.05)
+    for file in OLD.rglob("*"):
+        if file.is_file():
+            (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())
+    batches = [store.find(*pair) for pair in store.open_ids()]
+    for record in finish(store, runner_of(store, Replicas()), *batches):
+        outcome(store, record)
+    assert len(batches) == 4 and not store.closed_ids("all")
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])

@@ -118,7 +118,7 @@ def num_completed(store, batch):
 
 
 def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store):
-    replicas = Replicas()
+    replicas = Replicas(seconds=0.01)
     [record] = finish(store, runner_of(store, replicas), begin(store, ["a", "wrong", "busy", *"bcdefgh"]))
     done, failed = outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 9, 1)
