@@ -19,7 +19,7 @@ from eagle_ray.batch.driver.input_plan import (
 )
 from eagle_ray.batch.driver.job_plan import plan_first_run
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn
+from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.build import (
     ModelLimits,
     check_device,
@@ -110,7 +110,7 @@ def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) ->
     named = {name for name in FORMS if getattr(config.sampling, name)} | (plan.row_settings & {*FORMS})
     if seen is None or seen.grammars is None or not named:
         return []
-    return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()
+    return check_grammars(requests_of(plan.without_carried), config, seen.grammars).lines()
 
 
 def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
@@ -130,14 +130,14 @@ def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) ->
 
 
 def _input(plan: InputPlan) -> str:
-    carried = ", ".join(_carried(column) for column in plan.reader.passthrough_columns) or "nothing"
+    carried = ", ".join(_carried(column) for column in plan.reader.carried_columns) or "nothing"
     formats = ", ".join(sorted({file.format for file in plan.files}))
     settings = row_settings_line(plan)
     lines = [f"input    {plan.num_rows} rows in {_files(plan)} ({formats})", f"carried  {carried}"]
     return "\n".join(lines if settings is None else [*lines, f"settings {settings}"])
 
 
-def _carried(column: PassthroughColumn) -> str:
+def _carried(column: CarriedColumn) -> str:
     renamed = "" if column.source == column.name else f"{column.source} as "
     return f"{renamed}{column.name} {column.field.type}"
 

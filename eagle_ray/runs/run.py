@@ -253,14 +253,14 @@ class Run:
         rows = without_ids(file, ids)
         self.replace(file, version, parquet_bytes(rows, compression) if rows.num_rows else None)
 
-    def publish(self, name: str, data: bytes) -> None:
-        """Write one of the run's own records, if this is the current attempt.
+    def publish(self, record: str | StoragePath, data: bytes) -> None:
+        """Write one of the run's own records, if this is the current attempt. record: its name, if it is in `output`.
 
         The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
         attempt's process sends late replaces nothing that a later attempt has written since. Raises as check_current
         does.
         """
-        file = self.output / name
+        file = self.output / record if isinstance(record, str) else record
         written = None
         while written is None:  # another process wrote in between: the next check says whether it is a later attempt
             version = version_of(file)

@@ -40,14 +40,14 @@ def answered(make_job, tmp_path):
         pair = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "model.chat_template": str(path)}
         config = make_job(rows, **(pair | settings))
         plan = plan_input(config)
-        worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+        worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
         if text is not None:
             tokenizer = worker._tokenizer
             ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
             worker._engine = ScriptedEngine(worker._engine, ids, tokenizer.eos_ids)
         try:
             table: pa.Table = asyncio.run(
-                worker.answer(table_of(list(request_rows(plan)), request_schema(plan.passthrough)))
+                worker.answer(table_of(list(request_rows(plan)), request_schema(plan.carried_fields)))
             )
             return table.to_pylist()
         finally:

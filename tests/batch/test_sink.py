@@ -12,8 +12,7 @@ import pytest
 import ray.data
 
 from eagle_ray.batch.driver.execute import _write
-from eagle_ray.batch.worker.nested_rows import nest
-from eagle_ray.batch.worker.sink import AtomicParquetSink
+from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, StorageUnavailable

@@ -54,7 +54,7 @@ class ToyEngine:
     def execute(self, held: Claim, missing: Completeness) -> None:
         config, plan, run = held.plan.config, held.plan.input, held.run
         left = [row for row, is_done in zip(plan_module.request_rows(plan), missing.done, strict=True) if not is_done]
-        schema = next_schema(run.data, plan.passthrough)
+        schema = next_schema(run.data, plan.carried_fields)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise Killed

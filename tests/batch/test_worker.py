@@ -23,9 +23,9 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
     plan = plan_input(config)
     requests = list(request_rows(plan))
     requests = requests[::-1] if backwards else requests
-    schema = request_schema(plan.passthrough)
+    schema = request_schema(plan.carried_fields)
     batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
 
     async def all_at_once() -> list[pa.Table]:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches))

@@ -39,9 +39,9 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
     try:
-        requests = table_of(list(request_rows(plan)), request_schema(plan.passthrough))
+        requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
         answers: pa.Table = asyncio.run(worker.answer(requests))
         return answers.to_pylist()
     finally:

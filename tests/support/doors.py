@@ -240,7 +240,7 @@ class Doors:
         (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
         try:
             plan = plan_input(self._job(name, **settings))
-            return [Answered() for _ in lines], list(request_rows(plan.without_passthrough))
+            return [Answered() for _ in lines], list(request_rows(plan.without_carried))
         except ConfigError as error:
             return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
 

@@ -30,9 +30,9 @@ from eagle_ray.batch.driver.execute import map_engine
 from eagle_ray.batch.driver.input_plan import request_columns, settings_line, template_of
 from eagle_ray.batch.reader.carried_columns import output_names
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
-from eagle_ray.batch.worker.actor import EngineActor, as_config_error
-from eagle_ray.batch.worker.nested_rows import unnest
+from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
+from eagle_ray.batch.worker.sink import unnest
 from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
@@ -67,13 +67,11 @@ OF_JOBS = (
     "execution.price_per_hour",
     "execution.restarts.",
     "execution.shard",
-    "output.format",
     "output.partition_by",
     "output.compression",
     "output.if_exists",
     "report.",
     "on_finish.",
-    "logging.format",
     "logging.progress_every_s",
 )
 
@@ -81,8 +79,8 @@ OF_JOBS = (
 class DatasetActor(EngineActor):
     """An EngineActor without a driver that watches it: a failed start fails the execution."""
 
-    def _cannot_start(self, error: Exception) -> NoReturn:
-        raise as_config_error(error) from None
+    def _cannot_start(self, error: Exception, fault: object) -> NoReturn:
+        raise error from None
 
 
 def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:

@@ -49,7 +49,7 @@ def execute(held: Claim, missing: Completeness) -> None:
     max_starts = workers.max_workers * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
-    schema = next_schema(run.data, plan.passthrough)
+    schema = next_schema(run.data, plan.carried_fields)
     sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, held.plan.partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
     batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
@@ -57,7 +57,7 @@ def execute(held: Claim, missing: Completeness) -> None:
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
-    actor_args = (config, run, plan.passthrough, workers.threads, progress)
+    actor_args = (config, run, plan.carried_fields, workers.threads, progress)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)

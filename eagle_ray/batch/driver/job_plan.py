@@ -43,7 +43,7 @@ class JobPlan:
 
     @property
     def partitions(self) -> Partitions:
-        return Partitions.of(self.config.output.partition_by, self.input.passthrough_types)
+        return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
         """Refuse models that cannot work here, in one line, and not in every worker."""

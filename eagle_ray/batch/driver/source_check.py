@@ -42,12 +42,13 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
         raise OutputMismatch(
             f"input changed since {output} was made from it: {number} rows of "
             f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}."
+            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
+            "same ids (-i FILE --retry-errors)."
         )
-    for path in plan.changes.accepted:
+    for path in plan.changes.rewritten:
         log.info(
-            "%s has changed since %s was made from it, and has the rows that it had: new ones are added, and answered "
-            "ones keep their carried columns",
+            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
+            "answered ones keep their carried columns",
             path,
             output.display_path,
         )
@@ -87,7 +88,7 @@ def check_columns(run: Run, plan: InputPlan) -> None:
             f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
             "Choose another output.path, or --overwrite."
         )
-    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.passthrough)))):
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
         raise OutputMismatch(
             f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
         )

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from eagle_ray.batch.driver.cluster import plan_workers
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
 from eagle_ray.batch.worker.error_classifier import classify_error
@@ -89,7 +89,7 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
     """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
-    requests = {request.id: request for request in requests_of(plan.without_passthrough) if request.id in ids}
+    requests = {request.id: request for request in requests_of(plan.without_carried) if request.id in ids}
     found: dict[KeyTuple, ChosenRow] = {}
     for key in keys.tolist():
         id_, sample, turn = key

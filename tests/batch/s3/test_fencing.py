@@ -7,8 +7,7 @@ import pytest
 
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.worker.nested_rows import nest
-from eagle_ray.batch.worker.sink import AtomicParquetSink
+from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs import run as fencing

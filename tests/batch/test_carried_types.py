@@ -1,4 +1,4 @@
-"""Passthrough columns from input to output Parquet: types, values and names, over two files and two samples."""
+"""Carried columns from input to output Parquet: types, values and names, over two files and two samples."""
 
 from __future__ import annotations
 
