@@ -139,12 +139,13 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """An engine ready to step, with its tokenizer, which is None if the target has none."""
+    """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory."""
 
     engine: Engine
     tokenizer: Tokenizer | None
     target_name: str
     draft_name: str | None
+    memory: MemoryPlan
 
 
 def build_engine_from_config(
@@ -172,11 +173,10 @@ def build_engine_from_config(
             weights = load_draft(model, speculative, causal_lm)
     limits = model_limits(model)
     length = limits.longest(kv_tokens)
-    engine = build_engine(
-        causal_lm, weights, speculative, slots, length, kv_tokens, start, limits.guaranteed, prefill_tokens
-    )
+    memory = plan_memory(causal_lm, weights, speculative, slots, length, kv_tokens, limits.guaranteed, prefill_tokens)
+    engine = _engine_of(causal_lm, weights, speculative, memory, start, prefill_tokens)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
-    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
+    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
@@ -318,20 +318,51 @@ def build_engine(
         ConfigError: kv_tokens are too few for one sequence's tree.
         UnfitDevice: a GPU's memory is too small for one sequence.
     """
-    start = start or StartLog()
-    config = causal_lm.config.get_text_config(decoder=True)
-    plain = speculative.method == "none"
-    lengths = SequenceLengths.of(speculative, config.vocab_size, max_model_len, guaranteed)
+    memory = plan_memory(causal_lm, weights, speculative, slots, max_model_len, kv_tokens, guaranteed, prefill_tokens)
+    return _engine_of(causal_lm, weights, speculative, memory, start or StartLog(), prefill_tokens)
+
+
+def plan_memory(
+    causal_lm: CausalLM,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    slots: int | Auto,
+    max_model_len: int,
+    kv_tokens: int | Auto | None,
+    guaranteed: int | None,
+    prefill_tokens: PrefillTokens,
+) -> MemoryPlan:
+    """Return the plan of an engine's memory, and log a GPU's. Arguments and errors are build_engine's."""
+    vocab_size = causal_lm.config.get_text_config(decoder=True).vocab_size
+    lengths = SequenceLengths.of(speculative, vocab_size, max_model_len, guaranteed)
     if kv_tokens != "auto":
         _check_kv_tokens(kv_tokens, lengths.tree_columns)
-    if not isinstance(prefill_tokens, int):
-        prefill_tokens = prefill_tokens[causal_lm.device.type]
-    plan = MemoryPlan.of_models(causal_lm, weights, speculative, slots, kv_tokens, lengths, prefill_tokens)
+    tokens = _prefill_tokens(prefill_tokens, causal_lm)
+    plan = MemoryPlan.of_models(causal_lm, weights, speculative, slots, kv_tokens, lengths, tokens)
     log.log(logging.INFO if plan.memory else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
+    return plan
+
+
+def _prefill_tokens(prefill_tokens: PrefillTokens, causal_lm: CausalLM) -> int:
+    return prefill_tokens if isinstance(prefill_tokens, int) else prefill_tokens[causal_lm.device.type]
+
+
+def _engine_of(
+    causal_lm: CausalLM,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    plan: MemoryPlan,
+    start: StartLog,
+    prefill_tokens: PrefillTokens,
+) -> Engine:
+    """Return an engine with caches as planned."""
+    config = causal_lm.config.get_text_config(decoder=True)
+    plain = speculative.method == "none"
+    prefill_tokens = _prefill_tokens(prefill_tokens, causal_lm)
     slots = plan.slots
-    max_model_len = lengths.that_fit(plan.kv_tokens)
+    max_model_len = plan.lengths.that_fit(plan.kv_tokens)
     layers = feature_layers(parts_of(weights), config.num_hidden_layers)
-    target = TargetModel(causal_lm, slots, max_model_len + lengths.tree_columns, plan.kv_tokens, layers)
+    target = TargetModel(causal_lm, slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
         tune_malloc()

@@ -226,8 +226,7 @@ def test_a_missing_head_is_asked_for():
         ({"ranking": "published"}, False, False),
         ({"ranking": "calibrated"}, True, False),
         ({"budget": "uniform", "ranking": "coupled"}, True, True),
-        ({"budget": "uniform", "coupled": False}, True, False),
-        ({"budget": "uniform", "coupled": True}, True, True),
+        ({"budget": "uniform", "ranking": "calibrated"}, True, False),
     ],
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):

@@ -18,8 +18,8 @@ from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.previous_run import forget_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.batch.nodes import parent_of
 from tests.conftest import exit_code, small_job, token_rows
+from tests.helpers.processes import children_of
 from tests.helpers.row_invariants import broken_laws
 
 RUN_JOB = """
@@ -307,8 +307,7 @@ def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_ses
     config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     driver = start_driver(config)
     wait_for_another_file(config)
-    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/exe") if name in os.path.realpath(path)]
-    (process,) = [pid for pid in children if parent_of(pid) == driver.pid]
+    (process,) = [pid for pid in children_of(driver.pid) if name in os.path.realpath(f"/proc/{pid}/exe")]
     os.kill(process, signal.SIGKILL)
     out, err = driver.communicate(timeout=90)
     assert out.startswith("5 "), err

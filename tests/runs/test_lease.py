@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,15 @@ def test_a_holder_whose_lease_was_taken_over_is_told_and_leaves_it_alone(bucket,
         lease.check()
     lease.release()
     assert isinstance(told[0], FencedError) and json.loads((bucket / LOCK).read_bytes())["token"] == "x"
+
+
+def test_a_process_is_known_by_what_earlier_versions_recorded_of_it():
+    this = Process.current()
+    stat = Path("/proc/self/stat")
+    if stat.exists():  # as they read it there
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+        assert abs(ticks - int(this.started)) <= 1
+        assert replace(this, started=str(ticks)).is_gone() is False
+    assert replace(this, started=str(int(this.started) - 10 * module.TICKS_PER_S)).is_gone() is True  # a reused PID
+    assert replace(this, started="Fri Nov 27 12:00:00 2026").is_gone() is None  # of macOS
+    assert replace(this, host="elsewhere").is_gone() is None

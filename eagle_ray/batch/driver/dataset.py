@@ -67,13 +67,11 @@ OF_JOBS = (
     "execution.price_per_hour",
     "execution.restarts.",
     "execution.shard",
-    "output.format",
     "output.partition_by",
     "output.compression",
     "output.if_exists",
     "report.",
     "on_finish.",
-    "logging.format",
     "logging.progress_every_s",
 )
 

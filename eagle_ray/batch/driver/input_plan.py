@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
 from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice

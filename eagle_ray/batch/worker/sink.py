@@ -26,14 +26,11 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import StorageUnavailable, outcome_of
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
+from eagle_ray.storage.path import parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
-from eagle_ray.storage.storage_errors import remedy_of
 
 NESTED = "rows"  # the one column
 NO_PARTITIONS = Partitions()
@@ -84,23 +81,11 @@ class AtomicParquetSink(Datasink[None]):
         table = pa.concat_tables([self.schema.empty_table(), *nonempty])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
-                parent = self.run.data / directory if directory else self.run.data
-                file = parent / part_name(self.run.attempt, ctx.task_idx)
-                self._publish(file, parquet_bytes(rows, self.compression))
+                file = part_name(self.run.attempt, ctx.task_idx)
+                name = f"{directory}/{file}" if directory else file
+                self.run.append(name, parquet_bytes(rows, self.compression))
                 if self.progress is not None:
-                    self.progress.add_file.remote(file.relative_to(self.run.data), len(rows))
-
-    def _publish(self, file: StoragePath, data: bytes) -> None:
-        """Create the file. The error names it, since Ray replaces the path of an OSError."""
-        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
-        try:
-            file.create(data, self.run.check_current)
-        except StorageError:  # names its object
-            raise
-        except OSError as error:
-            self.run.check_current()  # if the output was deleted, that is the reason
-            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+                    self.progress.add_file.remote(name, len(rows))
 
     @property
     def min_rows_per_write(self) -> int:
