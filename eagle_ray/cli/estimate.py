@@ -40,7 +40,7 @@ from eagle_ray.models.cpu_runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.runs.manifest import ESTIMATE, output_of, wrap_os_errors
+from eagle_ray.runs.layout import ESTIMATE, output_of, wrap_os_errors
 from eagle_ray.storage.path import write_json
 
 log = logging.getLogger("eagle_ray")

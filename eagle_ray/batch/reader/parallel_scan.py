@@ -5,7 +5,7 @@ of a piece's rows follow from the lines before it, so lines are counted first.
 
     scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
     for found in scan([FilePart(file)]):
-        print([len(table["id"]) for _, table in found])                                 # [140233, 140120]
+        print([len(scan.rows["id"]) for scan in found])                                 # [140233, 140120]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from eagle_ray.batch.reader.file_slices import COLUMNAR, open_columnar
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.scan import FilePart, Found, RowScanner
+from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
@@ -42,7 +42,7 @@ class ParallelScan:
     min_bytes: int = MIN_BYTES
     piece_bytes: int = PIECE_BYTES
 
-    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[Found]]:
+    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[FileScan]]:
         """Yield what each part holds, in their order, as consecutive pieces."""
         if sum(map(_num_bytes, parts)) < self.min_bytes:
             yield from self.scanner(parts)
@@ -158,7 +158,7 @@ class GroupScan:
 
     scanner: RowScanner
 
-    def __call__(self, pieces: list[FilePart]) -> list[list[Found]]:
+    def __call__(self, pieces: list[FilePart]) -> list[list[FileScan]]:
         return [list(found) for found in self.scanner(pieces)]
 
 

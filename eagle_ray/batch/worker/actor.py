@@ -23,15 +23,14 @@ from ray.actor import ActorHandle
 
 from eagle_ray.batch.worker.crash_isolation import CrashLog, Isolation
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import classify_error
+from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, classify_error
 from eagle_ray.batch.worker.metrics import JobMetrics
-from eagle_ray.batch.worker.nested_rows import nest
 from eagle_ray.batch.worker.progress import WorkerReport
+from eagle_ray.batch.worker.sink import nest
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.core.slot_limits import usual_slots
-from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
@@ -43,9 +42,9 @@ FLUSH_S = 1.0
 class EngineActor:
     """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
 
-    def __init__(
-        self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
-    ):
+    _report: WorkerReport
+
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
         self._worker_arguments = (config, run, passthrough, threads)
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         crash_log = self._progress.report_start()
@@ -89,7 +88,7 @@ class EngineActor:
         except ProcessEnded as error:
             self._exit(engine.worker_id, error)
         except Exception as error:  # report any error in one line instead of a Ray traceback
-            self._cannot_start(error)
+            self._cannot_start(as_config_error(error), classify_error(error))
         return engine
 
     def _use(self, engine: EngineProcess) -> None:
@@ -103,11 +102,10 @@ class EngineActor:
         self._progress.report(self._report)
         self._metrics.count(self._report, answers)
 
-    def _cannot_start(self, error: Exception) -> NoReturn:
+    def _cannot_start(self, error: Exception, fault: Fault) -> NoReturn:
         """Report the failed start, then end this process. A cause that every worker shares ends the job."""
-        fault = classify_error(error)
         try:
-            ends_job = self._progress.report_failure(as_config_error(error), fault.is_local)
+            ends_job = self._progress.report_failure(error, fault.is_local)
             again = RESTART_DELAY_S if fault.is_transient or not fault.is_local else UNFIT_DELAY_S
             time.sleep(DRIVER_SHUTDOWN_S if ends_job else again)
         finally:
@@ -173,12 +171,3 @@ class ProgressClient:
 
     def _acknowledged(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
         return ray.get(call(*args), timeout=ACK_TIMEOUT_S)
-
-
-def as_config_error(error: Exception) -> Exception:
-    """Return the error as the driver raises it: one line, of a class that does not need torch."""
-    if isinstance(error, ConfigError):
-        return error
-    fault = classify_error(error)
-    kind = ClusterError if fault.is_transient else ModelUnusable
-    return kind(f"a worker cannot start: {fault.line}")
