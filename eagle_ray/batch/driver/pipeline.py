@@ -42,12 +42,15 @@ EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
-def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarray, num_rows: int) -> None:
+def generate(
+    config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarray, num_rows: int, spare: str | None = None
+) -> None:
     """Answer every request except those that are done. Ray must be connected.
 
     Args:
         done: for each row of the input, in its order, whether it is done.
         num_rows: output rows that will be made.
+        spare: the address of a SpareEngine. Only a worker without a GPU adopts it: the driver's CUDA sees all GPUs.
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
@@ -67,7 +70,7 @@ def generate(config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarra
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, done, rows_per_block=batch_size)
-    actor_args = (config, run, plan.passthrough, workers.threads, progress)
+    actor_args = (config, run, plan.passthrough, workers.threads, progress, None if workers.num_gpus else spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)

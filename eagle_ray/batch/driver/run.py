@@ -39,6 +39,7 @@ from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.driver.source_check import check_changes, check_sources
 from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
+from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
@@ -203,15 +204,17 @@ def run_to_completion(config: JobConfig, retry_errors: bool = False) -> dict[str
         JobError: the job cannot be completed.
     """
     try:
-        return _run_attempt(config, retry_errors)
+        with SpareEngine() as spare:
+            return _run_attempt(config, retry_errors, spare)
     except IndexDamaged as error:
         log.warning("the index of %s is built again: %s", config.output.path, error)
     remove_index(output_of(config))
     resumed = config.output.model_copy(update={"if_exists": "resume"})  # what the attempt has made stays
-    return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors)
+    with SpareEngine() as spare:
+        return _run_attempt(config.model_copy(update={"output": resumed}), retry_errors, spare)
 
 
-def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
+def _run_attempt(config: JobConfig, retry_errors: bool, spare: SpareEngine) -> dict[str, Any]:
     """Do what run_to_completion does. Raises IndexDamaged, too."""
     log.info("reading the input")
     output = output_of(config)
@@ -225,20 +228,22 @@ def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     check_not_run_output(plan.files, root)
     is_overwritten = config.output.if_exists == "overwrite"
     if is_overwritten or retry_errors or (not (output / RUN).exists() and len(plan.rows)):
-        _check_models(config)  # before anything is deleted, and before a mistyped name is on record
+        _get_ready(config, spare)  # before anything is deleted, and before a mistyped name is on record
     claim_output(config)
     with lock_output(output) as check_lock:
         free_index_name(output)
         check_changes(plan, output)
         run = replace(open_run(config, plan.fingerprints, plan.changes.accepted), check_lock=check_lock)
         with record_outcome(run), extended_retries():
-            summary = _complete(config, plan, run, retry_errors)
+            summary = _complete(config, plan, run, retry_errors, spare)
         if config.report.html:
             store_report(run, summary)
     return summary
 
 
-def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: bool) -> dict[str, Any]:
+def _complete(
+    config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: bool, spare: SpareEngine
+) -> dict[str, Any]:
     """Generate the missing rows of an open run, write ``_summary.json`` and ``_SUCCESS``, and return the summary."""
     check_unchanged(plan.files, {})  # a change since the scan
     remove_stale_files(run)
@@ -253,7 +258,7 @@ def _complete(config: JobConfig, plan: InputPlan, run: RunHandle, retry_errors: 
         summary = there | _facts_of_attempt(run, there["total"])
     else:
         with _checking_input(plan):
-            _generate_missing(config, plan, run)
+            _generate_missing(config, plan, run, spare)
             run.check_current()  # an output that was deleted has no manifest to read
             wait_for_stale_writers(run)
             counted = _deduplicate_and_check(config, plan, run)
@@ -325,7 +330,7 @@ def _output_index(run: RunHandle) -> OutputIndex:
     return OutputIndex.read(run.data, run.output / INDEX)
 
 
-def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> None:
+def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle, spare: SpareEngine) -> None:
     """Generate the rows of ids that no file holds yet."""
     check_sources(run, plan)
     found = count_done(plan.rows, _output_index(run))
@@ -336,14 +341,13 @@ def _generate_missing(config: JobConfig, plan: InputPlan, run: RunHandle) -> Non
     if (line := row_settings_line(plan)) is not None:
         log.info("%s", line)
     _check_columns(plan, run)
-    _check_models(config)
+    _get_ready(config, spare)
     if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
         log.info("%s: %s", config.model.target, note)
     (run.output / SUMMARY).remove()  # it no longer says what the files hold
-    join_cluster(config)
     from eagle_ray.batch.driver.pipeline import generate
 
-    generate(config, plan, run, found.done, num_rows)
+    generate(config, plan, run, found.done, num_rows, spare.address)
 
 
 def _check_columns(plan: InputPlan, run: RunHandle) -> None:
@@ -369,11 +373,12 @@ def join_cluster(config: JobConfig) -> None:
     connect(address)
 
 
-def _check_models(config: JobConfig) -> None:
-    """Refuse models that cannot work here, in one line, and not in every worker."""
-    from eagle_ray.build import check_models  # torch: only where there is work left
-
-    check_models(config.model, config.speculative)
+def _get_ready(config: JobConfig, spare: SpareEngine) -> None:
+    """Join the cluster, and meanwhile refuse models that cannot work here, in one line, and not in every worker."""
+    if not spare.is_checked:
+        spare.start(config)
+        join_cluster(config)
+        spare.check_models()
 
 
 def _deduplicate_and_check(config: JobConfig, plan: InputPlan, run: RunHandle) -> str:

@@ -27,6 +27,7 @@ from eagle_ray.batch.worker.error_classifier import classify_error
 from eagle_ray.batch.worker.metrics import JobMetrics
 from eagle_ray.batch.worker.nested_rows import nest
 from eagle_ray.batch.worker.progress import WorkerReport
+from eagle_ray.batch.worker.spare_engine import adopt
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.slot_limits import usual_slots
@@ -41,15 +42,24 @@ FLUSH_S = 1.0
 
 
 class EngineActor:
-    """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
+    """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker.
+
+    spare: the address of a SpareEngine on the driver's machine, or None.
+    """
 
     def __init__(
-        self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int, progress: ActorHandle
+        self,
+        config: JobConfig,
+        run: RunHandle,
+        passthrough: list[pa.Field],
+        threads: int,
+        progress: ActorHandle,
+        spare: str | None = None,
     ):
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         self._progress.report_start()
         try:
-            self._worker = EngineProcess(config, run, passthrough, threads, self._progress.log)
+            self._worker = EngineProcess(config, run, passthrough, threads, self._progress.log, adopt(spare))
             self._worker.wait_until_ready()
         except ProcessEnded as error:
             self._exit(error)
