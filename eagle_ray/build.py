@@ -25,15 +25,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 
-from eagle_ray.assembly.memory_plan import (
-    PREFILL_TOKENS,
-    USUAL_TOKENS,
-    Capacity,
-    EngineSizes,
-    SequenceLengths,
-    plan_capacity,
-    profile_pass,
-)
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, SequenceLengths
+from eagle_ray.assembly.memory_plan import GPU_SHARE, MemoryPlan, reserved_bytes
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
@@ -42,9 +35,7 @@ from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import Auto, usual_slots
 from eagle_ray.core.start_log import StartLog
-from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.drafters.switch import SwitchDrafter
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
@@ -53,7 +44,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
-from eagle_ray.kernels.availability import use_triton, why_not
+from eagle_ray.kernels.availability import why_not
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -74,7 +65,7 @@ from eagle_ray.models.placement import (
     place_layers,
     room_beside,
 )
-from eagle_ray.models.supported_models import kv_elements_per_token, max_exact_position
+from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
@@ -82,7 +73,6 @@ from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.method_trial import MethodTrial
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.registry import (
-    OWN_PLANNERS,
     check_weights,
     feature_layers,
     has_own_vocab,
@@ -104,12 +94,10 @@ log = logging.getLogger("eagle_ray")
 
 ASSETS = Path(__file__).parent / "assets"
 EMBEDDED = "embedded:"
-COPIES_OF_LOGITS = 3  # of a pass: its own, the graphs' pool and a temporary one
 DEFAULT_MODEL_LEN = 4096  # for which there is room where max_model_len is not set: for longer ones, as memory allows
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}  # of a cache directory
 NO_GPU = "and torch sees no GPU on this machine"
-GPU_SHARE = 0.9  # of a GPU's free memory that weights may take; the rest is for a pass's own tensors
 IGNORE_PATTERNS = [
     "original/*",
     "metal/*",
@@ -124,7 +112,6 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 RECORDING = "recording steps as CUDA graphs"
 MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
-KV_MARGIN = 1.2  # the head's own cache and the trees' columns come on top of the target's
 PrefillTokens = int | Mapping[str, int]  # of a step, or by type of device
 
 
@@ -152,12 +139,13 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """An engine ready to step, with its tokenizer, which is None if the target has none."""
+    """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory."""
 
     engine: Engine
     tokenizer: Tokenizer | None
     target_name: str
     draft_name: str | None
+    memory: MemoryPlan
 
 
 def build_engine_from_config(
@@ -185,11 +173,10 @@ def build_engine_from_config(
             weights = load_draft(model, speculative, causal_lm)
     limits = model_limits(model)
     length = limits.longest(kv_tokens)
-    engine = build_engine(
-        causal_lm, weights, speculative, slots, length, kv_tokens, start, limits.guaranteed, prefill_tokens
-    )
+    memory = plan_memory(causal_lm, weights, speculative, slots, length, kv_tokens, limits.guaranteed, prefill_tokens)
+    engine = _engine_of(causal_lm, weights, speculative, memory, start, prefill_tokens)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
-    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name)
+    return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
@@ -277,9 +264,8 @@ def load_causal_lm(
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
-        tokens = _reserved_tokens(slots, kv_tokens, model_limits(model).longest(kv_tokens))
-        reserved = KV_MARGIN * tokens * _bytes_of_token(causal_lm)
-        _dispatch(causal_lm, num_gpus, int(reserved), is_firm=kv_tokens != "auto")
+        reserved = reserved_bytes(causal_lm, slots, kv_tokens, model_limits(model).longest(kv_tokens))
+        _dispatch(causal_lm, num_gpus, reserved, is_firm=kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
@@ -332,21 +318,51 @@ def build_engine(
         ConfigError: kv_tokens are too few for one sequence's tree.
         UnfitDevice: a GPU's memory is too small for one sequence.
     """
-    start = start or StartLog()
+    memory = plan_memory(causal_lm, weights, speculative, slots, max_model_len, kv_tokens, guaranteed, prefill_tokens)
+    return _engine_of(causal_lm, weights, speculative, memory, start or StartLog(), prefill_tokens)
+
+
+def plan_memory(
+    causal_lm: CausalLM,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    slots: int | Auto,
+    max_model_len: int,
+    kv_tokens: int | Auto | None,
+    guaranteed: int | None,
+    prefill_tokens: PrefillTokens,
+) -> MemoryPlan:
+    """Return the plan of an engine's memory, and log a GPU's. Arguments and errors are build_engine's."""
+    vocab_size = causal_lm.config.get_text_config(decoder=True).vocab_size
+    lengths = SequenceLengths.of(speculative, vocab_size, max_model_len, guaranteed)
+    if kv_tokens != "auto":
+        _check_kv_tokens(kv_tokens, lengths.tree_columns)
+    tokens = _prefill_tokens(prefill_tokens, causal_lm)
+    plan = MemoryPlan.of_models(causal_lm, weights, speculative, slots, kv_tokens, lengths, tokens)
+    log.log(logging.INFO if plan.memory else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
+    return plan
+
+
+def _prefill_tokens(prefill_tokens: PrefillTokens, causal_lm: CausalLM) -> int:
+    return prefill_tokens if isinstance(prefill_tokens, int) else prefill_tokens[causal_lm.device.type]
+
+
+def _engine_of(
+    causal_lm: CausalLM,
+    weights: nn.Module | None,
+    speculative: SpeculativeConfig,
+    plan: MemoryPlan,
+    start: StartLog,
+    prefill_tokens: PrefillTokens,
+) -> Engine:
+    """Return an engine with caches as planned."""
     config = causal_lm.config.get_text_config(decoder=True)
     plain = speculative.method == "none"
-    columns = 1 if plain else _tree_columns(speculative, config.vocab_size)
-    if kv_tokens != "auto":
-        _check_kv_tokens(kv_tokens, columns)
-    layers = feature_layers(weights, config.num_hidden_layers)
-    lengths = SequenceLengths(max_model_len, columns, guaranteed)
-    sizes = _sizes(causal_lm, weights, speculative, layers)
-    if not isinstance(prefill_tokens, int):
-        prefill_tokens = prefill_tokens[causal_lm.device.type]
-    capacity = _capacity(causal_lm, slots, kv_tokens, lengths, layers, sizes, prefill_tokens)
-    slots = capacity.slots
-    max_model_len = lengths.that_fit(capacity.kv_tokens)
-    target = TargetModel(causal_lm, slots, max_model_len + columns, capacity.kv_tokens, layers)
+    prefill_tokens = _prefill_tokens(prefill_tokens, causal_lm)
+    slots = plan.slots
+    max_model_len = plan.lengths.that_fit(plan.kv_tokens)
+    layers = feature_layers(parts_of(weights), config.num_hidden_layers)
+    target = TargetModel(causal_lm, slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
         tune_malloc()
@@ -429,83 +445,11 @@ def _method_trial(
     return MethodTrial(planners, switch, note)
 
 
-def _capacity(
-    causal_lm: CausalLM,
-    slots: int | Auto,
-    kv_tokens: int | Auto | None,
-    lengths: SequenceLengths,
-    layers: tuple[int, ...] | None,
-    sizes: EngineSizes,
-    prefill_tokens: int,
-) -> Capacity:
-    """Return the slots and KV tokens for these settings and the memory of the target's device."""
-    device = causal_lm.device
-    memory = None
-    if device.type == "cuda" and "auto" in (slots, kv_tokens):
-        of_pass = profile_pass(causal_lm, layers, prefill_tokens)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        memory = sizes.memory(total, free, of_pass, lengths.max_model_len)
-    try:
-        capacity = plan_capacity(slots, kv_tokens, lengths, memory)
-    except EngineError as error:
-        raise UnfitDevice(str(error)) from error
-    if memory is not None:
-        log.info("%s on %.0f GB: %s", model_text(causal_lm), memory.total / 1e9, capacity)
-    return capacity
-
-
-def _bytes_of_logits(causal_lm: CausalLM, speculative: SpeculativeConfig) -> int:
-    """Return the bytes of logits that each slot adds to a pass: all of its tree's if trees have a fixed size, otherwise
-    none, since one budget bounds the rows of the batch.
-    """
-    if speculative.method == "none" or (speculative.budget == "global" and speculative.method not in OWN_PLANNERS):
-        return 0
-    config = causal_lm.config.get_text_config(decoder=True)
-    return COPIES_OF_LOGITS * (1 + speculative.max_nodes) * config.vocab_size * _itemsize(causal_lm)
-
-
-def _itemsize(causal_lm: CausalLM) -> int:
-    """Return the bytes of one number of the model's activations."""
-    return input_embedding(causal_lm).weight.dtype.itemsize
-
-
 def model_text(causal_lm: CausalLM) -> str:
     """Return the size and dtype of a model, such as "8B bfloat16"."""
     number, dtype = sum(p.numel() for p in causal_lm.parameters()), input_embedding(causal_lm).weight.dtype
     size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
     return f"{size} {str(dtype).removeprefix('torch.')}"
-
-
-def _sizes(
-    causal_lm: CausalLM, weights: nn.Module | None, speculative: SpeculativeConfig, layers: tuple[int, ...] | None
-) -> EngineSizes:
-    """Return the sizes on which the engine's memory depends."""
-    config = causal_lm.config.get_text_config(decoder=True)
-    parts = parts_of(weights)
-    specs = [getattr(part, "kv_spec", None) for part in parts]  # Medusa heads keep no keys
-    of_drafts = sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) for s in specs if s is not None)
-    layer_kv = kv_elements_per_token(config)
-    top_k = min(speculative.top_k, config.vocab_size)
-    return EngineSizes(
-        itemsize=_itemsize(causal_lm),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        layer_kv=layer_kv,
-        kv=config.num_hidden_layers * layer_kv + of_drafts,
-        feature=config.hidden_size * len(layers or [0]),
-        num_drafters=len(parts),
-        drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
-        logits_per_slot=_bytes_of_logits(causal_lm, speculative),
-        explicit_scores=not use_triton(causal_lm.device),
-    )
-
-
-def _reserved_tokens(slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
-    """Return the tokens of the KV cache for which the first of several GPUs keeps room, before it can be measured."""
-    if isinstance(kv_tokens, int):
-        return kv_tokens
-    return usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
 
 
 def _costs_of(
@@ -586,9 +530,9 @@ def runs_on_gpu(config: JobConfig) -> bool:
 def cpu_model_len(config: JobConfig) -> int:
     """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
     limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
-    columns = 1 if speculative.method == "none" else _tree_columns(speculative, limits.vocab_size)
-    lengths = SequenceLengths(limits.longest(execution.kv_tokens), columns, limits.guaranteed)
-    return lengths.that_fit(plan_capacity(execution.slots, execution.kv_tokens, lengths, None).kv_tokens)
+    longest = limits.longest(execution.kv_tokens)
+    lengths = SequenceLengths.of(speculative, limits.vocab_size, longest, limits.guaranteed)
+    return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])
 
 
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
@@ -779,12 +723,6 @@ def _dispatch(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) 
     dispatch(causal_lm, devices, places)
 
 
-def _bytes_of_token(causal_lm: CausalLM) -> int:
-    """Return the bytes of keys and values of one token in all layers."""
-    config = causal_lm.config.get_text_config(decoder=True)
-    return config.num_hidden_layers * kv_elements_per_token(config) * _itemsize(causal_lm)
-
-
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
     """Refuse a KV cache in which not even a short sequence fits with its tree."""
     least = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
@@ -793,10 +731,6 @@ def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
             f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
             "more, or speculative.max_nodes to less"
         )
-
-
-def _tree_columns(speculative: SpeculativeConfig, vocab_size: int) -> int:
-    return tree_columns(speculative.max_nodes, speculative.max_depth, min(speculative.top_k, vocab_size))
 
 
 def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
     check_weights(speculative, paths, target_config)                # from headers, before anything is started
     weights = load_weights(speculative, paths, target_config)       # of model.draft, if the method reads one
-    target = TargetModel(..., feature_layers=feature_layers(weights, num_layers))
+    target = TargetModel(..., feature_layers=feature_layers(parts_of(weights), num_layers))
     drafter = make_drafter(speculative, target, weights)
     planner = own_planner(speculative, drafter)                   # if the method decides its tree
 
@@ -83,11 +83,15 @@ def parts_of(weights: Weights) -> list[nn.Module]:
     return list(weights) if isinstance(weights, DraftList) else [weights]
 
 
-def check_weights(speculative: SpeculativeConfig, paths: Sequence[Path], target: PretrainedConfig) -> None:
-    """Raise EngineError if `load_weights` would; no weights are read. paths: one for each part that reads a draft."""
+def check_weights(speculative: SpeculativeConfig, paths: Sequence[Path], target: PretrainedConfig) -> list[object]:
+    """Return the drafts without their weights: heads on the meta device, and the keys and values of a draft model.
+
+    paths: one for each part that reads a draft. Raises EngineError if `load_weights` would.
+    """
     parts = draft_parts(speculative.method)
     found = [CHECKS[draft_requirement(part)](path, target) for part, path in zip(parts, paths, strict=True)]
     _check_features(found, target.num_hidden_layers)
+    return found
 
 
 def load_weights(speculative: SpeculativeConfig, paths: Sequence[Path], target: PretrainedConfig) -> nn.Module:
@@ -116,9 +120,12 @@ def has_own_vocab(path: Path, target: PretrainedConfig) -> bool:
     return isinstance(meta_head(path, target), Eagle3Head)
 
 
-def feature_layers(weights: Weights, num_layers: int) -> tuple[int, ...] | None:
-    """Return the layers of the target that the drafters read; None is the last hidden state."""
-    layers = [_layers_of(part, num_layers) for part in parts_of(weights)]
+def feature_layers(parts: Sequence[object], num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers of the target that the drafters read; None is the last hidden state.
+
+    parts: the drafts, loaded or as check_weights returns them.
+    """
+    layers = [_layers_of(part, num_layers) for part in parts]
     return tuple(dict.fromkeys(layer for some in layers for layer in some or ())) or None
 
 
@@ -139,7 +146,7 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: W
     return EnsembleDrafter(parts, blend, columns)
 
 
-def _layers_of(weights: nn.Module, num_layers: int) -> tuple[int, ...] | None:
+def _layers_of(weights: object, num_layers: int) -> tuple[int, ...] | None:
     return weights.feature_layers(num_layers) if isinstance(weights, DraftHead | DFlashHead) else None
 
 
@@ -150,7 +157,7 @@ def _feature_columns(draft: nn.Module, drafts: list[nn.Module], target: TargetMo
     own = _layers_of(draft, num_layers)
     if own is None:
         return torch.arange(0 if isinstance(draft, DraftModel) else width, device=target.device)
-    layers = feature_layers(DraftList(drafts), num_layers) or ()
+    layers = feature_layers(drafts, num_layers) or ()
     spans = [torch.arange(width, device=target.device) + width * layers.index(layer) for layer in own]
     return torch.cat(spans)
 
@@ -323,12 +330,16 @@ def _lookahead(speculative: SpeculativeConfig, target: TargetModel, weights: Wei
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))
 
 
+def _check_any(path: Path, target: PretrainedConfig) -> object:
+    return CHECKS[draft_requirement(method_of_draft(path, target))](path, target)
+
+
 def _load_any(path: Path, target: PretrainedConfig) -> nn.Module:
     return LOADERS[draft_requirement(method_of_draft(path, target))](path, target)
 
 
 CHECKS: dict[str | None, Callable[[Path, PretrainedConfig], object]] = {
-    ANY_DRAFT: method_of_draft,
+    ANY_DRAFT: _check_any,
     DFLASH: meta_dflash,
     HEAD: _check_head,
     HEAD_3: _check_head_3,

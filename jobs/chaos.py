@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
@@ -398,27 +399,16 @@ def s3_server(directory: Path) -> Iterator[tuple[fs.FileSystem, str]]:
 
 def workers_of(raylets: set[int]) -> Iterator[tuple[int, str]]:
     """Ray's worker processes and what those have started, with their titles."""
-    workers = dict(children_of(raylets))
-    yield from (workers | dict(children_of(set(workers)))).items()
+    for raylet in raylets:
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(raylet).children(recursive=True):
+                with suppress(psutil.Error):  # gone meanwhile
+                    yield process.pid, " ".join(process.cmdline())
 
 
-def children_of(parents: set[int]) -> Iterator[tuple[int, str]]:
-    """Living processes of these parents, with their titles."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) in parents:
-                yield int(stat.parent.name), (stat.parent / "cmdline").read_text()
-        except (OSError, IndexError):  # gone meanwhile
-            continue
-
-
-def named(title: str) -> list[str]:
+def named(title: str) -> list[int]:
     """Processes with this in their command line."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # gone meanwhile
-            found += [file.parent.name] * (title in file.read_text())
-    return found
+    return [found.pid for found in psutil.process_iter(["cmdline"]) if title in " ".join(found.info["cmdline"] or ())]
 
 
 def raylet_of(node: object) -> int:

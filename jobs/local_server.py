@@ -16,7 +16,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "serve_demo.yaml"
@@ -76,7 +79,10 @@ class Served:
 
     def processes(self) -> dict[str, list[int]]:
         """Process ids by what they are, of those in TITLES, and "driver"."""
-        titles = {pid: title_of(pid) for pid in descendants(self.process.pid)}
+        titles: dict[int, str] = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # gone meanwhile
+                titles[child.pid] = " ".join(child.cmdline())
         found = {name: [pid for pid, title in titles.items() if part in title] for name, part in TITLES.items()}
         return found | {"driver": [self.process.pid]}
 
@@ -85,20 +91,3 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def descendants(pid: int) -> list[int]:
-    """Living ones."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # gone meanwhile
-        return []
-    return [*children, *(pid for child in children for pid in descendants(child))]
-
-
-def title_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""

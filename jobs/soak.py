@@ -24,7 +24,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.serve.keys import ENV_NAME
@@ -206,13 +206,13 @@ class Sample:
 def sample(pids: list[int], minute: float) -> Sample | None:
     """None where one has just ended."""
     try:
-        rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
-        files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
-        threads = sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
-    except OSError:
+        processes = [psutil.Process(pid) for pid in pids]
+        private = sum(process.memory_full_info().uss for process in processes)
+        files = sum(process.num_fds() for process in processes)
+        threads = sum(process.num_threads() for process in processes)
+    except psutil.NoSuchProcess:
         return None
-    private = re.compile(r"^(?:Private_Clean|Private_Dirty): +(\d+)", re.MULTILINE)
-    return Sample(minute, sum(int(kb) for text in rollups for kb in private.findall(text)) / 1024, files, threads)
+    return Sample(minute, private / 2**20, files, threads)
 
 
 async def watch(served: Served, until: float, samples: dict[str, list[Sample]], crowd: Crowd) -> None:

@@ -135,6 +135,13 @@ def small_job(directory: Path, rows: list[dict[str, Any]] | None = None, **setti
     return load_config(None, env={}, overrides=defaults | settings)
 
 
+def exit_code(config: JobConfig, retry_errors: bool = False) -> int:
+    """Run a job as the command does and return the exit code."""
+    from eagle_ray.batch.driver.run import run_to_end
+
+    return run_to_end(config, retry_errors).outcome.code
+
+
 def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
     """Requests of token ids; every third is longer."""
     return [

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray import build as pair_module
-from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.build import (
     build_engine,
     build_engine_from_config,
@@ -226,8 +226,7 @@ def test_a_missing_head_is_asked_for():
         ({"ranking": "published"}, False, False),
         ({"ranking": "calibrated"}, True, False),
         ({"budget": "uniform", "ranking": "coupled"}, True, True),
-        ({"budget": "uniform", "coupled": False}, True, False),
-        ({"budget": "uniform", "coupled": True}, True, True),
+        ({"budget": "uniform", "ranking": "calibrated"}, True, False),
     ],
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):

@@ -24,6 +24,7 @@ from eagle_ray.config import (
     load_serve_config,
     load_train_config,
     recorded,
+    upgrade_config,
 )
 from eagle_ray.config.job import EMBEDDED_HEADS
 from eagle_ray.core.errors import ConfigError
@@ -436,8 +437,6 @@ def test_what_on_finish_holds_is_not_recorded_and_not_printed():
         ([], "coupled"),
         (["speculative.budget=uniform"], "published"),
         (["speculative.budget=uniform", "speculative.ranking=coupled"], "coupled"),
-        (["speculative.coupled=false"], "calibrated"),
-        (["speculative.budget=uniform", "speculative.coupled=true"], "coupled"),
     ],
 )
 def test_a_uniform_budget_ranks_as_published_unless_told_otherwise(sets, ranking):
@@ -445,15 +444,23 @@ def test_a_uniform_budget_ranks_as_published_unless_told_otherwise(sets, ranking
     assert config.speculative.ranking == ranking
 
 
-def test_both_spellings_of_the_ranking_at_once_are_refused():
-    sets = ["speculative.ranking=published", "speculative.coupled=true", "input.path=a.jsonl", "output.path=o"]
-    with pytest.raises(ConfigError, match=r"speculative\.coupled: unknown key"):
-        load_config(None, sets=sets, env={})
+@pytest.mark.parametrize(("old", "ranking"), [(True, "coupled"), (False, "calibrated")])
+def test_keys_of_older_releases_are_upgraded_in_records_and_refused_elsewhere(old, ranking):
+    config = load("sampling.temperature=0.5")
+    record = config.model_dump(mode="json")
+    record["output"]["format"], record["logging"]["format"] = "parquet", "text"
+    del record["speculative"]["ranking"]
+    record["speculative"]["coupled"] = old
+    upgraded = upgrade_config(record)
+    assert upgraded["speculative"]["ranking"] == ranking
+    assert upgraded == config.model_dump(mode="json") | {"speculative": upgraded["speculative"]}
+    assert "coupled" in record["speculative"], "the record itself stays as it is"
+    assert "Set speculative.ranking to coupled for true" in refusal(f"speculative.coupled={old}")
+    assert "Log lines are text" in refusal("logging.format=text")
+    for words in ("could not be resumed", "write_deltalake", "table.append"):
+        assert words in refusal("output.format=delta")
 
 
-@pytest.mark.parametrize(("name", "way"), [("delta", "write_deltalake"), ("iceberg", "table.append")])
-def test_table_formats_are_refused_with_the_reason_and_the_way_round(name, way):
-    message = refusal(f"output.format={name}")
-    assert message.startswith(f"output.format: {name.capitalize()} tables are not written. ")
-    assert "could not be resumed" in message and way in message
-    assert refusal("output.format=csv") == "output.format: must be parquet, got 'csv' (from --set output.format=csv)"
+@pytest.mark.parametrize("record", [{}, {"output": 3}, {"speculative": None}, {"input": {"path": "a"}, "x": 1}])
+def test_records_that_are_none_are_left_as_they_are(record):
+    assert upgrade_config(record) == record

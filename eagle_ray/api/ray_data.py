@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from eagle_ray.api.python_config import ConfigLike, job_config
-from eagle_ray.batch.driver.run import configure_logging, run_to_completion
+from eagle_ray.batch.driver.run import run_job as run_job_of
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config import JobConfig
+from eagle_ray.core.start_log import configure_logging
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 PLACEHOLDER = "dataset"
@@ -79,7 +80,7 @@ def run_job(config: ConfigLike, retry_errors: bool = False) -> dict[str, Any]:
     job = job_config(config)
     configure_logging(job.logging.level)
     with interruptible():
-        return run_to_completion(job, retry_errors)
+        return run_job_of(job, retry_errors)
 
 
 def _dataset_config(config: ConfigLike, output_path: str) -> JobConfig:

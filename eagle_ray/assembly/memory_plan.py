@@ -1,219 +1,360 @@
-"""Capacity: how many sequences an engine runs at once, and how many tokens its KV cache holds.
+"""MemoryPlan: what one worker keeps in its memory, by use, and the slots and KV tokens that follow.
 
-    capacity = plan_capacity("auto", "auto", lengths, memory)
-    str(capacity)                                       # "256 slots, 412,000 KV tokens"
+    plan = MemoryPlan.of_checkpoint(config, target, drafts, shape, torch.bfloat16, lengths, memory)
+    plan.slots, plan.kv_tokens                  # 256, 412000
+    plan.describe()                             # "a worker takes 71.2 GiB: target 15.0 GiB, draft ..."
 
-On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's tensors, which
-`profile_pass` measures as vLLM does, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt
-chunks gather, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of
-USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the
-guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
+A start plans with the models that it has loaded, `doctor` with configurations and the headers of checkpoints; both by
+one arithmetic. On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's
+tensors, which `profile_pass` measures as vLLM does, the CUDA graphs, and what `EngineSizes` counts besides: the
+contexts that prompt chunks gather, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as
+sequences of USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence
+of the guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from eagle_ray.attention.metadata import MAX_SCORES
-from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
-from eagle_ray.core.errors import EngineError
-from eagle_ray.core.slot_limits import CPU_SLOTS, MAX_SLOTS, Auto
-from eagle_ray.drafters.draft_buffers import DraftShape
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, USUAL_TOKENS, EngineSizes, SequenceLengths
+from eagle_ray.config import JobConfig, SpeculativeConfig
+from eagle_ray.core.errors import EngineError, UnfitDevice
+from eagle_ray.core.slot_limits import MAX_SLOTS, Auto, usual_slots
+from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.models.loader import CausalLM
+from eagle_ray.models.head_checkpoint import read_headers
+from eagle_ray.models.loader import CausalLM, quantisation_of
+from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
+from eagle_ray.models.placement import input_embedding
+from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.sampling.sampler import SLICE_ROWS
+from eagle_ray.registry import check_weights, feature_layers, parts_of
+from eagle_ray.report.text import counted, gib
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
-CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
-USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
+GPU_SHARE = 0.9  # of a GPU's free memory that layers may take; the rest is for a pass's own tensors
+KV_MARGIN = 1.2  # of several GPUs: the head's own cache and the trees' columns come on top of the target's
 GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs and some more; 0 to 8 MiB each for an 8B on an H200
-PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
-SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
 LOGIT_ROWS = 1024  # of the largest pass that decodes
-SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
-SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
+CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more where they are sampled
 PROFILE_PROMPTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceLengths:
-    """Tokens of sequences, prompt and output.
-
-    Attributes:
-        max_model_len: of the longest sequence.
-        tree_columns: positions that a step needs besides.
-        guaranteed: of a sequence that every engine takes, whatever its cache holds; None is max_model_len.
-    """
-
-    max_model_len: int
-    tree_columns: int
-    guaranteed: int | None = None
-
-    @property
-    def full(self) -> int:
-        """Return the positions of a slot that can hold any sequence, in whole blocks."""
-        return self._positions(self.max_model_len)
-
-    @property
-    def usual(self) -> int:
-        """Return the positions that a slot needs for a sequence of USUAL_TOKENS, in whole blocks."""
-        return self._positions(USUAL_TOKENS)
-
-    @property
-    def of_guaranteed(self) -> int:
-        """Return the positions that a slot needs for a sequence of the guaranteed length, in whole blocks."""
-        return self._positions(self.guaranteed or self.max_model_len)
-
-    def cpu_tokens(self, slots: int) -> int | None:
-        """Return the KV tokens of this many slots on a CPU; None if each slot can be full."""
-        tokens = max(slots * self.of_guaranteed, self._positions(CPU_SEQUENCE_TOKENS))
-        return None if tokens >= slots * self.full else tokens
-
-    def that_fit(self, kv_tokens: int | None) -> int:
-        """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
-        if kv_tokens is None:
-            return self.max_model_len
-        held = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
-        return min(self.max_model_len, max(held, self.guaranteed or self.max_model_len))
-
-    def _positions(self, tokens: int) -> int:
-        return -(-(min(self.max_model_len, tokens) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a card and of what an engine puts there.
+    """The memory in which a worker is planned.
 
     Attributes:
-        total, free: of the card, when the weights are loaded.
-        of_pass: tensors of the largest pass, without a context.
-        per_token: what each token of the cache takes.
-        per_slot: what else each slot takes.
-        temporary: what passes need at times in addition to of_pass.
+        total: bytes of its first GPU, or its share of a machine's memory.
+        free: of these, before its models are loaded.
+        others_room: bytes for layers of the target on its other GPUs.
+        on_gpu: whether this is a GPU's.
     """
 
     total: int
     free: int
-    of_pass: int
-    per_token: int
+    others_room: int = 0
+    on_gpu: bool = True
+
+    @property
+    def reserve(self) -> int:
+        """Return the bytes of a card that no worker plans with."""
+        return self.total - int(MEMORY_SHARE * self.total) if self.on_gpu else 0
+
+    @property
+    def room(self) -> int:
+        """Return the bytes that the worker may take, other GPUs left out."""
+        return self.free - self.reserve
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of one worker by use.
+
+    Attributes:
+        lengths: of its sequences.
+        target, draft: weights.
+        kv_per_token: keys and values of a token of the cache.
+        feature_per_token: what else a token of the cache takes.
+        per_slot: queued features, drafts and logits of a slot.
+        passes: tensors of the largest pass that do not depend on slots.
+        graphs: executables of CUDA graphs.
+        process: Python and its packages; 0 on a GPU's machine, or if it is not known.
+        memory: where all this is put; None if it is not known.
+        slots: sequences that run at once.
+        kv_tokens: of all slots together, in whole blocks; None lets each slot be full.
+        is_planned: the KV tokens were chosen by the memory that there is.
+    """
+
+    lengths: SequenceLengths
+    target: int
+    draft: int
+    kv_per_token: int
+    feature_per_token: int = 0
     per_slot: int = 0
-    temporary: int = 0
+    passes: int = 0
+    graphs: int = 0
+    process: int = 0
+    memory: DeviceMemory | None = None
+    slots: int = 1
+    kv_tokens: int | None = None
+    is_planned: bool = False
+
+    @classmethod
+    def of_models(
+        cls,
+        causal_lm: CausalLM,
+        weights: nn.Module | None,
+        speculative: SpeculativeConfig,
+        slots: int | Auto,
+        kv_tokens: int | Auto | None,
+        lengths: SequenceLengths,
+        prefill_tokens: int,
+    ) -> MemoryPlan:
+        """Return the plan of an engine over models in memory. A GPU's pass is run and measured if a setting is auto.
+
+        Raises UnfitDevice if not even one sequence fits.
+        """
+        device, parts = causal_lm.device, parts_of(weights)
+        shape = causal_lm.config.get_text_config(decoder=True)
+        dtype = input_embedding(causal_lm).weight.dtype
+        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, explicit_scores=not use_triton(device))
+        target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
+        if device.type != "cuda":
+            return cls.on_cpu(sizes, speculative, lengths, target, draft).sized(slots, kv_tokens)
+        if "auto" in (slots, kv_tokens):
+            of_pass = profile_pass(causal_lm, feature_layers(parts, shape.num_hidden_layers), prefill_tokens)
+        else:
+            of_pass = _estimated_pass(shape, dtype.itemsize, prefill_tokens)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        others_room = weight_bytes(causal_lm, outside=device)
+        memory = DeviceMemory(total, free + target - others_room + draft, others_room)
+        try:
+            return cls.on_gpu(sizes, lengths, target, draft, of_pass, memory).sized(slots, kv_tokens)
+        except EngineError as error:
+            raise UnfitDevice(str(error)) from error
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        config: JobConfig,
+        target: Path,
+        drafts: Sequence[Path],
+        shape: Any,
+        device: str,
+        dtype: torch.dtype,
+        lengths: SequenceLengths,
+        memory: DeviceMemory | None = None,
+        process: int = 0,
+    ) -> MemoryPlan | None:
+        """Return the plan of one worker of a job, or None if weights are missing; none are read.
+
+        Args:
+            target, drafts: directories.
+            shape: the target's config.
+            device: cpu or cuda.
+            dtype: of weights and cache.
+            memory: None: the slots and tokens are a CPU's.
+            process: bytes before anything is loaded.
+
+        Raises:
+            EngineError: a file of weights cannot be read.
+        """
+        execution, speculative = config.execution, config.speculative
+        target_bytes = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
+        of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
+        if target_bytes is None or None in of_drafts:
+            return None
+        draft_bytes = sum(size or 0 for size in of_drafts)
+        parts = check_weights(speculative, drafts, shape) if drafts else []
+        on_gpu = device == "cuda"
+        explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
+        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, explicit_scores)
+        if on_gpu:
+            tokens = PREFILL_TOKENS["cuda"] if execution.prefill_tokens == "auto" else execution.prefill_tokens
+            of_pass = _estimated_pass(shape, dtype.itemsize, tokens)
+            plan = cls.on_gpu(sizes, lengths, target_bytes, draft_bytes, of_pass, memory)
+        else:
+            target_bytes += _packed_copy(target, shape, dtype)
+            plan = cls.on_cpu(sizes, speculative, lengths, target_bytes, draft_bytes, memory, process)
+        try:
+            return plan.sized(execution.slots, execution.kv_tokens)
+        except EngineError:  # it is seen by `fits`
+            return plan.sized(1, None)
+
+    @classmethod
+    def on_cpu(
+        cls,
+        sizes: EngineSizes,
+        speculative: SpeculativeConfig,
+        lengths: SequenceLengths,
+        target: int,
+        draft: int,
+        memory: DeviceMemory | None = None,
+        process: int = 0,
+    ) -> MemoryPlan:
+        """Return the plan of an engine on a CPU, for one slot. Arguments are the fields of a plan."""
+        rows = 1 if speculative.method == "none" else 1 + speculative.max_nodes
+        logits = rows * sizes.vocab_size * (sizes.itemsize + CPU_LOGIT_BYTES)
+        of_slot = replace(sizes, tree_rows=0).per_slot + logits
+        kv, feature = sizes.kv_per_token, sizes.feature_per_token
+        return cls(lengths, target, draft, kv, feature, of_slot, process=process, memory=memory)
+
+    @classmethod
+    def on_gpu(
+        cls,
+        sizes: EngineSizes,
+        lengths: SequenceLengths,
+        target: int,
+        draft: int,
+        of_pass: int,
+        memory: DeviceMemory | None,
+    ) -> MemoryPlan:
+        """Return the plan of an engine on a GPU, for one slot.
+
+        Args:
+            of_pass: bytes of the tensors of the largest pass.
+        """
+        passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
+        kv, feature = sizes.kv_per_token, sizes.feature_per_token
+        return cls(lengths, target, draft, kv, feature, sizes.per_slot, passes, GRAPH_BYTES, memory=memory)
+
+    def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
+        """Return the plan for these settings, which are kept where they are not auto.
+
+        Raises EngineError if they are auto and not even one sequence fits.
+        """
+        if self.memory is None or not self.memory.on_gpu:
+            slots, kv_tokens = self.lengths.on_cpu(slots, kv_tokens)
+            return replace(self, slots=slots, kv_tokens=kv_tokens, is_planned=False)
+        if slots == "auto":
+            slots = self._auto_slots(kv_tokens)
+        if kv_tokens != "auto":
+            return replace(self, slots=slots, kv_tokens=kv_tokens, is_planned=False)
+        tokens = self.tokens_left_by(slots)
+        if tokens < min(self.lengths.usual, self.lengths.full):
+            raise EngineError(self._too_small(self.memory))
+        return replace(self, slots=slots, kv_tokens=min(tokens, slots * self.lengths.full), is_planned=True)
+
+    def _auto_slots(self, kv_tokens: int | Auto | None) -> int:
+        if isinstance(kv_tokens, int):
+            fitting = kv_tokens // self.lengths.usual
+        else:
+            length = self.lengths.full if kv_tokens is None else self.lengths.usual
+            fitting = self.for_slots // (length * self.per_token + self.per_slot)
+        return max(min(fitting, MAX_SLOTS), 1)
+
+    def tokens_left_by(self, slots: int) -> int:
+        """Return the KV tokens, in whole blocks, for which this many slots leave room."""
+        return (self.for_slots - slots * self.per_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
+
+    def tokens_that_fit(self, slots: int) -> int:
+        """Return the most KV tokens, in whole blocks, with which this many slots fit if they are set."""
+        blocks = range(max(self.tokens_left_by(slots) // BLOCK_SIZE, 0) + 1)
+        num_fitting = bisect_left(blocks, True, key=lambda n: not self.sized(slots, n * BLOCK_SIZE).fits)
+        return max(num_fitting - 1, 0) * BLOCK_SIZE
+
+    def with_slots(self, slots: int) -> MemoryPlan:
+        """Return the plan with this many slots, each of which can hold a sequence of the guaranteed length."""
+        return self.sized(slots, slots * self.lengths.of_guaranteed)
+
+    @property
+    def per_token(self) -> int:
+        """Return the bytes of a token of the cache."""
+        return self.kv_per_token + self.feature_per_token
+
+    @property
+    def elsewhere(self) -> int:
+        """Return the bytes of the target's layers on the worker's other GPUs."""
+        return 0 if self.memory is None else min(self.target, self.memory.others_room)
 
     @property
     def for_slots(self) -> int:
         """Return the bytes that slots and their KV cache may take."""
-        used, passes = self.total - self.free, 2 * self.of_pass  # graphs keep a pass's tensors too
-        return int(MEMORY_SHARE * self.total) - used - passes - self.temporary - GRAPH_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSizes:
-    """The numbers of a target and its drafters on which an engine's memory depends, weights and passes left out.
-
-    Attributes:
-        itemsize: bytes of a number.
-        vocab_size, hidden_size: of the target.
-        layer_kv: numbers in the keys and values of one token in one layer of the target.
-        kv: the same in all layers of target and drafters.
-        feature: numbers of a token's feature.
-        num_drafters: those that queue features.
-        drafts: of one sequence; None if nothing is drafted.
-        logits_per_slot: bytes of the logits that each slot adds to a pass.
-        explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
-    """
-
-    itemsize: int
-    vocab_size: int
-    hidden_size: int
-    layer_kv: int
-    kv: int
-    feature: int
-    num_drafters: int = 0
-    drafts: DraftShape | None = None
-    logits_per_slot: int = 0
-    explicit_scores: bool = False
+        room = 0 if self.memory is None else self.memory.room
+        return room - (self.target - self.elsewhere) - self.draft - self.passes - self.graphs - self.process
 
     @property
-    def per_token(self) -> int:
-        """Return the bytes of keys and values, and of the feature that each block keeps of its last token."""
-        return self.itemsize * (self.kv + -(-self.feature // BLOCK_SIZE))
+    def pool_tokens(self) -> int:
+        """Return the tokens of the KV cache, a block for padding included."""
+        tokens = self.slots * self.lengths.full if self.kv_tokens is None else self.kv_tokens
+        return (1 + tokens // BLOCK_SIZE) * BLOCK_SIZE
 
     @property
-    def per_slot(self) -> int:
-        """Return the bytes of queued features, of a draft and of logits."""
-        queued = QUEUE_WINDOW * self.feature * self.itemsize
-        drafted = 0 if self.drafts is None else self.drafts.num_bytes(self.hidden_size, self.itemsize)
-        return self.num_drafters * (queued + drafted) + self.logits_per_slot
+    def pool(self) -> int:
+        """Return the bytes of all keys and values."""
+        return self.pool_tokens * self.kv_per_token
 
-    def temporary(self, max_model_len: int) -> int:
-        """Return the bytes of gathered contexts, of copied logits and of scores."""
-        longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)  # chunks of a step that are too long for a chain
-        gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv * self.itemsize
-        copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
-        return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
+    @property
+    def of_slots(self) -> int:
+        """Return the bytes of features, drafts and logits."""
+        return self.slots * self.per_slot + self.pool_tokens * self.feature_per_token
 
-    def memory(self, total: int, free: int, of_pass: int, max_model_len: int) -> DeviceMemory:
-        """Return the memory of a card; total, free and of_pass are DeviceMemory's."""
-        return DeviceMemory(total, free, of_pass, self.per_token, self.per_slot, self.temporary(max_model_len))
+    @property
+    def total(self) -> int:
+        """Return all bytes of the worker."""
+        weights, fixed = self.target + self.draft, self.passes + self.graphs + self.process
+        return weights + self.pool + self.of_slots + fixed
 
+    @property
+    def fits(self) -> bool:
+        """Return whether the worker fits into its memory."""
+        if self.memory is None or self.is_planned:
+            return True
+        margin = (KV_MARGIN - 1) * self.pool if self.memory.others_room else 0
+        return self.total - self.elsewhere + margin <= self.memory.room
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """kv_tokens: of all slots together, in whole blocks; None lets each slot be full."""
-
-    slots: int
-    kv_tokens: int | None
-
-    def __str__(self) -> str:
+    @property
+    def capacity(self) -> str:
+        """Return the slots and KV tokens as text."""
         tokens = "room for full sequences" if self.kv_tokens is None else f"{self.kv_tokens:,} KV tokens"
-        return f"{self.slots} slot{'' if self.slots == 1 else 's'}, {tokens}"
+        return f"{counted(self.slots, 'slot')}, {tokens}"
+
+    def describe(self) -> str:
+        """Return the bytes by use as one line."""
+        length = self.lengths.guaranteed or self.lengths.max_model_len
+        of_slot = f"{gib(self.lengths.of_guaranteed * self.kv_per_token)} a slot of {length} tokens"
+        elsewhere = f" ({gib(self.elsewhere)} on other GPUs)" if self.elsewhere else ""
+        uses = [
+            (self.target, f"target {gib(self.target)}{elsewhere}"),
+            (self.draft, f"draft {gib(self.draft)}"),
+            (self.pool, f"keys and values {gib(self.pool)} ({self.capacity}; {of_slot})"),
+            (self.of_slots, f"features, drafts and logits {gib(self.of_slots)}"),
+            (self.passes, f"passes {gib(self.passes)}"),
+            (self.graphs, f"CUDA graphs {gib(self.graphs)}"),
+            (self.process, f"Python and its packages {gib(self.process)}"),
+        ]
+        text = f"a worker takes {gib(self.total)}: {', '.join(text for size, text in uses if size)}"
+        reserve = 0 if self.memory is None else self.memory.reserve
+        return f"{text}; {gib(reserve)} of the card stay free" if reserve else text
+
+    def _too_small(self, memory: DeviceMemory) -> str:
+        used = memory.total - memory.free + self.target - self.elsewhere + self.draft
+        left, needed = max(self.for_slots, 0) / 1e9, self.lengths.usual * self.per_token / 1e9
+        return (
+            f"the GPU has {memory.total / 1e9:.0f} GB, of which weights take {used / 1e9:.1f} GB; {left:.1f} GB are "
+            f"left for keys and values, and one sequence takes {needed:.1f} GB: set execution.gpus_per_actor to more, "
+            "model.max_model_len or execution.slots to less, or take a smaller or a quantised model"
+        )
 
 
-def plan_capacity(
-    slots: int | Auto, kv_tokens: int | Auto | None, lengths: SequenceLengths, memory: DeviceMemory | None
-) -> Capacity:
-    """Return the capacity for these settings, which are kept where they are not auto.
-
-    Args:
-        memory: of a GPU; None on a CPU.
-
-    Raises:
-        EngineError: not even one sequence fits.
-    """
-    if memory is None:
-        slots = CPU_SLOTS if slots == "auto" else slots
-        return Capacity(slots, lengths.cpu_tokens(slots) if kv_tokens == "auto" else kv_tokens)
-    if slots == "auto":
-        slots = _num_slots(kv_tokens, lengths, memory)
-    if kv_tokens != "auto":
-        return Capacity(slots, kv_tokens)
-    room = (memory.for_slots - slots * memory.per_slot) // memory.per_token // BLOCK_SIZE * BLOCK_SIZE
-    if room < min(lengths.usual, lengths.full):
-        raise EngineError(_too_small(lengths, memory))
-    return Capacity(slots, min(room, slots * lengths.full))
-
-
-def _num_slots(kv_tokens: int | Auto | None, lengths: SequenceLengths, memory: DeviceMemory) -> int:
-    if kv_tokens == "auto":
-        each = lengths.usual * memory.per_token + memory.per_slot
-        return max(min(memory.for_slots // each, MAX_SLOTS), 1)
-    if kv_tokens is None:
-        return max(min(memory.for_slots // (lengths.full * memory.per_token + memory.per_slot), MAX_SLOTS), 1)
-    return max(min(kv_tokens // lengths.usual, MAX_SLOTS), 1)
-
-
-def _too_small(lengths: SequenceLengths, memory: DeviceMemory) -> str:
-    used, left = (memory.total - memory.free) / 1e9, max(memory.for_slots, 0) / 1e9
-    needed = lengths.usual * memory.per_token / 1e9
-    return (
-        f"the GPU has {memory.total / 1e9:.0f} GB, of which weights take {used:.1f} GB; {left:.1f} GB are left for "
-        f"keys and values, and one sequence takes {needed:.1f} GB: set execution.gpus_per_actor to more, "
-        "model.max_model_len or execution.slots to less, or take a smaller or a quantised model"
-    )
+def reserved_bytes(causal_lm: CausalLM, slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
+    """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
+    tokens = usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
+    if isinstance(kv_tokens, int):
+        tokens = kv_tokens
+    shape = causal_lm.config.get_text_config(decoder=True)
+    per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
+    return int(KV_MARGIN * tokens * per_token)
 
 
 def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
@@ -230,3 +371,35 @@ def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_to
         hidden = target.prefill(prompts).hidden
         target.logits(hidden[:LOGIT_ROWS]).argmax(-1)
     return torch.cuda.max_memory_allocated(target.device) - before
+
+
+def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
+    """Estimate what profile_pass measures: residuals, the MLP's tensors, and rows of logits."""
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    of_row = 4 * shape.hidden_size + 3 * inner
+    return itemsize * (num_tokens * of_row + LOGIT_ROWS * shape.vocab_size)
+
+
+def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
+    """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
+    sizes = [p.nbytes for p in model.parameters() if p.device != outside]
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(sizes) + sum(m.in_features * m.out_features * m.weight.itemsize for m in packed if outside is None)
+
+
+def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
+    """Return the bytes of a checkpoint's tensors in memory, or None if it has no weights.
+
+    dtype: of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
+    """
+    headers = read_headers(path)
+    if headers is None:
+        return None
+    return sum(h.numel * dtype.itemsize if dtype is not None and h.is_float else h.num_bytes for h in headers.values())
+
+
+def _packed_copy(target: Path, shape: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
+    size = shape.vocab_size * shape.hidden_size
+    is_tied = LM_HEAD not in (read_headers(target) or {})
+    return size * dtype.itemsize if is_tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0

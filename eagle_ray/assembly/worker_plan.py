@@ -19,6 +19,7 @@ from typing import Any, Literal
 from eagle_ray.config import ExecutionConfig
 from eagle_ray.config.job import ActorRange
 from eagle_ray.config.serve import ServingConfig
+from eagle_ray.report.text import counted
 from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
 
 MAX_CPU_WORKERS = 8  # of a job whose execution.actors is auto: each loads a copy of the models
@@ -99,11 +100,6 @@ class WorkerPlan:
         each = " each" if self.min_workers > 1 else ""
         limit = f", {self.max_workers} at most" if self.max_workers > self.min_workers else ""
         return f"{counted(self.min_workers, 'worker')} with {device}{each}{limit}"
-
-
-def counted(number: float, noun: str) -> str:
-    """Return text such as 1 core, 2 cores, 0.5 cores."""
-    return f"{number:g} {noun}" + ("" if number == 1 else "s")
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:

@@ -20,7 +20,7 @@ import torch
 
 from eagle_ray import __version__
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run import GROUP_BY
+from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import AUTO

@@ -13,12 +13,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.driver.run import log, run_and_report, run_to_completion
+from eagle_ray.batch.driver.run import ending_of, log, run_job
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.report.text import run_table
-from eagle_ray.runs.manifest import REPORT, SUMMARY
+from eagle_ray.runs.layout import REPORT, SUMMARY
 from eagle_ray.storage.path import StoragePath
 
 SETTINGS: dict[str, Any] = {
@@ -69,7 +69,7 @@ class DemoPair:
 
 def run_demo(output: StoragePath) -> int:
     """Run the demo, the job into OUTPUT, and return the exit code."""
-    return run_and_report(lambda: _demo(output), "info")
+    return ending_of(lambda: _demo(output), "info").outcome.code
 
 
 def demo_pair() -> DemoPair:
@@ -91,7 +91,7 @@ def _demo(output: StoragePath) -> str:
     live = answer_live(config, _write, LIVE_PER_CATEGORY)
     _write(f"\n{_live_text(live)}\n\n")
     log.info("all questions as a job, into %s", output.display_path)
-    summary = run_to_completion(config)
+    summary = run_job(config)
     return "\n\n".join([run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"])
 
 

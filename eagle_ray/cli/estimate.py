@@ -35,18 +35,19 @@ from eagle_ray.config.job import ActorRange
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
-from eagle_ray.doctor.cluster_checks import this_machine
+from eagle_ray.doctor.devices import this_machine
 from eagle_ray.models.cpu_runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.runs.manifest import ESTIMATE, output_of, wrap_os_errors
+from eagle_ray.runs.layout import ESTIMATE, output_of, wrap_os_errors
 from eagle_ray.storage.path import write_json
 
 log = logging.getLogger("eagle_ray")
 MIN_SAMPLED = 32  # rows
 SAMPLED_PER_SLOT = 2  # rows
 RESAMPLES = 200
+Z_95 = 1.96  # standard errors on each side of a mean
 MAX_SIMULATED = 5000  # rows of a worker; with more, how the last rows drain does not matter
 PIPELINE_START_S = 10.0  # Ray Data and a worker's process, before models load: 8 to 11 s on 2 busy cores, 2026-11-25
 
@@ -100,9 +101,10 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         "gpus_per_worker": workers.num_gpus,
         "slots": slots,
         "threads": workers.threads,
+        "memory": bundle.memory.describe(),
         "start_s": start_s,
         "seconds": seconds,
-        "output_tokens": _scaled([row.tokens for row in sampled], plan.num_rows),
+        "output_tokens": scaled([row.tokens for row in sampled], plan.num_rows),
         "price_per_hour": price,
         "dollars": None if per_second is None else [per_second * value for value in seconds],
     }
@@ -128,7 +130,8 @@ def estimate_text(estimate: dict[str, Any]) -> str:
         f"         {estimate['rows']:,} rows, {expected:,.0f} tokens [{low:,.0f}, {high:,.0f}], as if by "
         f"{plan.describe()} of this machine, {estimate['slots']} slots each\n"
         f"         from {estimate['sampled_rows']} rows, decoded in {estimate['sample_s']:.0f} s; 95 % intervals "
-        "over the rows drawn, not over how busy machines are"
+        "over the rows drawn, not over how busy machines are\n"
+        f"memory   {estimate['memory']}"
     )
 
 
@@ -165,17 +168,18 @@ def measure(
 
 
 def job_seconds(sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int) -> list[float]:
-    """Return the seconds of decoding num_rows such rows: expected, low, high (95 %, by a bootstrap over the rows)."""
-    draw = random.Random(0)
+    """Return the seconds of decoding num_rows such rows: expected, low, high (95 %)."""
     rows_per_worker = max(1, round(num_rows / workers))
+    if rows_per_worker > MAX_SIMULATED:
+        return scaled([sum(row.slot_s) for row in sampled], rows_per_worker / slots)
+    draw = random.Random(0)
     found = []
     for _ in range(RESAMPLES):
         pool = draw.choices(sampled, k=len(sampled))
-        if rows_per_worker <= MAX_SIMULATED:
-            found.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
-        else:
-            found.append(rows_per_worker * statistics.fmean(sum(row.slot_s) for row in pool) / slots)
-    return _interval(found)
+        found.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
+    found.sort()
+    edge = round(0.025 * RESAMPLES)
+    return [statistics.fmean(found), found[edge], found[-1 - edge]]
 
 
 def drain_time(slot_s: Sequence[float], slots: int) -> float:
@@ -186,16 +190,11 @@ def drain_time(slot_s: Sequence[float], slots: int) -> float:
     return max(free_at)
 
 
-def _scaled(values: Sequence[float], num_rows: int) -> list[float]:
-    draw = random.Random(0)
-    return _interval([num_rows * statistics.fmean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
-
-
-def _interval(found: list[float]) -> list[float]:
-    """Return the mean and the 2.5 and 97.5 percentiles."""
-    ordered = sorted(found)
-    edge = round(0.025 * len(ordered))
-    return [statistics.fmean(found), ordered[edge], ordered[-1 - edge]]
+def scaled(values: Sequence[float], factor: float) -> list[float]:
+    """Return the mean of these rows times a factor, with the low and the high end of its 95 % interval."""
+    mean = statistics.fmean(values)
+    error = Z_95 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return [factor * value for value in (mean, max(mean - error, 0.0), mean + error)]
 
 
 def _drawn(plan: InputPlan, number: int, seed: int) -> list[Request]:

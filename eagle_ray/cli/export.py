@@ -28,8 +28,7 @@ from eagle_ray.core.start_log import stdout_errors
 from eagle_ray.requests.answers import COLUMNS, line_of
 from eagle_ray.requests.token_logprobs import Spell
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.runs.layout import data_of, read_derived_record
-from eagle_ray.runs.manifest import SUCCESS, SUMMARY
+from eagle_ray.runs.layout import SUCCESS, SUMMARY, data_of, read_derived_record
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables, stored_schema
 from eagle_ray.runs.recorded_inputs import read_inputs

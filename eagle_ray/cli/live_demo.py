@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run import GROUP_BY
+from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.build import load_causal_lm, load_tokenizer
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence

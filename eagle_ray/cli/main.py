@@ -412,8 +412,8 @@ def _validate(args: argparse.Namespace) -> int:
 
     print(validate(config))
     if args.estimate is not None:
-        from eagle_ray.batch.driver.run import configure_logging
         from eagle_ray.cli.estimate import estimate_job, estimate_text, store_estimate
+        from eagle_ray.core.start_log import configure_logging
 
         configure_logging(config.logging.level)
         estimate = estimate_job(config, args.estimate or None)

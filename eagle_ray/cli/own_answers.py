@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
-from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.build import load_tokenizer
 from eagle_ray.config import JobConfig, TrainConfig, load_config
 from eagle_ray.core.errors import ConfigError
@@ -61,7 +61,7 @@ def _answer_prompts(config: TrainConfig) -> str:
     sampling = {"sampling.temperature": answers.temperature, "sampling.max_tokens": answers.max_tokens}
     job = batch_job(config, prompts, output / ANSWERS, sampling)
     log.info("the target answers the prompts of %s into %s", prompts.display_path, job.output.path)
-    run_to_completion(job)
+    run_job(job)
     return job.output.path
 
 
@@ -113,7 +113,7 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
     }
     job = batch_job(config, source, output / USER_TURNS, sampling)
     log.info("the target writes %d user turns", turns.count)
-    run_to_completion(job)
+    run_job(job)
     tables = read_tables(StoragePath.of(job.output.path) / DATA, ["request_id", "text", "finish_reason"])
     yield from distinct_turns(row for table in tables for row in table.to_pylist())
 

@@ -11,14 +11,14 @@ import json
 from functools import partial
 from typing import Any
 
-from eagle_ray.batch.driver.run import GROUP_BY, stored_summary, summarize_run, write_report
+from eagle_ray.batch.driver.run_summary import GROUP_BY, stored_summary, summarize_run, write_report
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import scores_text
 from eagle_ray.report.text import run_table, side_by_side_table
-from eagle_ray.runs.layout import SHARD_PLAN, data_of
-from eagle_ray.runs.manifest import REPORT, RUN, SUCCESS, RunHandle, read_manifest
+from eagle_ray.runs.layout import REPORT, RUN, SHARD_PLAN, SUCCESS, data_of
 from eagle_ray.runs.part_files import has_column, read_tables
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 
@@ -78,12 +78,12 @@ def load_summary(output: StoragePath) -> dict[str, Any]:
     record = record_of(output)
     if (output / SUCCESS).exists() and (summary := stored_summary(output)):
         return summary
-    return summarize_run(RunHandle(output, record["run_id"], record["attempt"], record["config_hash"]))
+    return summarize_run(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
 
 
 def record_of(output: StoragePath) -> dict[str, Any]:
     """Return ``_run.json``. Raises ConfigError if it is missing, OutputDamaged if it is damaged."""
-    record = read_manifest(output)
+    record = Run.inspect(output).manifest
     if record is None:
         if (output / SHARD_PLAN).exists():
             raise ConfigError(

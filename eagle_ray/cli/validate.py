@@ -14,19 +14,15 @@ from itertools import islice
 
 from eagle_ray.batch.driver.input_plan import (
     InputPlan,
-    check_not_empty,
-    plan_input,
-    request_rows,
     requests_of,
     row_settings_line,
 )
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.driver.job_plan import plan_first_run
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn
+from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.build import (
     ModelLimits,
     check_device,
-    check_models,
     cpu_model_len,
     load_tokenizer,
     model_limits,
@@ -42,11 +38,11 @@ from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import check_not_sharded, data_of, root_of
-from eagle_ray.runs.manifest import check_no_foreign_data, output_of, read_manifest, wrap_os_errors
+from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, wrap_os_errors
+from eagle_ray.runs.manifest import check_no_foreign_data
 from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.partitions import Partitions
 from eagle_ray.runs.recorded_inputs import read_inputs
+from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
@@ -83,17 +79,14 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
-    check_disjoint(config.input.path, root_of(output_of(config)))
-    plan = plan_input(config)
-    check_not_empty(plan, config)
+    job = plan_first_run(config)
+    plan = job.input
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
         check_device(config.model)
-    Partitions.of(config.output.partition_by, plan.passthrough_types).check_values(request_rows(plan))
-    check_not_run_output(plan.files, root_of(output_of(config)))
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
-        check_models(config.model, config.speculative)
+        job.check_models()
     seen = None if "target" in unseen else _seen(config)
     rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
@@ -117,7 +110,7 @@ def _grammars(plan: InputPlan, config: JobConfig, seen: CheckedTarget | None) ->
     named = {name for name in FORMS if getattr(config.sampling, name)} | (plan.row_settings & {*FORMS})
     if seen is None or seen.grammars is None or not named:
         return []
-    return check_grammars(requests_of(plan.without_passthrough), config, seen.grammars).lines()
+    return check_grammars(requests_of(plan.without_carried), config, seen.grammars).lines()
 
 
 def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
@@ -137,14 +130,14 @@ def _checked(request: Request, config: JobConfig, seen: CheckedTarget | None) ->
 
 
 def _input(plan: InputPlan) -> str:
-    carried = ", ".join(_carried(column) for column in plan.reader.passthrough_columns) or "nothing"
+    carried = ", ".join(_carried(column) for column in plan.reader.carried_columns) or "nothing"
     formats = ", ".join(sorted({file.format for file in plan.files}))
     settings = row_settings_line(plan)
     lines = [f"input    {plan.num_rows} rows in {_files(plan)} ({formats})", f"carried  {carried}"]
     return "\n".join(lines if settings is None else [*lines, f"settings {settings}"])
 
 
-def _carried(column: PassthroughColumn) -> str:
+def _carried(column: CarriedColumn) -> str:
     renamed = "" if column.source == column.name else f"{column.source} as "
     return f"{renamed}{column.name} {column.field.type}"
 
@@ -198,7 +191,7 @@ def _output(config: JobConfig) -> str:
 def _found_there(output: StoragePath, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    record = read_manifest(output)
+    record = Run.inspect(output).manifest
     if record is None:
         return _new_there(output, config)
     if config.output.if_exists == "fail":

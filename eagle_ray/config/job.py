@@ -184,7 +184,6 @@ class SpeculativeConfig(StrictModel):
         Methods that decide their tree (ddd, eagle1, opt_tree, sequoia) obey these bounds and ignore budget.
     ranking: the scores that select which nodes are expanded and verified, for drafters with weights. The default is
         published if budget is uniform, and coupled otherwise. The ranking never changes an output token.
-        ``coupled: true | false`` is the older spelling of ``ranking: coupled | calibrated``.
     datastore: token ids that method rest searches.
     draft_vocab, draft_vocab_size: file of the tokens that an EAGLE-1/2 head can draft; its first draft_vocab_size ids
         are used. The head then computes logits only for those rows of the target's lm_head, which never changes an
@@ -219,14 +218,8 @@ class SpeculativeConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _default_ranking(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        data = dict(data)
-        coupled = data.get("coupled")
-        if isinstance(coupled, bool) and "ranking" not in data:
-            data["ranking"] = "coupled" if data.pop("coupled") else "calibrated"
-        if "ranking" not in data and data.get("budget") == "uniform":
-            data["ranking"] = "published"
+        if isinstance(data, dict) and "ranking" not in data and data.get("budget") == "uniform":
+            return data | {"ranking": "published"}
         return data
 
 
@@ -408,7 +401,6 @@ class ExecutionConfig(EnginesConfig):
 
 class OutputConfig(StrictModel):
     path: Name = Field(description="a directory for the run (also: -o)")
-    format: Literal["parquet"] = Field(default="parquet", description="parquet")
     partition_by: Names = Field(default=[], description="a list of column names")
     store_prompt: bool = Field(default=True, description="true or false")
     store_token_ids: bool = Field(default=True, description="true or false")
@@ -428,7 +420,6 @@ class LoggingConfig(StrictModel):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error"
     )
-    format: Literal["auto", "text"] = Field(default="auto", description="auto or text")
     progress_every_s: PositiveFloat = Field(default=10.0, description="a number of seconds, above 0")
 
 
@@ -502,7 +493,6 @@ _NOT_COMPARED = (
     "input.allow_unfinished",
     "input.on_unknown",
     "output.path",
-    "output.format",
     "output.if_exists",
     "output.compression",
 )
@@ -524,9 +514,15 @@ def upgrade_config(dump: dict) -> dict:
 
     A dump that this release cannot validate is returned unchanged.
     """
+    sections = {name: dict(section) if isinstance(section, dict) else section for name, section in dump.items()}
     try:
-        return JobConfig.model_validate(dump).model_dump(mode="json")
-    except ValidationError:
+        for name in ("output", "logging"):
+            sections.get(name, {}).pop("format", None)  # they had one value
+        speculative = sections.get("speculative", {})
+        if "coupled" in speculative:
+            speculative["ranking"] = "coupled" if speculative.pop("coupled") else "calibrated"
+        return JobConfig.model_validate(sections).model_dump(mode="json")
+    except (ValidationError, AttributeError, TypeError):  # such as a section that is a number
         return dump
 
 

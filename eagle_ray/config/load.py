@@ -31,17 +31,13 @@ from eagle_ray.text.strict_json import is_utf8
 Root = TypeVar("Root", JobConfig, ServeConfig, TrainConfig)
 Section = TypeVar("Section", bound=BaseModel)
 READABLE = ("s3://", "gs://", "hf://", "http://", "https://")
-_NO_TABLE = (
-    "output.format: {name} tables are not written. Their writers commit a whole run at its end, so a killed run would "
-    "lose its rows and could not be resumed. Write parquet, and add the finished run's files to a table: {call}."
-)
-TABLE_FORMATS = {
-    "delta": _NO_TABLE.format(
-        name="Delta", call="deltalake.write_deltalake(TABLE, pyarrow.dataset.dataset('RUN/data'), mode='append')"
-    ),
-    "iceberg": _NO_TABLE.format(
-        name="Iceberg", call="pyiceberg's table.append(pyarrow.parquet.read_table('RUN/data'))"
-    ),
+REMOVED_KEYS = {
+    "output.format": "Outputs are Parquet: leave the key out. Delta and Iceberg tables are not written, since their "
+    "writers commit a whole run at its end, so a killed run would lose its rows and could not be resumed. Add the "
+    "finished run's files to a table: deltalake.write_deltalake(TABLE, pyarrow.dataset.dataset('RUN/data'), "
+    "mode='append'), or pyiceberg's table.append(pyarrow.parquet.read_table('RUN/data'))",
+    "logging.format": "Log lines are text: leave the key out",
+    "speculative.coupled": "Set speculative.ranking to coupled for true, or to calibrated for false",
 }
 ENV_PREFIX = "EAGLE_RAY__"
 COMMAND_LINE = "the command line"
@@ -369,6 +365,8 @@ def _key_of(root: type[BaseModel], detail: ErrorDetails) -> tuple[str, bool]:
 
 
 def _unknown_key(root: type[BaseModel], key: str, settings: list[ConfigSetting]) -> str:
+    if key in REMOVED_KEYS:
+        return f"{key}: there is no such key any more{_origin(key, settings)}. {REMOVED_KEYS[key]}."
     section, _, name = key.rpartition(".")
     here = _model_at(root, section) or root
     siblings = {field: f"{section}.{field}" if section else field for field in here.model_fields}
@@ -391,8 +389,6 @@ def _wrong_value(root: type[BaseModel], key: str, details: list[ErrorDetails], s
     value = detail["input"] if wrong is None else wrong.value
     if given and given[-1].key == key:
         value = given[-1].value
-    if key == "output.format" and value in TABLE_FORMATS:
-        return TABLE_FORMATS[value]
     if key in SECRET:
         return f"{key}: must be {allowed}; the value is not shown, as it may hold a secret"
     why = "" if wrong is None else wrong.why

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -54,8 +52,3 @@ def findings_text(findings: Iterable[Finding]) -> str:
 def findings_json(findings: Iterable[Finding]) -> str:
     """Return a list of objects with level and every field."""
     return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)
-
-
-def gib(num_bytes: float) -> str:
-    """Return text such as 12.3 GiB; MiB below one."""
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -1,31 +1,39 @@
-"""Check the devices that torch sees, the kernels that attention and linear layers use on them, and their results.
+"""Check the devices that torch sees, the workers that a job would get, and the kernels of a model and their results.
 
-The last check decodes with the embedded pair, with drafts and without, on the device that a job would use.
+A local job starts Ray itself, so Ray is not started for the check. The last check decodes with the embedded pair, with
+drafts and without, on the device that a job would use.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.worker_plan import counted
+from eagle_ray.assembly.worker_plan import ACCELERATOR, WorkerPlan, threads_wanted
+from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment, resolve_address
 from eagle_ray.build import build_engine_from_config
-from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.doctor.check_result import Finding, gib
-from eagle_ray.doctor.system import free_memory, num_cores, total_memory
+from eagle_ray.doctor.check_result import Finding
+from eagle_ray.doctor.system import free_memory, num_cores
 from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.models.cpu_runtime import cpu_name
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.supported_models import head_dims
+from eagle_ray.report.text import counted, gib
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.runs.job_errors import ClusterError
 
 TRIAL = dict(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
 TRIAL_PROMPTS = [[1, 5 + i, 40 + 3 * i] for i in range(4)]
@@ -37,7 +45,7 @@ def devices(wanted: str) -> Finding:
     """Check the devices. wanted: model.device."""
     if torch.cuda.is_available():
         return _gpus(wanted)
-    cores, total, free = num_cores(), total_memory(), free_memory()
+    cores, total, free = num_cores(), psutil.virtual_memory().total, free_memory()
     facts = {"cpu": cpu_name(), "cores": cores, "memory_bytes": total, "free_bytes": free}
     cpu = f"{facts['cpu']}, {counted(cores, 'core')}, {gib(free)} of {gib(total)} free"
     todo = _gpu_todo(has_driver=shutil.which("nvidia-smi") is not None)
@@ -74,6 +82,65 @@ def _gpu_todo(has_driver: bool) -> str | None:
         if "driver" in str(error) and "too old" in str(error):
             return f"{str(error).partition('. ')[0]}: torch's CUDA {torch.version.cuda} needs a newer NVIDIA driver"
     return "there is an NVIDIA driver, but torch sees no device: look at CUDA_VISIBLE_DEVICES and at `nvidia-smi`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorkers:
+    """The workers that a job would start with, and where.
+
+    Attributes:
+        num_nodes: of the cluster.
+        is_here: on this machine only.
+        memory: bytes that Ray counts on the smallest node, None if unknown.
+    """
+
+    plan: WorkerPlan
+    num_nodes: int
+    is_here: bool
+    memory: int | None
+
+
+def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, PlannedWorkers | None]:
+    """Return the workers, or None if the job would not start. device: model.device."""
+    address = resolve_address(execution.ray_address)
+    is_here = address == LOCAL
+    try:
+        prepare_ray_environment(address)
+        nodes = [this_machine()] if is_here else _there(address)
+        plan = WorkerPlan.of_job(execution, device, nodes, max_threads=threads_wanted(os.environ))
+    except (ClusterError, ConfigError) as error:
+        return Finding("ray", f"no workers at {address!r}", {"address": address}, problem=str(error)), None
+    memory = None if is_here else int(min(node.get("memory", 0) for node in nodes))
+    cpus, gpus = (sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU"))
+    where = "a job starts Ray on this machine" if is_here else f"{counted(len(nodes), 'node')} at {address}"
+    says = f"{where}: {counted(cpus, 'CPU')}, {counted(gpus, 'GPU')}; {plan.describe()}"
+    facts = {"address": address, "nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": plan.min_workers}
+    return Finding("ray", says, facts), PlannedWorkers(plan, len(nodes), is_here, memory)
+
+
+def this_machine() -> Mapping[str, float]:
+    """Return the resources of a Ray node on this machine."""
+    node: dict[str, float] = {"CPU": num_cores(), "GPU": torch.cuda.device_count()}
+    if node["GPU"]:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+
+        manager = get_accelerator_manager_for_resource("GPU")
+        kind = None if manager is None else manager.get_current_node_accelerator_type()
+        node |= {ACCELERATOR + kind: 1} if kind else {}
+    return node
+
+
+def _there(address: str) -> list[Mapping[str, float]]:
+    """Join the cluster for a moment."""
+    import ray
+
+    from eagle_ray.batch.driver.cluster import connect, nodes
+
+    connect(address)
+    try:
+        return nodes()
+    finally:
+        ray.shutdown()
 
 
 def threads(num_workers: int, per_worker: int) -> Finding:

@@ -5,26 +5,30 @@ The hub is not contacted: a model that is not on this machine is reported as suc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 
+import psutil
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.build import EMBEDDED, GPU_SHARE, check_models, download, download_metadata, model_limits
+from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
+from eagle_ray.build import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import reads_draft
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.doctor.check_result import Finding, gib
-from eagle_ray.doctor.cluster_checks import PlannedWorkers
-from eagle_ray.doctor.memory_advice import MemorySettings, Room, remedy
-from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.doctor.check_result import Finding
+from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import free_memory
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import load_config
+from eagle_ray.report.text import gib
 from eagle_ray.storage.storage_errors import StorageError
 
 
@@ -91,48 +95,79 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> Finding:
     """Compare the memory that one worker takes with the memory that is available."""
-    limits, room = model_limits(here.config.model), room_of(workers, device)
-    longest, length = limits.longest(here.config.execution.kv_tokens), limits.guaranteed
-    devices = room.devices if room is not None and room.on_gpu else ()
-    card, elsewhere = (devices[0], int(GPU_SHARE * sum(devices[1:]))) if devices else (None, 0)
+    execution, speculative = here.config.execution, here.config.speculative
+    limits, there = model_limits(here.config.model), memory_of(workers, device)
+    longest = limits.longest(execution.kv_tokens)
+    lengths = SequenceLengths.of(speculative, limits.vocab_size, longest, limits.guaranteed)
+    process = psutil.Process().memory_info().rss if device == "cpu" else 0  # it has a worker's imports
+    models = here.config, here.target, here.drafts, here.shape, device, dtype
     try:
-        models = (here.config, here.target, here.drafts, here.shape)
-        footprint = Footprint.of(*models, device, dtype, longest, card, length, elsewhere)
-    except ValueError as error:
-        return Finding("memory", "the weights cannot be looked at", problem=f"fetch them again: {error}")
-    if footprint is None:
+        plan = MemoryPlan.of_checkpoint(*models, lengths, there, process)
+    except EngineError as error:
+        return Finding("memory", "the weights cannot be looked at", problem=str(error))
+    if plan is None:
         return Finding("memory", "the weights are not here, so what they take is not known")
-    takes, facts = _taken(footprint, length), asdict(footprint)
-    if room is None:
-        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(footprint.total)} free"
-        return Finding("memory", takes, facts, advice=todo)
-    facts |= {"total": footprint.total, "room": room.total}
-    settings = MemorySettings(length, dtype.itemsize, workers.plan.num_gpus)
-    problem = None if room.holds(footprint) else remedy(footprint, room, settings)
-    return Finding("memory", f"{takes}; it would have {gib(room.total)}", facts, problem)
+    says, facts = plan.describe(), asdict(plan) | {"total": plan.total}
+    if there is None:
+        todo = f"no GPU of the cluster can be seen from here: each worker needs {gib(plan.total)} free"
+        return Finding("memory", says, facts, advice=todo)
+    room = there.room + there.others_room
+    problem = None if plan.fits else remedy(plan, num_sharing(workers, device), dtype.itemsize, workers.plan.num_gpus)
+    return Finding("memory", f"{says}; it would have {gib(room)}", facts | {"room": room}, problem)
 
 
-def _taken(footprint: Footprint, length: int) -> str:
-    parts = [
-        f"target {gib(footprint.target)}",
-        f"draft {gib(footprint.draft)}",
-        f"keys and values {gib(footprint.pool)} ({footprint.capacity}; {gib(footprint.per_slot)} a slot of {length} "
-        "tokens)",
-        f"a pass's logits {gib(footprint.logits)}",
-    ]
-    parts += [f"Python and its packages {gib(footprint.process)}"] if footprint.process else []
-    return f"a worker takes {gib(footprint.total)}: {', '.join(parts)}"
-
-
-def room_of(workers: PlannedWorkers, device: str) -> Room | None:
+def memory_of(workers: PlannedWorkers, device: str) -> DeviceMemory | None:
     """Return the memory of one worker, or None if it cannot be seen from here."""
     if device == "cpu":
-        per_node = max(-(-workers.plan.min_workers // workers.num_nodes), 1)
         free = free_memory() if workers.memory is None else workers.memory
-        return Room((free // per_node,), per_node, on_gpu=False)
+        share = free // num_sharing(workers, device)
+        return DeviceMemory(share, share, on_gpu=False)
     if not workers.is_here:
         return None
-    each = [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
-    if workers.plan.num_gpus >= 1:
-        return Room(tuple(each[: int(workers.plan.num_gpus)]), 1, on_gpu=True)
-    return Room((int(each[0] * workers.plan.num_gpus),), round(1 / workers.plan.num_gpus), on_gpu=True)
+    (free, total), *others = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count())]
+    num_gpus = workers.plan.num_gpus
+    if num_gpus < 1:
+        return DeviceMemory(int(total * num_gpus), int(free * num_gpus))
+    of_others = sum(free_there for free_there, _ in others[: int(num_gpus) - 1])
+    return DeviceMemory(total, free, int(GPU_SHARE * of_others))
+
+
+def num_sharing(workers: PlannedWorkers, device: str) -> int:
+    """Return the workers that share a machine's memory, or a GPU."""
+    plan = workers.plan
+    if device == "cpu":
+        return max(ceil(plan.min_workers / workers.num_nodes), 1)
+    return round(1 / plan.num_gpus) if plan.num_gpus < 1 else 1
+
+
+def remedy(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float) -> str:
+    """Return the smallest change with which the worker would fit, if one is known.
+
+    Args:
+        num_sharing: workers that share its memory.
+        itemsize: bytes of a number of model.dtype.
+        num_gpus: of the worker.
+    """
+    slots = bisect_left(range(1, plan.slots + 1), True, key=lambda n: not plan.with_slots(n).fits)
+    if slots:
+        tokens = plan.tokens_that_fit(plan.slots) // 100 * 100
+        return f"set execution.slots to {slots}" + (f", or execution.kv_tokens to {tokens:,}" if tokens else "")
+    length = max(plan.tokens_that_fit(1) - plan.lengths.tree_columns, 0) // 64 * 64
+    if length:
+        return f"set execution.slots to 1 and model.max_model_len to {length}"
+    return _remedy_of_weights(plan, num_sharing, itemsize, num_gpus)
+
+
+def _remedy_of_weights(plan: MemoryPlan, num_sharing: int, itemsize: int, num_gpus: float) -> str:
+    """Return the remedy if the weights alone are too large."""
+    assert plan.memory is not None, "a worker whose memory is unknown needs no remedy"
+    room, need = plan.memory.room + plan.memory.others_room, plan.with_slots(1).total
+    if num_sharing > 1 and need <= room * num_sharing:
+        fewer = max(room * num_sharing // need, 1)
+        return f"set execution.actors to {fewer}: each worker loads its own copy of the weights"
+    if itemsize == 4 and need - (plan.target + plan.draft) // 2 <= room:
+        return "set model.dtype to bfloat16: its weights are half as large"
+    if plan.memory.on_gpu:
+        gpus = ceil(need / (GPU_SHARE * plan.memory.free))
+        return f"set execution.gpus_per_actor to {max(gpus, int(num_gpus) + 1)}: the layers are spread over them"
+    return f"use a machine with {gib(need)} free, or a smaller model"

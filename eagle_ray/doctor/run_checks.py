@@ -34,11 +34,10 @@ def examine(config: JobConfig) -> Iterator[Finding]:
 def _with_torch(config: JobConfig) -> Iterator[Finding]:
     """Yield the findings that need torch."""
     from eagle_ray.doctor import devices, model_checks
-    from eagle_ray.doctor.cluster_checks import workers
     from eagle_ray.storage.cache_directory import cache_home
 
     yield devices.devices(config.model.device)
-    finding, planned = workers(config.execution, config.model.device)
+    finding, planned = devices.workers(config.execution, config.model.device)
     yield finding
     if planned is not None and planned.is_here:
         yield devices.threads(planned.plan.min_workers, planned.plan.threads)

@@ -3,7 +3,7 @@
 Needs neither torch nor Ray, and imports none of the packages that it checks, so it works where they are broken. In a
 container the limits are the container's (control groups v2), not the host's.
 
-    >>> 0 < free_memory() < total_memory()
+    >>> 0 < free_memory() < psutil.virtual_memory().total
     True
 """
 
@@ -16,11 +16,13 @@ from importlib import metadata
 from math import ceil
 from pathlib import Path
 
+import psutil
 from packaging.requirements import Requirement
 
 from eagle_ray import __version__
-from eagle_ray.doctor.check_result import GIB, Finding, gib
+from eagle_ray.doctor.check_result import Finding
 from eagle_ray.gguf.smollm2_wheel import INSTALL, WHEEL, gguf_file
+from eagle_ray.report.text import GIB, gib
 
 LEAST_OUTPUT = GIB  # free, for rows and the record of a run
 LEAST_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
@@ -35,15 +37,9 @@ def num_cores(cgroup: Path = CGROUP) -> int:
     return min(cores, max(1, ceil(int(quota) / int(period)))) if quota.isdigit() and period.isdigit() else cores
 
 
-def total_memory() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def free_memory(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes available without swapping, or the total if the system does not report them."""
-    lines = [line.split() for line in _read(meminfo).splitlines() if line.startswith("MemAvailable:")]
-    free = int(lines[0][1]) * 1024 if lines else total_memory()
+def free_memory(cgroup: Path = CGROUP) -> int:
+    """Return the bytes available without swapping."""
+    free = psutil.virtual_memory().available
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     return min(free, max(int(limit) - int(used), 0)) if limit.isdigit() and used.isdigit() else free
 

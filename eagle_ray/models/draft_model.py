@@ -21,9 +21,9 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.eagle_heads import LogitsOf
 from eagle_ray.models.loader import load_config, load_target
-from eagle_ray.models.model_probe import probe
+from eagle_ray.models.model_probe import KVSpec, probe
 from eagle_ray.models.placement import input_embedding
-from eagle_ray.models.supported_models import check_config, logits_postprocessor
+from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
 
 
 class DraftModel(nn.Module):
@@ -70,8 +70,10 @@ def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
     return DraftModel(load_target(path, torch.float32, "cpu"))
 
 
-def check_draft_model(path: Path, target: PretrainedConfig) -> None:
-    """Raises EngineError for a model of an unknown family or of other tokens than the target's, by its config alone."""
+def check_draft_model(path: Path, target: PretrainedConfig) -> KVSpec:
+    """Return its keys and values by its config alone. Raises EngineError for an unknown family or other tokens than the
+    target's.
+    """
     config = load_config(path)
     check_config(config)
     if config.vocab_size != target.vocab_size:
@@ -79,3 +81,5 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> None:
             f"{path}: the draft model's vocab_size is {config.vocab_size} and the target's is {target.vocab_size}: "
             "they have different tokens; choose a draft model of the target's family"
         )
+    dims = head_dims(config)
+    return KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +34,7 @@ from eagle_ray.storage.model_files import check_no_pointers
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
+FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
 VOCABULARY_MAPS = ("d2t", "t2d")
 Read = TypeVar("Read")
 
@@ -94,9 +97,27 @@ def read_config(path: Path) -> dict[str, Any]:
         raise EngineError(f"the head's config in {path} cannot be read: {one_line(error)}") from error
 
 
+class TensorHeader(NamedTuple):
+    """num_bytes: as stored. is_float: loading casts it to the model's dtype."""
+
+    shape: Shape
+    num_bytes: int
+    is_float: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader] | None:
+    """Return the header of every tensor by name; None if there are no weights. Raises EngineError."""
+    has_weights = any(_files(path, name) for name in (SAFETENSORS, PICKLE))
+    return _read(path, _headers_of_safetensors, _headers_of_pickle) if has_weights else None
+
+
 def read_shapes(path: Path) -> dict[str, Shape]:
     """Return the shape of every tensor by name, from headers. Raises EngineError."""
-    return _read(path, _shapes_of_safetensors, _shapes_of_pickle)
+    return {name: header.shape for name, header in _read(path, _headers_of_safetensors, _headers_of_pickle).items()}
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -110,7 +131,7 @@ def _read(
     for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
         if files := _files(path, name):
             return {key: value for file in files for key, value in read_file(file, read).items()}
-    raise EngineError(f"the head's weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
+    raise EngineError(f"the weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
 
 
 def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
@@ -120,13 +141,13 @@ def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping
         return read(file)
     except pickle.UnpicklingError as error:
         raise EngineError(
-            f"the head's weights in {file} cannot be read: it is damaged, or holds more than weights, which is never "
+            f"the weights in {file} cannot be read: it is damaged, or holds more than weights, which is never "
             "run here; convert it to safetensors"
         ) from error
     except UNREADABLE as error:
         remedy = "" if isinstance(error, ValueError) else "; if it was cut off, fetch it again"
         reason = one_line(error) or type(error).__name__
-        raise EngineError(f"the head's weights in {file} cannot be read: {reason}{remedy}") from error
+        raise EngineError(f"the weights in {file} cannot be read: {reason}{remedy}") from error
 
 
 def _files(path: Path, name: str) -> list[Path]:
@@ -143,13 +164,21 @@ def _files(path: Path, name: str) -> list[Path]:
     raise EngineError(f"{index} names shards that are missing from its directory")
 
 
-def _shapes_of_safetensors(file: Path) -> dict[str, Shape]:
+def _headers_of_safetensors(file: Path) -> dict[str, TensorHeader]:
     with safe_open(file, "pt") as opened:
-        return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {key: _header(tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()}
 
 
-def _shapes_of_pickle(file: Path) -> dict[str, Shape]:
-    return {key: tuple(value.shape) for key, value in load_pickle(file, "meta").items()}
+def _header(shape: Shape, dtype: str) -> TensorHeader:
+    """Return the header of a tensor of safetensors. dtype: such as BF16, BOOL or F8_E4M3, with its bits."""
+    bits = re.search(r"\d+", dtype)
+    return TensorHeader(shape, prod(shape) * int(bits[0] if bits else 8) // 8, dtype in FLOATS)
+
+
+def _headers_of_pickle(file: Path) -> dict[str, TensorHeader]:
+    tensors = load_pickle(file, "meta")
+    return {key: TensorHeader(tuple(x.shape), x.nbytes, x.is_floating_point()) for key, x in tensors.items()}
 
 
 def load_pickle(file: Path, device: str) -> dict[str, Tensor]:

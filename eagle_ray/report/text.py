@@ -19,6 +19,7 @@ TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
 FALLBACK_NAMES = {"kernels": "Triton's kernels", "graphs": "CUDA graphs"}
 MOST_DIFFERENCES = 10
+GIB = 1 << 30
 # Error codes of rows that are too long, each with the key that decides how long a row may be.
 TOO_LONG = {"prompt_too_long": "model.max_model_len", "kv_space": "execution.kv_tokens"}
 
@@ -33,6 +34,16 @@ def render(header: list[str], rows: list[list[str]]) -> str:
 def number(value: float | None, digits: int = 0) -> str:
     """Format a number with thousands separators, or return ABSENT for None."""
     return ABSENT if value is None else f"{value:,.{digits}f}"
+
+
+def counted(number: float, noun: str) -> str:
+    """Return text such as 1 core, 2 cores, 0.5 cores."""
+    return f"{number:g} {noun}" + ("" if number == 1 else "s")
+
+
+def gib(num_bytes: float) -> str:
+    """Return text such as 12.3 GiB; MiB below one."""
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):,.0f} MiB"
 
 
 def interval_text(speeds: dict[str, Any]) -> str:

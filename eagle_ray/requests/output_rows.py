@@ -32,7 +32,7 @@ OTHER_NAMES = (*names_in(Group.CONTROL), "stop_token_ids", *names_in(Group.TEXT,
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """What the rows of one worker share. Passthrough columns are not among their columns.
+    """What the rows of one worker share. Carried columns are not among their columns.
 
     Attributes:
         constants: columns that are equal in all its rows, such as run_id.

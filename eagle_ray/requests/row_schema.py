@@ -1,6 +1,6 @@
 """The two tables of a job: request rows for the engine, and output rows for Parquet.
 
-One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Passthrough columns come last
+One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Carried columns come last
 in both.
 
     >>> output_schema([pa.field("category", pa.string())]).names[-1]
@@ -172,14 +172,14 @@ ADDED_SETTINGS = ("min_p", "ignore_eos")  # settings of a row that an earlier ve
 RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
-def request_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of request blocks. passthrough: columns with names that are not RESERVED."""
-    return pa.schema([*REQUEST, *_passthrough_fields(passthrough)])
+def request_schema(carried: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of request blocks. carried: columns with names that are not RESERVED."""
+    return pa.schema([*REQUEST, *_carried_fields(carried)])
 
 
-def output_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of output files. passthrough: columns with names that are not RESERVED."""
-    return pa.schema([*OUTPUT_FIELDS, *_passthrough_fields(passthrough)], metadata={VERSION_KEY: SCHEMA_VERSION})
+def output_schema(carried: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of output files. carried: columns with names that are not RESERVED."""
+    return pa.schema([*OUTPUT_FIELDS, *_carried_fields(carried)], metadata={VERSION_KEY: SCHEMA_VERSION})
 
 
 def missing_columns(stored: pa.Schema) -> list[str]:
@@ -218,8 +218,8 @@ def _type_in(schema: pa.Schema, name: str) -> str:
     return str(schema.field(name).type) if name in schema.names else "absent"
 
 
-def _passthrough_fields(passthrough: Iterable[pa.Field]) -> list[pa.Field]:
-    fields = [field.with_nullable(True) for field in passthrough]
+def _carried_fields(carried: Iterable[pa.Field]) -> list[pa.Field]:
+    fields = [field.with_nullable(True) for field in carried]
     if taken := [field.name for field in fields if field.name in RESERVED]:
-        raise ValueError(f"passthrough columns with names of the job's own columns: {taken}")
+        raise ValueError(f"carried columns with names of the job's own columns: {taken}")
     return fields

@@ -39,7 +39,6 @@ from uuid import uuid4
 
 import psutil
 
-from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.runs.layout import wrap_os_errors
 from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
@@ -88,13 +87,6 @@ def hold(
         if lease.lost is not None:
             after_loss()
             raise lease.lost from None
-
-
-@contextmanager
-def lock_output(output: StoragePath) -> Iterator[CheckLock]:
-    """Hold the lease of an output directory. Its loss interrupts the main thread."""
-    with hold(output, interrupt, lambda: None if is_interrupted() else accept_interrupt()) as lease:
-        yield lease.check
 
 
 class Lease:

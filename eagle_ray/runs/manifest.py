@@ -1,12 +1,9 @@
-"""The manifest of a run: ``_run.json`` in the output directory, with its configuration and attempts.
+"""The manifest of a job: what ``_run.json`` says of its configuration and inputs, and which job may resume it.
 
-Each start is an attempt with its own number. A writer that finds another number in ``_run.json`` is fenced off and
-publishes nothing more.
-
-    with lock_output(output):
-        run = open_run(config, plan.fingerprints)
-        with record_outcome(run):
-            generate(...)
+with hold(output):
+    run = open_run(config, plan.fingerprints)
+    with run.recorded_outcome():
+        generate(...)
 """
 
 from __future__ import annotations
@@ -14,31 +11,17 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.config.records import JobRecord, RecordKind
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs import run as runs
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.layout import (
-    ESTIMATE,
-    PROGRESS,
-    REPORT,
-    RUN,
-    SUCCESS,
-    SUMMARY,
-    data_of,
-    output_of,
-    read_record,
-    root_of,
-    wrap_os_errors,
-)
-from eagle_ray.runs.lease import Lease
+from eagle_ray.runs.layout import RUN, data_of, output_of, root_of, wrap_os_errors
 from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.recorded_inputs import (
     FORMAT_WITH_INPUTS,
@@ -48,30 +31,22 @@ from eagle_ray.runs.recorded_inputs import (
     what_changed,
     write_inputs,
 )
-from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, erase, manifest_of, version_of
+from eagle_ray.runs.row_index import free_index_name
+from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase
 from eagle_ray.storage.path import StoragePath
 
-__all__ = ["ESTIMATE", "PROGRESS", "REPORT", "SUCCESS", "SUMMARY", "manifest_of", "version_of"]  # and all below
-RunHandle = Run
 REMEDY = "choose another output.path, or --overwrite"
 EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
-
-
-def read_manifest(output: StoragePath, kind: RecordKind = JobRecord) -> dict[str, Any] | None:
-    """Return the content of ``_run.json``, or None if there is none. Raises OutputDamaged if it is damaged.
-
-    kind: the part of it that the caller needs.
-    """
-    return read_record(output / RUN, kind, runs.REMEDY)
 
 
 def open_run(
     config: JobConfig,
     files: Mapping[str, Fingerprint],
     accepted: Container[str] = (),
-) -> RunHandle:
-    """Start an attempt at config.output.path. The caller holds its lock.
+    check_lock: Callable[[], None] | None = None,
+) -> Run:
+    """Start an attempt at config.output.path. The caller holds its lease, whose check is check_lock.
 
     Args:
         files: fingerprints of the input files by path.
@@ -80,78 +55,41 @@ def open_run(
     Raises ConfigError if there is output and if_exists is fail, or if the directory is not writable;
     StorageUnavailable if it cannot be written for now; OutputMismatch if it is another job's output.
     """
-    with wrap_os_errors(output := output_of(config)):
-        return _open_run(output, config, files, accepted)
+    output = output_of(config)
+    with wrap_os_errors(output):
+        if config.output.if_exists == "overwrite":
+            return begin_job(erase(output), config, files, check_lock)
+        found = Run.inspect(output)
+        old = found.manifest
+        if old is None:
+            check_no_foreign_data(output)
+        elif config.output.if_exists == "fail":
+            raise ConfigError(
+                f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
+            )
+        else:
+            _check_same_job(output, old, config)
+        noted = read_inputs(output, old) if old else {}
+        check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+        return begin_job(found, config, {**noted, **files}, check_lock)
 
 
-def _open_run(
-    output: StoragePath,
+def begin_job(
+    found: RunState,
     config: JobConfig,
-    files: Mapping[str, Fingerprint],
-    accepted: Container[str],
-) -> RunHandle:
-    if config.output.if_exists == "overwrite":
-        return begin_job(erase(output), config, files)
-    found = Run.inspect(output)
-    old = found.manifest
-    if old is None:
-        check_no_foreign_data(output)
-    elif config.output.if_exists == "fail":
-        raise ConfigError(
-            f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
-        )
-    else:
-        _check_same_job(output, old, config)
-    noted = read_inputs(output, old) if old else {}
-    check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
-    return begin_job(found, config, {**noted, **files})
-
-
-@contextmanager
-def record_outcome(run: RunHandle) -> Iterator[None]:
-    """Record in ``_run.json`` how and when this attempt ended."""
-    with run.recorded_outcome():
-        yield
-
-
-def record_facts(run: RunHandle, facts: dict[str, str]) -> None:
-    """Write facts of this attempt, as Run.record does."""
-    run.record(facts)
-
-
-def new_manifest(config: JobConfig, attempt: int) -> dict[str, Any]:
-    return runs.new_manifest(attempt) | {"name": config.name}
-
-
-def begin_attempt(
-    manifest: dict[str, Any], old_version: int | str | None, config: JobConfig, inputs: Mapping[str, Fingerprint]
-) -> RunHandle:
-    """Raise the attempt number before anything is read: from now on no earlier writer publishes."""
-    return begin_job(RunState(output_of(config), old_version, manifest), config, inputs)
-
-
-@contextmanager
-def claim_job(
-    lease: Lease, found: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint], outcome: str = "done"
-) -> Iterator[Run]:
-    """Begin an attempt of a job, as Run.claim does.
+    inputs: Mapping[str, Fingerprint],
+    check_lock: Callable[[], None] | None = None,
+) -> Run:
+    """Begin an attempt whatever the directory holds. The caller holds its lease.
 
     inputs: all files of the run, also those of earlier attempts that are not asked for now.
     """
+    free_index_name(found.output)
     earlier_lists = input_lists(found.output)
     facts = job_facts(found, config, inputs)
-    with Run.claim(lease, found, facts, outcome) as run:
-        _remove_unused(earlier_lists, facts["inputs"]["list"])
-        yield run
-
-
-def begin_job(found: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> Run:
-    """Do what claim_job does at first."""
-    earlier_lists = input_lists(found.output)
-    facts = job_facts(found, config, inputs)
-    run = runs.begin_attempt(found, facts)
+    run = begin_attempt(found, facts)
     _remove_unused(earlier_lists, facts["inputs"]["list"])
-    return run
+    return replace(run, check_lock=check_lock)
 
 
 def job_facts(found: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:

@@ -102,9 +102,9 @@ def stored_schema(data: StoragePath) -> pa.Schema:
     return pa.schema([])
 
 
-def next_schema(data: StoragePath, passthrough: Iterable[pa.Field]) -> pa.Schema:
+def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the run's next file: its older files may lack columns, and a run's files have the same."""
-    schema, absent = output_schema(passthrough), missing_columns(stored_schema(data))
+    schema, absent = output_schema(carried), missing_columns(stored_schema(data))
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 

@@ -71,14 +71,14 @@ class Partitions:
     types: Mapping[str, pa.DataType] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, columns: Iterable[str], passthrough_types: Mapping[str, pa.DataType]) -> Partitions:
+    def of(cls, columns: Iterable[str], carried_types: Mapping[str, pa.DataType]) -> Partitions:
         """Return the partitions of a job. Raises ConfigError for an unsuitable column."""
         for name in columns:
             if name not in PARTITION_COLUMNS:
-                _check_passthrough(name, passthrough_types)
+                _check_carried(name, carried_types)
         if repeated := [name for i, name in enumerate(columns) if name in list(columns)[:i]]:
             raise ConfigError(f"output.partition_by: {repeated[0]!r} is named twice")
-        return cls(tuple(columns), dict(passthrough_types))
+        return cls(tuple(columns), dict(carried_types))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
         """Raise ConfigError naming the first row with a value that makes too long a name, or one that cannot be read.
@@ -193,7 +193,7 @@ def _encode(value: str | None) -> str:
     return quote(value, safe="") if value != HIVE_NULL else value.replace("_", "%5F")
 
 
-def _check_passthrough(name: str, types: Mapping[str, pa.DataType]) -> None:
+def _check_carried(name: str, types: Mapping[str, pa.DataType]) -> None:
     if name in {field.name for field in OUTPUT_FIELDS}:
         raise ConfigError(
             f"output.partition_by: {name!r} differs between samples or names too many files: {CHOOSE_COLUMN_REMEDY}"

@@ -189,12 +189,14 @@ def write_rows(directory: StoragePath, kind: str, tables: Iterable[Table]) -> li
     """Write tables in any order as segments of at most SEGMENT_ROWS rows, each sorted."""
     segments: list[Segment] = []
     waiting: list[Table] = []
+    num_waiting = 0
     for table in tables:
         for start in range(0, len(table["id"]), SEGMENT_ROWS):
             waiting.append(cut(table, start, start + SEGMENT_ROWS))
-            if sum(len(each["id"]) for each in waiting) >= SEGMENT_ROWS:
+            num_waiting += len(waiting[-1]["id"])
+            if num_waiting >= SEGMENT_ROWS:
                 segments.append(_write_joined(directory, kind, waiting))
-                waiting = []
+                waiting, num_waiting = [], 0
     if waiting:
         segments.append(_write_joined(directory, kind, waiting))
     return segments

@@ -64,9 +64,10 @@ from eagle_ray.runs.layout import (
     wrap_os_errors,
 )
 from eagle_ray.runs.lease import Lease, Process
-from eagle_ray.runs.output_index import own_files
+from eagle_ray.runs.output_index import own_files, without_ids
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
-from eagle_ray.storage.path import StorageError, StoragePath, json_bytes
+from eagle_ray.runs.row_index import INDEX, Digests
+from eagle_ray.storage.path import StorageError, StoragePath, json_bytes, parquet_bytes
 from eagle_ray.storage.storage_errors import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
@@ -95,8 +96,13 @@ class RunState:
     @property
     def last_attempt(self) -> dict[str, Any]:
         """Return the last attempt of a run that has begun: its number, its start, and once it has ended its outcome."""
+        return self.record["attempts"][-1]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the manifest of a run that has begun."""
         assert self.manifest is not None
-        return self.manifest["attempts"][-1]
+        return self.manifest
 
     @property
     def process(self) -> Process | None:
@@ -187,6 +193,16 @@ class Run:
         """Return the directory of the part files."""
         return data_of(self.output)
 
+    @property
+    def index(self) -> StoragePath:
+        """Return the directory of the run's index."""
+        return self.output / INDEX
+
+    @property
+    def files(self) -> list[StoragePath]:
+        """Return the part files in the order in which they were made."""
+        return part_files(self.data)
+
     def check_current(self) -> None:
         """Check that ``_run.json`` still names this attempt. Waits while a lease is uncertain.
 
@@ -231,14 +247,20 @@ class Run:
         elif file.replace(data, version, self.check_current) is None:
             raise FencedError(f"{file} was rewritten by another driver")
 
-    def publish(self, name: str, data: bytes) -> None:
-        """Write one of the run's own records, if this is the current attempt.
+    def remove_rows(self, file: StoragePath, ids: Digests, compression: str) -> None:
+        """Rewrite a part file without the rows of these ids, which are sorted. Raises as replace does."""
+        version = file.stat().version
+        rows = without_ids(file, ids)
+        self.replace(file, version, parquet_bytes(rows, compression) if rows.num_rows else None)
+
+    def publish(self, record: str | StoragePath, data: bytes) -> None:
+        """Write one of the run's own records, if this is the current attempt. record: its name, if it is in `output`.
 
         The write is a compare-and-swap on the version that was there before the check. So a write that an earlier
         attempt's process sends late replaces nothing that a later attempt has written since. Raises as check_current
         does.
         """
-        file = self.output / name
+        file = self.output / record if isinstance(record, str) else record
         written = None
         while written is None:  # another process wrote in between: the next check says whether it is a later attempt
             version = version_of(file)

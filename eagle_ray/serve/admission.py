@@ -7,10 +7,12 @@ They are held until the request ends. A request that does not fit now is refused
     admission = Admission(Need(sequences=24, tokens=65_536))
     with admission.admit(Need(sequences=2, tokens=600)):
         ...
+    await idle_slots.wait(need)     # a line of a batch, which the caller admits at once
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import defaultdict, deque
@@ -23,6 +25,8 @@ from eagle_ray.serve.http_errors import ApiError
 MAX_SHARE = 3  # a key holds at most three times what is free: a flood of one key leaves a quarter to the others
 NUM_RELEASES = 64  # recent releases, from which the wait of a refused request is estimated
 MAX_RETRY_AFTER_S = 60
+LOOK_EVERY_S = 0.02  # at the slots, for a line that waits
+RESERVED_PART = 8  # one slot of eight, at least one of several, is for interactive requests alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +140,35 @@ class Admission:
             for lacking, gone in ((missing.sequences, released.sequences), (missing.tokens, released.tokens))
         ]
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(max(waits))))
+
+
+class IdleSlots:
+    """Gives lines of batches the slots that interactive requests leave free. Use it on one event loop.
+
+    A line is let in if all requests that are admitted, and the line, fit together into the slots that are not reserved:
+    it may run for minutes, and an interactive request must find a slot at once. So lines wait while interactive
+    requests fill the slots, and no interactive request waits behind them.
+
+    Args:
+        num_slots: of the engine.
+    """
+
+    def __init__(self, admission: Admission, num_slots: int):
+        reserved = max(1, num_slots // RESERVED_PART) if num_slots > 1 else 0
+        self._admission, self._num_slots = admission, num_slots - reserved
+        self._waiting: deque[object] = deque()  # lines in the order in which they came
+
+    async def wait(self, need: Need) -> None:
+        """Return when the line fits. The caller admits it before it gives up control."""
+        line = object()
+        self._waiting.append(line)
+        try:
+            while self._waiting[0] is not line or not self._fits(need):
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            self._waiting.remove(line)
+
+    def _fits(self, need: Need) -> bool:
+        """Return whether slots are free for the line; a line of more sequences than slots needs an idle replica."""
+        held = self._admission.held.sequences
+        return held == 0 or held + need.sequences <= self._num_slots

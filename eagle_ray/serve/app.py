@@ -34,13 +34,13 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.serve.batches.batch_routes import BatchRoutes
+from eagle_ray.serve.answer_json import is_typed
+from eagle_ray.serve.batches.batch_routes import batch_routes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.body_window import AcknowledgeBody
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.keys import AllowedHosts
-from eagle_ray.serve.openai_client_compat import is_typed
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.parse import ClientDisconnected, read_body
 from eagle_ray.serve.responses_api.response_events import response_events
@@ -68,7 +68,7 @@ def build_app(service: Service, publish: Publish = alone, store: BatchStore | No
         Route("/v1/responses/{rest:path}", door.no_response, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", door.models),
         Route("/v1/models/{name:path}", door.model),
-        *BatchRoutes(store, service.config.serving, door.owner).routes(),
+        *batch_routes(store, service.config.serving, door.owner),
         Route("/tokenize", door.tokenize, methods=["POST"]),
         Route("/detokenize", door.detokenize, methods=["POST"]),
         Route("/tokenizer_info", door.tokenizer_info),

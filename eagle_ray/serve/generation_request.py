@@ -32,7 +32,7 @@ class GenerationRequest:
 
     Attributes:
         answers: its choices, and what is to be shown of them.
-        is_typed: it is a text completion of a client whose types allow no null (``openai_client_compat``).
+        is_typed: it is a text completion of a client whose types allow no null (``answer_json.without_nulls``).
         client: the number of the client's API key.
     """
 

@@ -3,7 +3,7 @@
 Ray 2.60 opens a gRPC server on [::]:0 in each replica, next to the actor calls that carry the requests, and unpickles
 what it receives, so a client that reaches the port can run code there. A deployment class that derives from
 ``AtNodeAddress`` moves the server to the node's address (127.0.0.1 if Ray runs on one machine), where Serve looks for
-it. If a later Ray opens the port in another way, the first health check finds it in /proc and Serve ends the replica.
+it. If a later Ray opens the port in another way, the first health check finds it and Serve ends the replica.
 
     class Replica(AtNodeAddress): ...
 
@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import struct
-from collections.abc import Callable, Collection, Iterator
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-
-TABLES = ("tcp", "tcp6", "udp", "udp6")
-ACCEPTING = {"tcp": "0A", "udp": "07"}  # TCP_LISTEN; a UDP socket without a peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,58 +40,25 @@ class Listener:
         return f"{self.protocol} {host}:{self.port}"
 
 
-def listeners_of_this_process() -> set[Listener]:
-    """Return this process's listeners; none on systems without /proc."""
-    return listeners({os.getpid()}) if Path("/proc/self/net/tcp").exists() else set()
-
-
 def listeners(pids: Collection[int]) -> set[Listener]:
     """Return the listeners of processes of this network namespace. Processes that have ended have none."""
-    owners = {inode: pid for pid in pids for inode in _sockets_of(pid)}
     found = set()
-    for table in TABLES:
-        protocol = table[:3]
-        for local, state, inode in _rows_of(table):
-            if state == ACCEPTING[protocol] and inode in owners:
-                address, _, port = local.partition(":")
-                found.add(Listener(owners[inode], protocol, _address_of(address), int(port, 16)))
+    for pid in pids:
+        with suppress(psutil.Error):
+            sockets = psutil.Process(pid).net_connections("inet")
+            found |= {_listener(pid, each) for each in sockets if each.laddr and _accepts(each)}
     return found
 
 
-def _sockets_of(pid: int) -> Iterator[str]:
-    """Yield the inodes of a process's sockets."""
-    directory = f"/proc/{pid}/fd"
-    try:
-        numbers = os.listdir(directory)
-    except OSError:  # the process has ended
-        return
-    for number in numbers:
-        try:
-            target = os.readlink(f"{directory}/{number}")
-        except OSError:  # closed meanwhile
-            continue
-        if target.startswith("socket:["):
-            yield target[len("socket:[") : -1]
+def _accepts(found: Any) -> bool:
+    """Return whether a socket takes TCP connections, or is a UDP socket without a peer."""
+    return found.status == psutil.CONN_LISTEN if found.type == socket.SOCK_STREAM else not found.raddr
 
 
-def _rows_of(table: str) -> Iterator[tuple[str, str, str]]:
-    """Yield local address, state and inode of each socket in a table of /proc/net."""
-    file = Path(f"/proc/self/net/{table}")
-    if not file.exists():  # a machine without IPv6
-        return
-    for line in file.read_text().splitlines()[1:]:
-        columns = line.split()
-        yield columns[1], columns[3], columns[9]
-
-
-def _address_of(text: str) -> str:
-    """Return the address that the kernel shows as hexadecimal words in the machine's byte order."""
-    words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-    packed = struct.pack(f"={len(words)}I", *words)
-    if len(packed) == 4:
-        return str(ipaddress.IPv4Address(packed))
-    address = ipaddress.IPv6Address(packed)
-    return str(address.ipv4_mapped or address)
+def _listener(pid: int, found: Any) -> Listener:
+    address = ipaddress.ip_address(found.laddr.ip)
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return Listener(pid, "tcp" if found.type == socket.SOCK_STREAM else "udp", str(mapped or address), found.laddr.port)
 
 
 GRPC_METHODS = ("add_insecure_port", "add_secure_port")
@@ -158,7 +123,7 @@ def exposed(node_address: str) -> frozenset[Listener]:
     """Return the TCP listeners of this process that are neither on loopback nor on the node's address."""
     return frozenset(
         listener
-        for listener in listeners_of_this_process()
+        for listener in listeners({os.getpid()})
         if listener.protocol == "tcp" and not listener.is_loopback and listener.address != node_address
     )
 

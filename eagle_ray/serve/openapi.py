@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import WithDefaultSchema
 
 from eagle_ray import __version__
 from eagle_ray.requests.messages import CALLED_FUNCTION, CALLED_TOOL, MESSAGE, NO_TEXT, TEXT_PART
@@ -28,9 +30,9 @@ from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Kind, Object
 from eagle_ray.serve import response_models
+from eagle_ray.serve.answer_json import json_bytes
 from eagle_ray.serve.batches.batch_body import EXPIRES_AFTER, BatchBody
-from eagle_ray.serve.batches.batch_models import OPERATIONS, BatchOperation
-from eagle_ray.serve.json_parts import json_bytes
+from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
@@ -85,6 +87,13 @@ MESSAGE_FORMS: list[Json] = [
     },
 ]  # a text, or an assistant's calls with or without one
 RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+
+
+class AnswerSchemas(GenerateJsonSchema):
+    """Schemas of answers, whose values are always there: a default says nothing to a client."""
+
+    def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
 
 
 @cache
@@ -178,7 +187,9 @@ def _schemas() -> Json:
         response_models.Refusal,
     ]
     _, found = TypeAdapter.json_schemas(
-        [(kind, "serialization", TypeAdapter(kind)) for kind in answers], ref_template=AT + "{model}"
+        [(kind, "serialization", TypeAdapter(kind)) for kind in answers],
+        ref_template=AT + "{model}",
+        schema_generator=AnswerSchemas,
     )
     schemas: Json = found["$defs"]
     for body in (*(body for body, _ in POSTS.values()), BatchBody):

@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_ray.serve import http_protocol
+from eagle_ray.serve.answer_json import error_event
 from eagle_ray.serve.body_window import BodyWindow, counting
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.sse import error_event
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 5.0

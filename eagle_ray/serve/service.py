@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from eagle_ray.assembly.memory_plan import SERVE_PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import SERVE_PREFILL_TOKENS
 from eagle_ray.build import build_in_thread
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
@@ -36,7 +36,8 @@ from eagle_ray.requests.openai_bodies import (
 )
 from eagle_ray.requests.sequence_answers import RequestAnswers
 from eagle_ray.sampling.grammar import MAX_COMPILING
-from eagle_ray.serve.admission import Admission, Need
+from eagle_ray.serve.admission import Admission, IdleSlots, Need
+from eagle_ray.serve.answer_json import DONE, error_event, event, json_bytes, without_nulls
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
@@ -48,13 +49,9 @@ from eagle_ray.serve.generation_request import (
     prepare_generation,
 )
 from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.idle_slots import IdleSlots
-from eagle_ray.serve.json_parts import json_bytes
 from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.openai_client_compat import without_nulls
 from eagle_ray.serve.parse import body_too_large, check_containers, parse
 from eagle_ray.serve.responses_api.response_events import response_body
-from eagle_ray.serve.sse import DONE, error_event, event
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -163,7 +160,7 @@ class Service:
 
         Args:
             num_bytes: of its body. Large ones delay only each other, whatever it is that makes them large.
-            is_typed: see ``openai_client_compat``.
+            is_typed: see ``answer_json.without_nulls``.
             client: the number of its API key.
         """
         request: ChatRequest | CompletionRequest

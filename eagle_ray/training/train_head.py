@@ -25,7 +25,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.cpu_runtime import tune_malloc
 from eagle_ray.models.dtypes import bf16_unit
 from eagle_ray.models.placement import input_embedding
-from eagle_ray.report.training_page import training_page
+from eagle_ray.report.html import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.answer_vocabulary import answer_vocabulary, count_answers, coverage
 from eagle_ray.training.batch_order import BatchOrder

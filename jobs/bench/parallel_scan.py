@@ -1,4 +1,4 @@
-"""The first scan of a large input, in the driver and through Ray Data: python -m jobs.bench.parallel_scan ROWS
+"""The first scan of a large input, in the driver and in Ray tasks: python -m jobs.bench.parallel_scan ROWS
 
 Makes ROWS toy rows as JSONL in --files files, and scans them with `plan_input` in turns, each time in a process of its
 own: in the driver alone, and in the Ray tasks of a cluster whose head and --nodes further nodes have one core each.

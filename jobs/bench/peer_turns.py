@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from jobs.bench.peer_engines import REFERENCE, Engine
 from jobs.bench.peer_process import WorkerError, WorkerProcess
@@ -142,9 +143,8 @@ class Bench:
 
 def busy_seconds() -> float:
     """Return how long the machine's cores have computed since it started, all together."""
-    first = Path("/proc/stat").read_text().splitlines()[0].split()
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    spent = psutil.cpu_times()
+    return spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal
 
 
 def _num_same(outputs: Outputs, reference: Outputs) -> int:

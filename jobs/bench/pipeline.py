@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,32 +188,16 @@ def run_job(config: JobConfig, peaks: dict[str, float] | None = None) -> float:
 def memory_by_kind(root: int) -> Iterator[tuple[str, float]]:
     """Return the private memory, in MB, of the largest process of each kind below this one."""
     largest: dict[str, float] = defaultdict(float)
-    for pid in descendants(root):
+    parent = psutil.Process(root)
+    for process in [parent, *parent.children(recursive=True)]:
         try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:  # it has just ended
+            title, private = " ".join(process.cmdline()), process.memory_full_info().uss
+        except psutil.Error:  # it has just ended
             continue
         kind = next((kind for kind, pattern in KINDS.items() if pattern.search(title)), None)
-        private = sum(int(kb) for kb in re.findall(r"^(?:Private_Clean|Private_Dirty): +(\d+)", rollup, re.MULTILINE))
         if kind is not None:
-            largest[kind] = max(largest[kind], private / 1024)
+            largest[kind] = max(largest[kind], private / 2**20)
     yield from largest.items()
-
-
-def descendants(root: int) -> list[int]:
-    """This process and all that it, or one of those, has started."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children[int(fields[1])].append(int(stat.parent.name))
-    found = [root]
-    for pid in found:
-        found += children[pid]
-    return found
 
 
 def config_of(settings: dict[str, Any]) -> JobConfig:

@@ -42,17 +42,16 @@ def count(event, arguments):
     global opened
     opened += event == "open" and str(arguments[0]).startswith(sys.argv[3])
 sys.addaudithook(count)
-from eagle_ray.batch.driver import run
+from eagle_ray.batch.driver import job_plan, run
 from eagle_ray.config import load_config
-def generate(config, plan, run, *rest):
+def stop(held, missing):
     raise KeyboardInterrupt
-run._check_models = lambda config: None
-run.join_cluster = lambda config: None
-run.ParallelScan = lambda scanner, connect: scanner  # all of it in this process, whose CPU is counted
+job_plan.check_models = lambda config, spare: None
+job_plan.ParallelScan = lambda scanner, connect: scanner  # all of it in this process, whose CPU is counted
 if sys.argv[2] == "stop":
-    from eagle_ray.batch.driver import pipeline
-    pipeline.generate = generate
-code = run.run_job(load_config(None, env={}, overrides=json.loads(sys.argv[1])))
+    from eagle_ray.batch.driver import execute
+    execute.execute = stop
+code = run.run_to_end(load_config(None, env={}, overrides=json.loads(sys.argv[1]))).outcome.code
 print(json.dumps({"code": code, "opened": opened, "read": int(open("/proc/self/io").readline().split()[1])}))
 """
 
@@ -125,16 +124,17 @@ def make_input(path: Path, first: int, num_rows: int) -> None:
 
 def make_run(directory: Path, num_rows: int) -> None:
     """Write the output files that a job over the rows leaves, without an attempt of its own that has ended."""
+    from eagle_ray.batch.driver.claim import hold_output
     from eagle_ray.batch.reader.files import find_files
     from eagle_ray.batch.reader.fingerprints import fingerprints
     from eagle_ray.config import load_config
-    from eagle_ray.runs.lease import lock_output
-    from eagle_ray.runs.manifest import open_run, output_of, record_outcome
+    from eagle_ray.runs.layout import output_of
+    from eagle_ray.runs.manifest import open_run
 
     config = load_config(None, env={}, overrides=settings(directory))
-    with lock_output(output_of(config)):
+    with hold_output(output_of(config)):
         run = open_run(config, fingerprints(find_files(config.input.path, config.input.format), {}))
-        with record_outcome(run):
+        with run.recorded_outcome():
             for number, first in enumerate(range(0, num_rows, ROWS_PER_FILE)):
                 table = _answers(first, min(ROWS_PER_FILE, num_rows - first), run.run_id, str(directory))
                 pq.write_table(table, run.data.text + "/" + part_name(run.attempt, number), compression="zstd")

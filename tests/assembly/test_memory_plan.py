@@ -7,17 +7,12 @@ import torch
 from torch import nn
 
 from eagle_ray import build
-from eagle_ray.assembly.memory_plan import (
-    Capacity,
-    DeviceMemory,
-    EngineSizes,
-    SequenceLengths,
-    plan_capacity,
-    profile_pass,
-)
-from eagle_ray.config import SpeculativeConfig
+from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
+from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.requests.parameters import SamplingParams
 from tests.helpers.toy_models import head3, llama, llama_engine, run
 
@@ -25,17 +20,24 @@ GB = 10**9
 WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head
 PER_TOKEN = 33 * 2 * 8 * 128 * 2  # 32 layers and the head's, keys and values of 8 heads of 128 numbers
 PER_SLOT = 128 * 3 * 4096 * 2  # features in the draft's queue
+PASSES = int(1.6 * GB)  # twice the tensors of one
 LENGTHS = SequenceLengths(4096, 61)
+LONG = SequenceLengths(131_072, 61, guaranteed=4096)
+AUTO = "auto", "auto"
 
 
-def card(gigabytes: int, weights: int = WEIGHTS) -> DeviceMemory:
-    total = gigabytes * GB
-    return DeviceMemory(total, total - weights, of_pass=int(0.8 * GB), per_token=PER_TOKEN, per_slot=PER_SLOT)
+def card(gigabytes: int, weights: int = WEIGHTS, lengths: SequenceLengths = LENGTHS) -> MemoryPlan:
+    memory = DeviceMemory(gigabytes * GB, gigabytes * GB)
+    return MemoryPlan(lengths, weights, 0, PER_TOKEN, 0, PER_SLOT, PASSES, GRAPH_BYTES, memory=memory)
+
+
+def capacity_of(plan: MemoryPlan) -> tuple[int, int | None]:
+    return plan.slots, plan.kv_tokens
 
 
 @pytest.mark.parametrize("gigabytes, slots, least, most", [(24, 21, 20_000, 25_000), (80, 256, 380_000, 410_000)])
 def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
-    capacity = plan_capacity("auto", "auto", LENGTHS, card(gigabytes))
+    capacity = card(gigabytes).sized(*AUTO)
     assert capacity.slots == slots and least <= capacity.kv_tokens <= most
     assert capacity.kv_tokens % BLOCK_SIZE == 0
     taken = WEIGHTS + capacity.kv_tokens * PER_TOKEN + capacity.slots * PER_SLOT
@@ -44,37 +46,35 @@ def test_an_8b_model_gets_what_its_card_holds(gigabytes, slots, least, most):
 
 
 def test_more_tokens_than_full_slots_hold_are_not_reserved():
-    assert plan_capacity("auto", "auto", SequenceLengths(1024, 61), card(141)) == Capacity(256, 256 * 1088)
-    assert plan_capacity(4, "auto", LENGTHS, card(141)) == Capacity(4, 4 * 4160)
+    assert capacity_of(card(141, lengths=SequenceLengths(1024, 61)).sized(*AUTO)) == (256, 256 * 1088)
+    assert capacity_of(card(141).sized(4, "auto")) == (4, 4 * 4160)
 
 
 def test_a_card_of_141_gb_holds_longer_sequences():
-    capacity = plan_capacity("auto", "auto", LENGTHS, card(141))
+    capacity = card(141).sized(*AUTO)
     assert capacity.slots == 256 and 780_000 < capacity.kv_tokens < 830_000
 
 
 def test_what_is_set_is_kept():
-    assert plan_capacity(5, 9_600, LENGTHS, card(80)) == Capacity(5, 9_600)
-    assert plan_capacity("auto", 40_000, LENGTHS, card(80)) == Capacity(36, 40_000)
-    assert plan_capacity(7, None, LENGTHS, card(80)) == Capacity(7, None)
-    full = plan_capacity("auto", None, LENGTHS, card(80))
+    assert capacity_of(card(80).sized(5, 9_600)) == (5, 9_600)
+    assert capacity_of(card(80).sized("auto", 40_000)) == (36, 40_000)
+    assert capacity_of(card(80).sized(7, None)) == (7, None)
+    full = card(80).sized("auto", None)
     assert full.kv_tokens is None and full.slots * LENGTHS.full * PER_TOKEN < 0.9 * 80 * GB - WEIGHTS
 
 
 def test_a_long_limit_changes_neither_slots_nor_the_memory_for_short_sequences():
     """A target made for 131,072 tokens, of which 4,096 are guaranteed."""
-    long = SequenceLengths(131_072, 61, guaranteed=4096)
-    assert plan_capacity("auto", "auto", long, card(80)) == plan_capacity("auto", "auto", LENGTHS, card(80))
-    assert plan_capacity("auto", "auto", long, None) == Capacity(16, 16 * 4160)
-    assert plan_capacity(1, "auto", long, None) == Capacity(1, 32_832)
-    assert plan_capacity(2, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(2, 2 * 4160)
-    assert plan_capacity(1, "auto", SequenceLengths(8192, 61, guaranteed=4096), None) == Capacity(1, None)
-    assert plan_capacity(2, "auto", SequenceLengths(131_072, 61), None) == Capacity(2, None)
+    assert capacity_of(card(80, lengths=LONG).sized(*AUTO)) == capacity_of(card(80).sized(*AUTO))
+    assert LONG.on_cpu("auto", "auto") == (16, 16 * 4160)
+    assert LONG.on_cpu(1, "auto") == (1, 32_832)
+    assert SequenceLengths(8192, 61, guaranteed=4096).on_cpu(2, "auto") == (2, 2 * 4160)
+    assert SequenceLengths(8192, 61, guaranteed=4096).on_cpu(1, "auto") == (1, None)
+    assert SequenceLengths(131_072, 61).on_cpu(2, "auto") == (2, None)
 
 
 def test_sequences_are_as_long_as_the_cache_holds_them_and_the_target_takes_them():
-    long = SequenceLengths(131_072, 61, guaranteed=4096)
-    assert [long.that_fit(tokens) for tokens in (None, 1_000, 10_016, 10_020, 200_000)] == [
+    assert [LONG.that_fit(tokens) for tokens in (None, 1_000, 10_016, 10_020, 200_000)] == [
         131_072,
         4096,
         10_016 - 61,
@@ -85,13 +85,13 @@ def test_sequences_are_as_long_as_the_cache_holds_them_and_the_target_takes_them
 
 
 def test_on_a_cpu_auto_is_what_it_was():
-    assert plan_capacity("auto", "auto", LENGTHS, None) == Capacity(16, None)
-    assert plan_capacity(3, 4_096, LENGTHS, None) == Capacity(3, 4_096)
+    assert LENGTHS.on_cpu("auto", "auto") == (16, None)
+    assert LENGTHS.on_cpu(3, 4_096) == (3, 4_096)
 
 
 def test_a_model_too_large_is_refused_with_what_would_help():
     with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
-        plan_capacity("auto", "auto", LENGTHS, card(24, weights=22 * GB))
+        card(24, weights=22 * GB).sized(*AUTO)
 
 
 @pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])
@@ -111,8 +111,8 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
 
 
 def test_it_says_what_it_is():
-    assert str(Capacity(256, 412_000)) == "256 slots, 412,000 KV tokens"
-    assert str(Capacity(1, None)) == "1 slot, room for full sequences"
+    assert card(80).sized(256, 412_000).capacity == "256 slots, 412,000 KV tokens"
+    assert card(80).sized(1, None).capacity == "1 slot, room for full sequences"
 
 
 def test_what_an_engine_allocates_is_what_was_planned():
@@ -122,11 +122,13 @@ def test_what_an_engine_allocates_is_what_was_planned():
     run(ours, [[5, 6, 7] * 20, [8, 9]], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2)
     target, drafter = ours.target, ours.drafter
     speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
-    sizes = build._sizes(target.model, weights, speculative, weights.feature_layers(7))
+    sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, explicit_scores=False)
     caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
     kept = ours.prefiller._blocks._last_features.nbytes
     tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
-    assert caches + kept == pytest.approx(tokens * sizes.per_token, rel=0.05)  # and a null block
+    assert caches + kept == pytest.approx(
+        tokens * (sizes.kv_per_token + sizes.feature_per_token), rel=0.05
+    )  # and a null block
     (buffers,) = drafter._buffers.values()
     drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
     queued = drafter._queue._features.nbytes
@@ -140,8 +142,9 @@ def test_contexts_and_copies_of_logits_are_counted():
     assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied
     assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
-    memory = sizes.memory(80 * GB, 60 * GB, GB, 8192)
-    assert memory.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
+    memory, lengths = DeviceMemory(80 * GB, 76 * GB), SequenceLengths(8192, 61)
+    plan = MemoryPlan.on_gpu(sizes, lengths, 15 * GB, GB, of_pass=GB, memory=memory)
+    assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
 
 
 def test_a_pass_is_run_and_measured(monkeypatch):
@@ -156,9 +159,47 @@ def test_a_pass_is_run_and_measured(monkeypatch):
 
 
 def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
-    model, nodes = llama(), 60
-    uniform = SpeculativeConfig(max_nodes=nodes, budget="uniform")
-    assert build._bytes_of_logits(model, uniform) == 3 * (1 + nodes) * 97 * 4
-    assert build._bytes_of_logits(model, SpeculativeConfig(method="sequoia", max_nodes=nodes)) > 0
-    for cheap in (SpeculativeConfig(), SpeculativeConfig(method="none", budget="uniform")):
-        assert build._bytes_of_logits(model, cheap) == 0
+    shape, nodes = llama().config, 60
+
+    def of_slot(**settings: object) -> int:
+        return EngineSizes.of(shape, [], SpeculativeConfig(max_nodes=nodes, **settings), 4, False).per_slot
+
+    assert of_slot(budget="uniform") == 3 * (1 + nodes) * 97 * 4
+    assert of_slot(method="sequoia") > 0
+    assert of_slot() == of_slot(method="none", budget="uniform") == 0
+
+
+def test_a_plan_names_the_bytes_of_each_use():
+    plan = card(80).sized(256, 409_600)
+    assert plan.total == WEIGHTS + plan.pool + 256 * PER_SLOT + PASSES + GRAPH_BYTES
+    assert plan.pool == (409_600 + BLOCK_SIZE) * PER_TOKEN
+    assert plan.describe() == (
+        "a worker takes 69.5 GiB: target 15.0 GiB, keys and values 51.6 GiB (256 slots, 409,600 KV tokens; 536 MiB a "
+        "slot of 4096 tokens), features, drafts and logits 768 MiB, passes 1.5 GiB, CUDA graphs 700 MiB; 7.5 GiB of "
+        "the card stay free"
+    )
+    over = replace(plan, memory=DeviceMemory(80 * GB, 80 * GB, others_room=6 * GB))
+    assert over.elsewhere == 6 * GB and "target 15.0 GiB (5.6 GiB on other GPUs)" in over.describe()
+    assert over.for_slots == plan.for_slots + 6 * GB
+
+
+def test_a_plan_from_headers_is_the_one_from_loaded_models():
+    """Of every kind of draft; a CPU's, with packed copies of the weights in both."""
+    for method, part in (("eagle2", "draft"), ("draft_model", "target"), ("auto", "draft"), ("none", None)):
+        settings = {"method": method, "budget": "uniform", "max_nodes": 12, "max_depth": 4, "top_k": 4}
+        config = load_config(
+            None,
+            env={},
+            overrides={"input.path": "embedded:prompts", "output.path": "runs/x", "speculative": settings}
+            | {"model": {"draft": part and str(build.download("embedded:tiny", part)), "max_model_len": 256}},
+        )
+        target = build.download("embedded:tiny", "target")
+        drafts = [build.download("embedded:tiny", part)] if part else []
+        lengths = SequenceLengths.of(config.speculative, 256, 256)
+        shape = target_config(target)
+        planned = MemoryPlan.of_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
+        causal_lm = build.load_causal_lm(config.model)
+        weights = build.load_draft(config.model, config.speculative, causal_lm) if part else None
+        loaded = MemoryPlan.of_models(causal_lm, weights, config.speculative, "auto", "auto", lengths, 512)
+        assert planned == replace(loaded, draft=planned.draft), method
+        assert planned.draft == pytest.approx(loaded.draft, rel=0.01)  # tables of tokens are no weights

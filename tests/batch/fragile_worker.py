@@ -13,7 +13,7 @@ import torch
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 CLASS = f"{__name__}:FragileWorker"  # as the engine's process finds it
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
@@ -24,7 +24,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:

@@ -46,10 +46,5 @@ def start_run(config: JobConfig, directory: Path, *flags: str) -> subprocess.Pop
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def parent_of(pid: int) -> int:
-    """An engine's is its actor, whose own is its node's raylet."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def raylet_of(node) -> int:
     return node.all_processes["raylet"][0].process.pid

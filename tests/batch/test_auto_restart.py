@@ -10,20 +10,19 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import duckdb
 import pytest
 
 from eagle_ray.batch.driver import auto_restart
 from eagle_ray.batch.driver.auto_restart import delay_s
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
-from eagle_ray.runs.lease import lock_output
 from eagle_ray.storage.path import StoragePath
-from tests.batch.nodes import parent_of
 from tests.conftest import PAIR, token_rows
+from tests.helpers.processes import children_of, is_running
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run", "--keep-going"]
 PATIENCE_S = 300
@@ -51,23 +50,6 @@ def start(*flags: str) -> subprocess.Popen:
     return subprocess.Popen(
         [*COMMAND, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if parent_of(int(path.name)) == pid:
-                found.append(int(path.name))
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """A zombie does not run; who reaps it is not this test's business."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_for(condition, run: subprocess.Popen) -> None:
@@ -113,7 +95,7 @@ def test_a_permanent_end_is_not_restarted(flags, tmp_path, more, code):
 
 
 def test_a_busy_output_is_not_waited_for(flags, tmp_path):
-    with lock_output(StoragePath.of(tmp_path / "out")):
+    with hold_output(StoragePath.of(tmp_path / "out")):
         run = start(*flags)
         _, said = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 7 and "is being written by process" in said and "restart" not in said

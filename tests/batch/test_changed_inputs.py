@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.csv import write_csv
 
-from eagle_ray.batch.driver import run as run_module
-from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.batch.driver import settle
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.row_index import INDEX
 from tests.batch.test_starts import answered, append, cut_off, engine, flipped, rows, without_segments
@@ -25,17 +25,17 @@ from tests.conftest import MakeJob
 
 def test_a_file_after_the_count_is_counted_at_the_next_start(make_job: MakeJob, engine, tmp_path, monkeypatch):
     config = make_job(rows(*"abcdefg"))
-    summarize = run_module.summarize_run
+    summarize = settle.summarize_run
 
     def summarize_before_a_late_file(run):
         found, data = summarize(run), Path(run.data.text)
         shutil.copy(data / "part-001-000000.parquet", data / "part-001-000099.parquet")
         return found
 
-    monkeypatch.setattr(run_module, "summarize_run", summarize_before_a_late_file)
-    run_to_completion(config)
-    monkeypatch.setattr(run_module, "summarize_run", summarize)
-    run_to_completion(config)
+    monkeypatch.setattr(settle, "summarize_run", summarize_before_a_late_file)
+    run_job(config)
+    monkeypatch.setattr(settle, "summarize_run", summarize)
+    run_job(config)
     assert answered(tmp_path).keys() == set("abcdefg")
 
 
@@ -48,39 +48,39 @@ def test_a_damaged_index_of_a_finished_run_is_built_again_where_it_is_needed(
 ):
     config = make_job(rows(*"abcdefg"), **{"execution.max_error_rate": 1.0})
     engine.bad = {"c"}
-    run_to_completion(config)
+    run_job(config)
     damage(tmp_path / "out" / INDEX)
-    run_to_completion(config)  # needs no row
+    run_job(config)  # needs no row
     engine.bad = set()
-    assert run_to_completion(config, retry_errors=True)["total"]["errors"] == 0
+    assert run_job(config, retry_errors=True)["total"]["errors"] == 0
     assert answered(tmp_path).keys() == set("abcdefg")
 
 
 def test_content_that_changed_behind_an_old_time_is_found(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcdefg"))
-    run_to_completion(config)
+    run_job(config)
     path = tmp_path / "in.jsonl"
     before = path.stat()
     path.write_text(path.read_text().replace("Hi c", "Ho c"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(OutputMismatch, match=r"1 rows of .* other rows now: c"):
-        run_to_completion(config)
+        run_job(config)
 
 
 @pytest.mark.parametrize("num_starts_between", [0, 1])
 def test_a_file_that_moved_may_grow(make_job: MakeJob, engine, tmp_path, num_starts_between):
-    run_to_completion(make_job(rows(*"abc")))
+    run_job(make_job(rows(*"abc")))
     (tmp_path / "moved").mkdir()
     path = Path(shutil.move(tmp_path / "in.jsonl", tmp_path / "moved" / "in.jsonl"))
     config = make_job(**{"input.path": str(path)})
     for _ in range(num_starts_between):
-        run_to_completion(config)
+        run_job(config)
     append(path, rows("d"))
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
     path.write_text(path.read_text().replace("Hi a", "Ho a"))
     with pytest.raises(OutputMismatch):
-        run_to_completion(config)
+        run_job(config)
 
 
 def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob, engine, tmp_path, caplog):
@@ -89,29 +89,29 @@ def test_a_last_line_that_was_cut_is_answered_once_it_is_whole(make_job: MakeJob
     path = tmp_path / "in.jsonl"
     *lines, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + last[:12])
-    run_to_completion(config)
+    run_job(config)
     assert answered(tmp_path).keys() == {"a", "b"} and "line 3: the last line is not whole" in caplog.text
     with path.open("a") as file:
         file.write(last[12:] + json.dumps({"id": "d", "prompt": "Hi d"}))
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
-    assert "has grown" in caplog.text
+    assert "has grown" in caplog.text and "rewritten" not in caplog.text
     path.write_text(path.read_text() + " x")
     with pytest.raises(OutputMismatch, match=r"row 3 of .*in.jsonl, which is gone"):
-        run_to_completion(config)
+        run_job(config)
 
 
 def test_a_last_line_without_an_end_may_get_one(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abc"))
     path = tmp_path / "in.jsonl"
     path.write_text(path.read_text().rstrip("\n"))
-    run_to_completion(config)
+    run_job(config)
     with path.open("a") as file:
         file.write("\n" + json.dumps({"id": "d", "prompt": "Hi d"}))
-    run_to_completion(config)
+    run_job(config)
     with path.open("a") as file:
         file.write(" \n")  # no other row
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcd") and answered(tmp_path).keys() == set("abcd")
 
 
@@ -127,26 +127,26 @@ def test_a_file_of_any_format_may_grow(make_job: MakeJob, engine, tmp_path, name
             pq.write_table(table, path)
         if names == "abcx":
             with pytest.raises(OutputMismatch, match=r"1 rows of .*: row 3 of .*, which is gone"):
-                run_to_completion(config)
+                run_job(config)
         else:
-            run_to_completion(config)
+            run_job(config)
     assert engine.made == list("abcd")
 
 
 def test_a_file_of_equal_content_is_the_same_file(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abc"))
-    run_to_completion(config)
+    run_job(config)
     path, moved = tmp_path / "in.jsonl", tmp_path / "moved" / "in.jsonl"
     moved.parent.mkdir()
     shutil.copyfile(path, moved)
     path.unlink()
     shutil.copyfile(moved, path)
     os.utime(path, (1, 1))
-    run_to_completion(config)
-    run_to_completion(make_job(**{"input.path": str(moved)}))
+    run_job(config)
+    run_job(make_job(**{"input.path": str(moved)}))
     shutil.rmtree(tmp_path / "out" / INDEX)
     path.unlink()
-    run_to_completion(make_job(**{"input.path": str(moved)}))
+    run_job(make_job(**{"input.path": str(moved)}))
     assert engine.made == list("abc")
 
 
@@ -156,24 +156,24 @@ def test_a_row_may_move_to_another_file(make_job: MakeJob, engine, tmp_path):
     append(inputs / "a.jsonl", rows(*"abc"))
     append(inputs / "b.jsonl", rows(*"xyz"))
     config = make_job(None, **{"input.path": str(inputs)})
-    run_to_completion(config)
+    run_job(config)
     (inputs / "a.jsonl").write_text("")
     append(inputs / "a.jsonl", rows(*"ab"))
     append(inputs / "b.jsonl", rows("c"))
-    run_to_completion(config)
+    run_job(config)
     (inputs / "b.jsonl").unlink()
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcxyz")
     append(inputs / "b.jsonl", rows(*"xyz", text="Other"))
     with pytest.raises(OutputMismatch, match=r"4 rows of .*b.jsonl are other rows now: x, y, z, row 3"):
-        run_to_completion(config)
+        run_job(config)
 
 
 def test_answered_rows_keep_their_carried_columns_and_the_log_says_so(make_job: MakeJob, engine, tmp_path, caplog):
     caplog.set_level(logging.INFO, "eagle_ray")
     config = make_job([row | {"category": "one"} for row in rows(*"abc")])
-    run_to_completion(config)
+    run_job(config)
     path = tmp_path / "in.jsonl"
     path.write_text(path.read_text().replace("one", "two"))
-    run_to_completion(config)
+    run_job(config)
     assert "in.jsonl has changed" in caplog.text and "answered ones keep their carried columns" in caplog.text

@@ -15,7 +15,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
@@ -40,14 +40,14 @@ def answered(make_job, tmp_path):
         pair = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "model.chat_template": str(path)}
         config = make_job(rows, **(pair | settings))
         plan = plan_input(config)
-        worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+        worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
         if text is not None:
             tokenizer = worker._tokenizer
             ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
             worker._engine = ScriptedEngine(worker._engine, ids, tokenizer.eos_ids)
         try:
             table: pa.Table = asyncio.run(
-                worker.answer(table_of(list(request_rows(plan)), request_schema(plan.passthrough)))
+                worker.answer(table_of(list(request_rows(plan)), request_schema(plan.carried_fields)))
             )
             return table.to_pylist()
         finally:

@@ -20,11 +20,11 @@ from eagle_ray.batch.driver.cluster import (
     _take_ray_messages,
     check_alive,
     connect,
+    describe_error,
 )
-from eagle_ray.batch.driver.pipeline import CALLS_PER_ACTOR, _describe_error, plan_batch_size, plan_calls
+from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.batch.worker.actor import as_config_error
-from eagle_ray.batch.worker.error_classifier import SMALLER
+from eagle_ray.batch.worker.error_classifier import SMALLER, as_config_error
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError, outcome_of
 
@@ -135,9 +135,9 @@ This task will not be retried: set max_retries to let Ray retry it."""
 
 
 def test_what_happened_is_the_exceptions_line_and_not_the_advice_after_it():
-    assert _describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
-    assert _describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
-    assert _describe_error(KeyError()) == "KeyError: KeyError"
+    assert describe_error(RayError(TRACEBACK)) == "ValueError: no room for 3 rows"
+    assert describe_error(RayError("The actor died unexpectedly.\n\tclass_name: X")) == "The actor died unexpectedly."
+    assert describe_error(KeyError()) == "KeyError: KeyError"
 
 
 @pytest.mark.parametrize(

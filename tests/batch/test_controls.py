@@ -71,7 +71,7 @@ def write(path: Path, row: dict) -> Path:
 def test_every_format_has_columns_for_the_controls(tmp_path, suffix):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x"} | COLUMNS))
     [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
-    assert row["error_message"] is None and the_plan.passthrough == []
+    assert row["error_message"] is None and the_plan.carried_fields == []
     found = {name: row[name] for name in COLUMNS} | {"logit_bias": dict(row["logit_bias"])}
     assert found == COLUMNS | {"logit_bias": {5: -100, 17: 2.5}}
 

@@ -1,54 +1,60 @@
 """Isolation: who is answered with whom, in which order, and what becomes of a row that always kills."""
 
 import asyncio
+import pickle
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, Isolation, SharedExclusiveLock
-from eagle_ray.batch.worker.crash_tracker import MAX_CRASHES, CrashRecord, CrashTracker
+from eagle_ray.batch.worker.crash_isolation import (
+    KILLED,
+    MAX_CRASHES,
+    WORKER_DIED,
+    CrashLog,
+    CrashRecord,
+    Isolation,
+    SharedExclusiveLock,
+    max_group_size,
+)
+from eagle_ray.core.errors import EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
 
 KILLER = "k"
+CRASH = "the engine's process was ended by signal 9"
 
 
-class Died(Exception):
-    """The process that the engine runs in."""
-
-
-@dataclass
-class Page:
-    """A worker's part of the crash tracker, in this process."""
-
-    tracker: CrashTracker
-
-    async def begin(self, ids):
-        return self.tracker.begin("w", ids)
-
-    async def begin_suspects(self, ids):
-        self.tracker.begin_suspects("w", ids)
-
-    def finish(self, ids):
-        self.tracker.finish("w", ids)
+class ActorKilled(Exception):
+    """The actor's own process is gone, and its engine with it."""
 
 
 @dataclass
 class FragileEngine:
-    """Two rows of output for each request, unless a killer is among those in flight."""
+    """Two rows of output for each request, unless a killer is among those in flight, or more than fit."""
 
-    killers: set
+    killers: set = field(default_factory=set)  # of the engine
+    actor_killers: set = field(default_factory=set)
+    max_in_flight: int = 1000
     in_flight: list = field(default_factory=list)
     company: dict = field(default_factory=dict)  # the most others that each id was in flight with
+    saved: list = field(default_factory=list)  # logs, pickled
+    num_crashes: int = 0
+    is_dead: bool = False
+    is_actor_gone: bool = False  # nothing happens any more
 
-    async def respond(self, rows: pa.Table) -> pa.Table:
+    async def answer(self, rows: pa.Table) -> pa.Table:
+        assert not self.is_dead, "no row is given to a dead engine"
         ids = [row["request_id"] for row in rows.to_pylist() if row["error_code"] is None]
         self.in_flight += ids
         for id in self.in_flight:
             self.company[id] = max(self.company.get(id, 0), len(self.in_flight) - 1)
         await asyncio.sleep(0.001)
-        if self.killers & set(self.in_flight):
-            raise Died
+        if self.actor_killers & set(self.in_flight):
+            self.is_actor_gone = True
+            raise ActorKilled
+        if self.is_dead or self.killers & set(self.in_flight) or len(self.in_flight) > self.max_in_flight:
+            self.is_dead = True
+            raise EngineError(CRASH)
         for id in ids:
             self.in_flight.remove(id)
         codes = {row["request_id"]: row["error_code"] for row in rows.to_pylist()}
@@ -56,6 +62,16 @@ class FragileEngine:
             [{"request_id": id, "sample": j, "error": codes[id]} for id in codes for j in range(2)],
             pa.schema([("request_id", pa.string()), ("sample", pa.int64()), ("error", pa.string())]),
         )
+
+    async def restart(self, error: EngineError) -> None:
+        assert self.is_dead
+        await asyncio.sleep(0.001)
+        self.in_flight, self.is_dead, self.num_crashes = [], False, self.num_crashes + 1
+
+    async def save(self, log: CrashLog) -> None:
+        if self.is_actor_gone:
+            await asyncio.Event().wait()
+        self.saved.append(pickle.dumps(log))
 
 
 def requests(ids) -> pa.Table:
@@ -65,59 +81,88 @@ def requests(ids) -> pa.Table:
 SCHEMA = request_schema([])
 
 
-def live(
-    batches: list[list[str]], tracker: CrashTracker, killers: set, slots: int
-) -> tuple[list[pa.Table], FragileEngine]:
-    """One life of a worker: all batches at once. Raises Died."""
-    engine = FragileEngine(killers)
-    isolation = Isolation(engine.respond, Page(tracker), slots)
+def run(batches: list[list[str]], engine: FragileEngine, log: CrashLog | None = None, slots: int = 8) -> list[pa.Table]:
+    """One process of an actor: all batches at once. Raises ActorKilled."""
+    isolation = Isolation(engine, log or CrashLog(), slots)
 
     async def all_at_once():
         return await asyncio.gather(*(isolation.run_batch(requests(ids)) for ids in batches))
 
-    return asyncio.run(all_at_once()), engine
+    return asyncio.run(all_at_once())
 
 
-def lives(batches: list[list[str]], killers: set, slots: int = 8) -> tuple[list[pa.Table], FragileEngine, int]:
-    """As Ray does it: the batches again and again, until they are answered. Returns the number of deaths, too."""
-    tracker, count = CrashTracker(), 0
-    while count < 40:
+def run_again(batches: list[list[str]], actor_killers: set) -> tuple[list[pa.Table], int]:
+    """As Ray does it: the batches again and again, until they are answered. Returns the actor's ends, too."""
+    log = CrashLog()
+    for num_ends in range(40):
+        engine = FragileEngine(actor_killers=actor_killers)
         try:
-            return *live(batches, tracker, killers, slots), count
-        except Died:
-            tracker.record_crash("w", "killed")
-            count += 1
-    raise AssertionError("no end of deaths")
+            return run(batches, engine, log), num_ends
+        except ActorKilled:
+            log = pickle.loads(engine.saved[-1])
+    raise AssertionError("no end of it")
 
 
-def test_without_deaths_all_go_together_and_in_order():
-    tables, engine, count = lives([["a", "b"], ["c", "d"]], set())
-    assert count == 0 and engine.company["d"] == 3
-    assert [row["request_id"] for row in tables[0].to_pylist()] == ["a", "a", "b", "b"]
+def errors_of(tables: list[pa.Table]) -> set[str]:
+    """The requests whose answers are error rows."""
+    return {row["request_id"] for table in tables for row in table.to_pylist() if row["error"] == WORKER_DIED}
 
 
-@pytest.mark.parametrize("killers", [{"k"}, {"k", "b"}, {"a", "b", "c", "d", "k", "e", "f"}])
+def ids_of(tables: list[pa.Table]) -> list[str]:
+    return [row["request_id"] for table in tables for row in table.to_pylist()]
+
+
+def test_without_crashes_all_go_together_and_in_order_and_one_note_is_saved():
+    engine = FragileEngine()
+    tables = run([["a", "b"], ["c", "d"]], engine)
+    assert engine.company["d"] == 3 and ids_of(tables[:1]) == ["a", "a", "b", "b"]
+    assert [pickle.loads(log) for log in engine.saved] == [CrashLog(in_flight=None)]
+
+
+KILLERS = pytest.mark.parametrize("killers", [{"k"}, {"k", "b"}, {"a", "b", "c", "d", "k", "e", "f"}])
+BATCHES = [["a", "b", "c"], ["d", KILLER, "e"], ["f"]]
+
+
+@KILLERS
 def test_killers_become_error_rows_and_everyone_else_is_answered(killers):
-    batches = [["a", "b", "c"], ["d", KILLER, "e"], ["f"]]
-    tables, _, count = lives(batches, killers)
-    rows = [row for table in tables for row in table.to_pylist()]
-    assert [row["request_id"] for row in rows] == [id for batch in batches for id in batch for _ in range(2)]
-    assert {row["request_id"] for row in rows if row["error"] == WORKER_DIED} == killers
-    assert count <= 2 + 2 * len(killers)
+    engine = FragileEngine(killers)
+    tables = run(BATCHES, engine)
+    assert ids_of(tables) == [id for batch in BATCHES for id in batch for _ in range(2)]
+    assert errors_of(tables) == killers
+    assert engine.num_crashes <= 1 + 3 * len(killers)
+
+
+@KILLERS
+def test_so_do_those_that_end_the_actor_itself(killers):
+    tables, num_ends = run_again(BATCHES, killers)
+    assert ids_of(tables) == [id for batch in BATCHES for id in batch for _ in range(2)]
+    assert errors_of(tables) == killers
+    assert num_ends <= 1 + 3 * len(killers)
+
+
+def test_only_one_killer_takes_four_crashes():
+    engine = FragileEngine({KILLER})
+    run([["a", "b", "c"], ["d", KILLER, "e"], [f"q{i}" for i in range(40)]], engine)
+    assert engine.num_crashes == MAX_CRASHES
+
+
+def test_rows_that_are_too_many_together_are_answered_in_smaller_groups():
+    engine = FragileEngine(max_in_flight=4)
+    tables = run([[f"q{i}" for i in range(10)], ["a", "b"]], engine, slots=16)
+    assert not errors_of(tables) and len(ids_of(tables)) == 24 and engine.num_crashes == 1
 
 
 def test_the_error_names_file_row_count_reason_and_fix():
-    tracker = CrashTracker()
+    log, seen = CrashLog(), []
     for _ in range(MAX_CRASHES):
-        tracker.begin_suspects("w", [KILLER])
-        tracker.record_crash("w", "out of memory")
-    seen = []
+        log.charge([KILLER], "out of memory")
 
-    async def respond(rows):
-        seen.extend(rows.to_pylist())
-        return rows
+    class Seeing(FragileEngine):
+        async def answer(self, rows: pa.Table) -> pa.Table:
+            seen.extend(rows.to_pylist())
+            return rows
 
-    asyncio.run(Isolation(respond, Page(tracker), 8).run_batch(requests(["a", KILLER])))
+    run([["a", KILLER]], Seeing(), log)
     assert seen[0]["error_code"] is None and seen[1]["error_code"] == WORKER_DIED
     message = seen[1]["error_message"]
     assert message.startswith(
@@ -125,28 +170,65 @@ def test_the_error_names_file_row_count_reason_and_fix():
     )
 
 
-def test_rows_with_blame_are_in_small_company_and_then_alone():
-    tracker = CrashTracker()
+def test_suspects_are_in_small_company_and_then_alone_and_cleared():
+    log, engine = CrashLog(), FragileEngine()
     ids = [f"q{i}" for i in range(8)]
-    tracker.begin_suspects("w", ids)
-    tracker.record_crash("w", "killed")
-    tracker.begin_suspects("w", ids[:2])
-    tracker.record_crash("w", "killed")
-    _, engine = live([ids[:4], ids[4:], ["new", "er"]], tracker, set(), slots=8)
+    log.charge(ids, "killed")
+    log.charge(ids[:2], "killed")
+    run([ids[:4], ids[4:], ["new", "er"]], engine, log)
     assert [engine.company[id] for id in ids] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert tracker.begin("w", ids) == {}  # all cleared
+    assert log.records == {}
 
 
-def test_a_row_is_in_the_book_before_the_engine_sees_it():
-    tracker = CrashTracker()
+def test_suspects_are_on_record_before_the_engine_has_them():
+    log = CrashLog()
+    log.charge(["a", "b"], "killed")
+    engine = FragileEngine(actor_killers={"b"})
+    with pytest.raises(ActorKilled):
+        run([["a", "b", "c"]], engine, log)
+    left = pickle.loads(engine.saved[-1])
+    assert left.in_flight == ["a", "b"]
+    log.charge(["a", "b"], KILLED)
+    Isolation(engine, left, slots=8)  # the next process
+    assert left.records == log.records
 
-    async def respond(rows):
-        ids = rows["request_id"].to_pylist()
-        tracker.record_crash("w", "killed")
-        assert all(id in tracker.begin("other", ids) for id in ids)
-        return rows
 
-    asyncio.run(Isolation(respond, Page(tracker), 8).run_batch(requests(["a", "b"])))
+def test_where_nothing_was_recorded_all_batches_that_come_again_are_suspects():
+    engine = FragileEngine()
+    isolation = Isolation(engine, CrashLog(in_flight=None), slots=8)
+
+    async def twice():
+        await asyncio.gather(*(isolation.run_batch(requests(ids)) for ids in (["a", "b", "c"], ["d"])))
+        await isolation.run_batch(requests(["e", "f", "g", "h"]))
+
+    asyncio.run(twice())
+    assert engine.company == {"a": 1, "b": 1, "c": 0, "d": 0, "e": 3, "f": 3, "g": 3, "h": 3}
+
+
+def test_an_actor_that_ended_while_it_loaded_leaves_no_suspect():
+    log = CrashLog()
+    log.charge(["a"], CRASH)
+    Isolation(FragileEngine(), log, slots=8)
+    assert log.records == {"a": CrashRecord(1, CRASH)}
+
+
+def test_an_answer_clears_a_row_but_a_final_verdict_stands():
+    log = CrashLog()
+    for _ in range(MAX_CRASHES + 1):
+        log.charge([KILLER], CRASH)
+    log.charge(["accident"], CRASH)
+    log.clear([KILLER, "accident", "new"])
+    assert log.records == {KILLER: CrashRecord(MAX_CRASHES, CRASH)} and log.records[KILLER].is_final
+    assert not log.suspects([KILLER, "accident"])
+
+
+def test_the_company_shrinks_to_nobody():
+    assert [max_group_size(crashes, slots=16) for crashes in (1, 2, 3)] == [4, 1, 1]
+    assert max_group_size(1, slots=2) == 1
+
+
+def test_a_batch_without_rows_is_answered():
+    assert ids_of(run([[]], FragileEngine())) == []
 
 
 def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
@@ -170,7 +252,3 @@ def test_who_wants_the_engine_alone_goes_before_those_who_come_later():
     asyncio.run(all_at_once())
     assert sorted(order[:4]) == ["a", "a", "b", "b"] and order[4:8] in (list("XXYY"), list("YYXX"))
     assert order[8:] == ["c", "d", "c", "d"]
-
-
-def test_blame_is_a_value_that_travels():
-    assert CrashRecord(4, "x").is_final and not CrashRecord(3, "x").is_final

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray.batch.driver import pipeline
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver import execute
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import EngineActor
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 from tests.batch.test_job import ids_of, rows_of
-from tests.conftest import token_rows
+from tests.conftest import exit_code, token_rows
 
 
 class FragileActor(EngineActor):
@@ -24,11 +23,11 @@ class FragileActor(EngineActor):
 
 @pytest.fixture(autouse=True)
 def fragile(ray_session, monkeypatch) -> None:
-    monkeypatch.setattr(pipeline, "EngineActor", FragileActor)
+    monkeypatch.setattr(execute, "EngineActor", FragileActor)
 
 
 def test_where_no_worker_can_start_the_job_ends_with_the_reason(make_job, messages):
-    assert run_job(make_job(token_rows(4), **{"name": TOO_LARGE, "execution.actors": 2})) == 5
+    assert exit_code(make_job(token_rows(4), **{"name": TOO_LARGE, "execution.actors": 2})) == 5
     assert "stopped: a worker cannot start: its memory is too small" in messages[-1]
     assert "set execution.kv_tokens" in messages[-1] and "\n" not in messages[-1]
 
@@ -45,7 +44,7 @@ def test_a_killer_is_an_error_row_and_every_other_row_is_answered(make_job, mess
     """One of the last words is spoken over the worker that dies as it loads."""
     rows = [*token_rows(9), {"id": "killer", "prompt_token_ids": prompt}, *token_rows(20, start=9)]
     config = make_job(rows, **{"name": CRASHES, "execution.actors": 2})
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     (bad,) = [row for row in rows_of(config) if row["status"] == "error"]
     assert (bad["request_id"], bad["error_code"]) == ("killer", "worker_died")

@@ -152,7 +152,7 @@ def test_the_columns_of_the_input_keep_their_types_beside_sampling_params():
 
 def test_an_empty_block_has_no_rows(make_job):
     from eagle_ray.batch.driver.dataset import INPUT_ROW
-    from eagle_ray.batch.worker.nested_rows import nest
+    from eagle_ray.batch.worker.sink import nest
     from eagle_ray.requests.row_schema import output_schema
 
     assert len(with_input_columns(nest(output_schema([INPUT_ROW]).empty_table()))) == 0

@@ -19,15 +19,14 @@ import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker import engine_process
-from eagle_ray.batch.worker.actor import as_config_error
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, classify_error
+from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, as_config_error, classify_error
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.batch import fragile_worker
 from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
@@ -41,13 +40,13 @@ SILENT = {"model.dtype": "float32"}  # auto says what it chose
 
 def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
     plan = plan_input(config)
-    requests, schema = list(request_rows(plan)), request_schema(plan.passthrough)
+    requests, schema = list(request_rows(plan)), request_schema(plan.carried_fields)
     return [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
 
 
 def arguments_of(config: JobConfig) -> tuple:
     output = StoragePath.of(config.output.path)
-    return config, RunHandle(output, "run", 1, "hash"), plan_input(config).passthrough, 1
+    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, 1
 
 
 @contextmanager

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards, finish_text
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.run import summarize_run
+from eagle_ray.batch.driver.run_summary import summarize_run
 from eagle_ray.batch.driver.status import sharded_status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
@@ -18,11 +19,11 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
-from eagle_ray.runs.layout import SHARD_PLAN, JobShard, claim_output
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import SUCCESS, RunHandle, open_run, output_of, read_manifest, record_outcome
+from eagle_ray.runs.layout import SHARD_PLAN, SUCCESS, JobShard, claim_output, output_of
+from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.row_index import digests
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
 from tests.conftest import token_rows
 
@@ -32,10 +33,10 @@ SCHEMA = output_schema([])
 def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 0, status: str = "ok") -> Path:
     """Write a part file with a row for each id, as a shard's driver of this attempt would."""
     output = output_of(config)
-    with lock_output(output):
+    with hold_output(output):
         claim_output(config)
         run = open_run(config, plan_input(config).fingerprints)
-        with record_outcome(run):
+        with run.recorded_outcome():
             common = {"row_index": 0, "source_file": "a", "run_id": run.run_id, "attempt": attempt, "status": status}
             rows = [common | {"request_id": id, "sample_index": 0} for id in ids]
             file = run.data / part_name(attempt, task)
@@ -45,8 +46,8 @@ def write_part(config: JobConfig, ids: list[str], attempt: int = 1, task: int = 
 
 def complete(config: JobConfig) -> None:
     output = output_of(config)
-    manifest = read_manifest(output)
-    summary = summarize_run(RunHandle(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"]))
+    manifest = Run.inspect(output).manifest
+    summary = summarize_run(Run(output, manifest["run_id"], manifest["attempt"], manifest["config_hash"]))
     write_json(output / "_summary.json", summary)
     (output / SUCCESS).write_atomic(b"")
 
@@ -90,7 +91,7 @@ def test_a_shard_that_starts_again_takes_the_success_away(shards):
 
 
 def test_a_running_shard_is_refused_with_its_process(shards):
-    with lock_output(output_of(shards[1])), pytest.raises(OutputLocked, match=r"shard 2/3 is running: .* process \d+"):
+    with hold_output(output_of(shards[1])), pytest.raises(OutputLocked, match=r"shard 2/3 is running: .* process \d+"):
         finish_shards(root(shards[0]))
     assert not (root(shards[0]) / SUCCESS).exists()
 
@@ -109,11 +110,11 @@ def test_no_shard_can_start_while_it_counts(shards, monkeypatch):
 
     summarize = finish.summarize_run
 
-    def start_shard(run):
+    def start_shard(*args):
         for config in shards:
-            with pytest.raises(OutputLocked), lock_output(output_of(config)):
+            with pytest.raises(OutputLocked), hold_output(output_of(config)):
                 pass
-        return summarize(run)
+        return summarize(*args)
 
     monkeypatch.setattr(finish, "summarize_run", start_shard)
     assert finish_shards(root(shards[0]))["total"]["rows"] == 30
@@ -171,7 +172,7 @@ def test_shards_over_different_inputs_are_refused_by_name(shards, make_job):
 
 def test_the_command_says_what_is_wrong_with_its_exit_code(shards, make_job, capsys):
     output = shards[0].output.path
-    with lock_output(output_of(shards[1])):
+    with hold_output(output_of(shards[1])):
         assert cli.main(["finish", output]) == 7
     assert "shard 2/3 is running" in capsys.readouterr().err
     (output_of(shards[1]) / SUCCESS).remove()

@@ -13,21 +13,21 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from eagle_ray.batch.driver import run
-from eagle_ray.batch.driver.finished import forget_finished
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver import settle
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.previous_run import forget_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.batch.nodes import parent_of
-from tests.conftest import small_job, token_rows
+from tests.conftest import exit_code, small_job, token_rows
+from tests.helpers.processes import children_of
 from tests.helpers.row_invariants import broken_laws
 
 RUN_JOB = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit a SIGINT that is ignored
 from eagle_ray.config import JobConfig
-from eagle_ray.batch.driver.run import run_job
-code = run_job(JobConfig.model_validate_json(sys.argv[1]))
+from eagle_ray.batch.driver.run import run_to_end
+code = run_to_end(JobConfig.model_validate_json(sys.argv[1])).outcome.code
 print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 """
 
@@ -72,7 +72,7 @@ def done_once(ray_session, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("done")
     rows = [*token_rows(30), {"id": "bad", "prompt": "needs a tokenizer"}]
     config = small_job(directory, [row | {"category": f"c{i % 2}"} for i, row in enumerate(rows)], **SETTINGS)
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     return directory
 
 
@@ -107,7 +107,7 @@ def test_the_report_shows_the_summary(done):
     html = report.read_text()
     assert "no_tokenizer" in html and f"{summary['total']['output_tokens']:,}" in html and "Over time" in html
     report.unlink()
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert report.exists()
 
 
@@ -117,7 +117,7 @@ def test_a_resume_makes_only_what_is_missing(done):
     before = {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows_of(done)}
     removed.unlink()
     kept = {file: file.read_bytes() for file in Path(done.output.path, "data").iterdir()}
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert {file: file.read_bytes() for file in kept} == kept
     assert {row["request_id"] for row in rows_of(done) if row["attempt"] == 2} == lost
     assert {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows_of(done)} == before
@@ -133,7 +133,7 @@ def test_a_finished_job_that_is_started_again_keeps_what_was_added_to_its_summar
     """As the demo adds its comparison with plain decoding."""
     place = Path(done.output.path) / "_summary.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"mine": {"identical": 48}}))
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert json.loads(place.read_text())["mine"] == {"identical": 48}
 
 
@@ -141,25 +141,25 @@ def test_an_id_that_stands_twice_is_written_down_to_one(done):
     before, data = ids_of(done), Path(done.output.path) / "data"
     first = sorted(data.iterdir())[0]
     (data / "part-009-000000.parquet").write_bytes(first.read_bytes())
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert ids_of(done) == before
 
 
 def test_changed_sampling_is_another_job(done):
-    assert run_job(with_changes(done, sampling={"temperature": 0.1})) == 6
+    assert exit_code(with_changes(done, sampling={"temperature": 0.1})) == 6
 
 
 def test_too_many_error_rows_are_exit_code_4_and_no_success(done):
-    assert run_job(with_changes(done, execution={"max_error_rate": 0.01})) == 4
+    assert exit_code(with_changes(done, execution={"max_error_rate": 0.01})) == 4
     assert len(rows_of(done)) == 62 and not Path(done.output.path, "_SUCCESS").exists()
 
 
 def test_a_job_whose_every_row_failed_is_not_done(ray_session, make_job, messages):
     config = make_job([{"id": f"bad{i}", "prompt": "needs a tokenizer"} for i in range(3)])
-    assert config.execution.max_error_rate == 1 and run_job(config) == 4
+    assert config.execution.max_error_rate == 1 and exit_code(config) == 4
     assert "stopped: all 3 rows are errors (no_tokenizer 3). error_message names each cause" in messages[-1]
     assert ids_of(config) == ["bad0", "bad1", "bad2"] and not Path(config.output.path, "_SUCCESS").exists()
-    assert run_job(config) == 4  # also when nothing is left to do
+    assert exit_code(config) == 4  # also when nothing is left to do
 
 
 @pytest.mark.parametrize("change", ["longer", "same size", "gone", "touched"])
@@ -170,19 +170,19 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     file = tmp_path / "in.jsonl"
     shutil.copyfile(done.input.path, file)
     config = with_changes(done, input={"path": str(file)})
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     forget_finished(StoragePath.of(config.output.path))  # else the second start would not get as far
-    settle, content = run._deduplicate_and_check, file.read_bytes()
+    count, content = settle.remove_duplicates, file.read_bytes()
 
     def change_it(*args: object) -> None:
-        settle(*args)
+        count(*args)
         if change == "gone":
             file.unlink()
         else:
             file.write_bytes({"longer": content + b"{}\n", "same size": content[::-1], "touched": content}[change])
 
-    monkeypatch.setattr(run, "_deduplicate_and_check", change_it)
-    assert run_job(config) == (0 if change == "touched" else 6)
+    monkeypatch.setattr(settle, "remove_duplicates", change_it)
+    assert exit_code(config) == (0 if change == "touched" else 6)
     monkeypatch.undo()
     if change == "touched":
         return
@@ -192,20 +192,20 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     )
     assert "\n" not in messages[-1] and not Path(config.output.path, "_SUCCESS").exists()
     file.write_bytes(content)
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
 
 
 def test_rows_of_a_file_that_was_cut_are_not_called_missing(ray_session, make_job, messages, monkeypatch):
     """Its readers find it. That ids are missing would be true, and to run the job again no help."""
     config = make_job(token_rows(600), **{"sampling.max_tokens": 1})  # two shards
-    file, make = Path(config.input.path), run._generate_missing
+    file, missing = Path(config.input.path), Claim.missing
 
-    def cut_first(*args: object) -> None:
+    def cut_first(held: Claim) -> object:
         file.write_bytes(file.read_bytes()[:-200])
-        make(*args)
+        return missing(held)
 
-    monkeypatch.setattr(run, "_generate_missing", cut_first)
-    assert run_job(config) == 6
+    monkeypatch.setattr(Claim, "missing", cut_first)
+    assert exit_code(config) == 6
     assert f"{file} changed while the job read it" in messages[-1] and "missing" not in messages[-1]
 
 
@@ -220,7 +220,7 @@ def test_rows_of_a_file_that_was_cut_are_not_called_missing(ray_session, make_jo
 )
 def test_models_that_cannot_work_are_named_in_one_line(make_job, model, says, messages):
     config = with_changes(make_job(token_rows(2)), model=model)
-    assert run_job(config) == 2
+    assert exit_code(config) == 2
     assert says in messages[-1] and "\n" not in messages[-1]
     assert not Path(config.output.path).exists()
 
@@ -228,8 +228,8 @@ def test_models_that_cannot_work_are_named_in_one_line(make_job, model, says, me
 def test_models_are_looked_at_before_overwriting_deletes_anything(done):
     before = ids_of(done)
     wrong = with_changes(done, output={"if_exists": "overwrite"}, model={"target": "/nowhere"})
-    assert run_job(wrong) == 2
-    assert ids_of(done) == before and run_job(done) == 0
+    assert exit_code(wrong) == 2
+    assert ids_of(done) == before and exit_code(done) == 0
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "{tmp}/file", "{tmp}/dangling"])
@@ -238,28 +238,28 @@ def test_an_output_that_cannot_be_made_is_named_in_one_line(make_job, tmp_path, 
     (tmp_path / "dangling").mkdir()
     (tmp_path / "dangling" / "data").symlink_to(tmp_path / "nothing" / "there")
     place = place.format(tmp=tmp_path)
-    assert run_job(make_job(token_rows(2), **{"output.path": place})) == 2
+    assert exit_code(make_job(token_rows(2), **{"output.path": place})) == 2
     assert f"output.path: cannot write to {place}" in messages[-1]
 
 
 def test_a_damaged_part_file_is_named_with_the_remedy(done, messages):
     before, first = ids_of(done), sorted(Path(done.output.path, "data").iterdir())[0]
     first.write_bytes(first.read_bytes()[:-20])
-    assert run_job(done) == 6
+    assert exit_code(done) == 6
     assert f"{first} is damaged" in messages[-1] and "delete it" in messages[-1]
     first.unlink()
-    assert run_job(done) == 0 and ids_of(done) == before
+    assert exit_code(done) == 0 and ids_of(done) == before
 
 
 def test_a_damaged_progress_file_stops_nothing(done):
     (Path(done.output.path) / "_progress.json").write_text('{"rows')
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert read_json(StoragePath.of(done.output.path) / "_summary.json")["last_work"] is None
 
 
 def test_an_output_in_the_home_directory(done, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_job(with_changes(done, output={"path": "~/out"})) == 0
+    assert exit_code(with_changes(done, output={"path": "~/out"})) == 0
     assert not Path("~").exists()
 
 
@@ -274,7 +274,7 @@ def test_a_job_that_is_interrupted_and_then_killed_ends_with_every_id_once(ray_s
         assert out == last_words, err
         assert "Traceback" not in err and ("Run the same command again" in err) == (number != signal.SIGKILL)
         assert not Path(config.output.path, "_SUCCESS").exists()
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     assert ids_of(config) == sorted(row["id"] for row in rows)
     assert {row["attempt"] for row in rows_of(config)} == {1, 2, 3}
 
@@ -297,7 +297,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_finished_job(done, mess
     report = Path(done.output.path) / "report.html"
     report.unlink()
     report.mkdir()
-    assert run_job(done) == 0
+    assert exit_code(done) == 0
     assert [line for line in messages if "report.html could not be written: Is a directory" in line]
 
 
@@ -307,13 +307,12 @@ def test_a_job_whose_own_ray_falls_apart_says_so_and_can_be_gone_on_with(ray_ses
     config = make_job(token_rows(24), **{"execution.slots": 1, "execution.rows_per_file": 1, "sampling.max_tokens": 80})
     driver = start_driver(config)
     wait_for_another_file(config)
-    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/exe") if name in os.path.realpath(path)]
-    (process,) = [pid for pid in children if parent_of(pid) == driver.pid]
+    (process,) = [pid for pid in children_of(driver.pid) if name in os.path.realpath(f"/proc/{pid}/exe")]
     os.kill(process, signal.SIGKILL)
     out, err = driver.communicate(timeout=90)
     assert out.startswith("5 "), err
     assert f"stopped: Ray's own process {name} has ended" in err and "Traceback" not in err
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     assert len(ids_of(config)) == 24
 
 
@@ -321,13 +320,13 @@ def test_blocks_that_ray_cuts_part_no_id(ray_session, make_job, monkeypatch):
     """As it does from 192 MB on: a long prompt and many samples, or a batch of them."""
     monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 1000)
     config = make_job(token_rows(12), **{"sampling.n": 5, "execution.rows_per_file": 1})
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     assert len(ids_of(config)) == 60
 
 
 def test_an_input_of_other_columns_cannot_go_on_with_the_output(done, tmp_path, messages):
     (tmp_path / "more.jsonl").write_text('{"id": "new", "prompt_token_ids": [1], "category": 5, "late": "x"}\n')
     before = ids_of(done)
-    assert run_job(with_changes(done, input={"path": str(tmp_path / "more.jsonl")})) == 6
+    assert exit_code(with_changes(done, input={"path": str(tmp_path / "more.jsonl")})) == 6
     assert "category (was string, now int64), late (was absent, now string)" in messages[-1]
-    assert ids_of(done) == before and run_job(done) == 0
+    assert ids_of(done) == before and exit_code(done) == 0

@@ -12,12 +12,11 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.worker.metrics import DESCRIPTIONS, PREFIX, JobMetrics
 from eagle_ray.batch.worker.progress import WORK_COUNTERS, WorkerReport
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.conftest import token_rows
+from tests.conftest import exit_code, token_rows
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 KEYS = {"request_id": "a", "sample_index": 0, "row_index": 0, "source_file": "f", "run_id": "r", "attempt": 1}
@@ -115,7 +114,7 @@ def test_every_counter_that_moved_is_exported_under_its_name_and_no_other(run_id
 @pytest.mark.slow
 def test_a_jobs_workers_are_seen_while_and_after_it_runs(ray_session, make_job):
     config = make_job(token_rows(80), **{"execution.slots": 2, "sampling.max_tokens": 60})
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     run_id = read_json(StoragePath.of(config.output.path) / "_run.json")["run_id"]
     (rows,) = totals(rows=80)
     assert awaited(lambda: 0 < scrape(run_id).get(rows, 0) <= 80, True)

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from eagle_ray.batch.worker.nested_rows import nest, unnest
+from eagle_ray.batch.worker.sink import nest, unnest
 from eagle_ray.requests.row_schema import output_schema, table_of
 
 SCHEMA = output_schema([pa.field("category", pa.string())])

@@ -14,7 +14,6 @@ import pytest
 
 from eagle_ray.batch.driver.finish import finish_shards
 from eagle_ray.batch.driver.repair import repair_output
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.driver.status import sharded_statuses, status_of
 from eagle_ray.cli.export import export
 from eagle_ray.cli.report_run import load_summary, review
@@ -22,7 +21,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import TESTS
+from tests.conftest import TESTS, exit_code
 
 RUNS = TESTS / "goldens" / "runs"
 PLACE = "/tmp/old-runs"  # where they were made
@@ -91,7 +90,7 @@ def test_a_finished_run_is_exported_whole(name, tmp_path):
 def test_a_finished_run_that_is_started_again_makes_nothing(name, tmp_path):
     output = unpack(name, tmp_path)
     before = {file: file.read_bytes() for file in Path(output.text, "data").rglob("*.parquet")}
-    assert run_job(config_of(output)) == 0
+    assert exit_code(config_of(output)) == 0
     assert {file: file.read_bytes() for file in Path(output.text, "data").rglob("*.parquet")} == before
     assert (output / "_SUCCESS").exists() and status_of(output).attempt == 2
 
@@ -102,7 +101,7 @@ def test_a_killed_run_goes_on_with_every_row_once(ray_session, tmp_path):
     with pytest.raises(ConfigError, match="is not finished"):
         export(output, "csv", str(tmp_path / "rows.csv"), partial=False, overwrite=False)
     before = rows_of(output)
-    assert run_job(config_of(output)) == 0
+    assert exit_code(config_of(output)) == 0
     after = rows_of(output)
     assert len(before) == 5 and {key: after[key] for key in before} == before
     assert sorted(after) == sorted((f"q{i}", 0) for i in range(16))
@@ -115,7 +114,7 @@ def test_a_killed_shard_goes_on_and_all_are_finished(ray_session, tmp_path):
     with pytest.raises(Incomplete, match="shard 2/3 is not complete"):
         finish_shards(output)
     before = rows_of(output)
-    assert run_job(config_of(output / "_shards" / "0002-of-0003")) == 0
+    assert exit_code(config_of(output / "_shards" / "0002-of-0003")) == 0
     summary = finish_shards(output)
     after = rows_of(output)
     assert {key: after[key] for key in before} == before and len(after) == 24 == summary["total"]["rows"]
@@ -140,7 +139,7 @@ def test_error_rows_are_made_again_on_demand(ray_session, tmp_path):
     before = rows_of(output)
     wrong = {key for key, row in before.items() if row["status"] == "error"}
     shutil.rmtree(output.text + "/_index")
-    assert run_job(config_of(output), retry_errors=True) == 0
+    assert exit_code(config_of(output), retry_errors=True) == 0
     after = rows_of(output)
     right = before.keys() - wrong
     assert {key: after[key] for key in right} == {key: before[key] for key in right}

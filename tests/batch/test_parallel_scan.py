@@ -16,7 +16,7 @@ import pytest
 from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows
 from eagle_ray.batch.reader import parallel_scan as module
 from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.parallel_scan import ParallelScan, TaskFunction
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
@@ -37,10 +37,9 @@ def config(tmp_path: Path) -> JobConfig:
 
 
 def here(function, arguments):
-    """What Ray's tasks return, without Ray, and the last one first."""
-    task = TaskFunction(function)
-    rows = [pa.table({"number": [i], "arguments": [pickle.dumps(each)]}) for i, each in enumerate(arguments)]
-    yield from module._in_order(task(row) for row in reversed(rows))
+    """What Ray's tasks return, without Ray."""
+    for each in arguments:
+        yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(each)))))
 
 
 def described(config: JobConfig, piece_bytes: int) -> tuple:
@@ -48,7 +47,7 @@ def described(config: JobConfig, piece_bytes: int) -> tuple:
     scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
     plan = plan_input(config, scan_with=scan_with)
     [rows] = plan.rows.by_range(1)
-    return list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    return list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
@@ -56,7 +55,7 @@ def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
     monkeypatch.setattr(module, "_in_tasks", here)
     plan = plan_input(config)
     [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
     assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
     assert described(config, piece_bytes) == whole
 
@@ -67,11 +66,11 @@ def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     start = file.storage_path.read_bytes().index(b'{"prompt": "' + b"x" * 20 + b'", "score": 20}')
     part = FilePart(file, start, RowPosition(20, 21))
-    [[(_, wanted)]] = scanner([part])
+    [[wanted]] = scanner([part])
     scan = ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=100)
-    [tables] = [[table for _, table in found] for found in scan([part])]
+    [tables] = [[found.rows for found in pieces] for pieces in scan([part])]
     assert len(tables) > 5
-    assert np.concatenate([table["id"] for table in tables]).tolist() == wanted["id"].tolist()
+    assert np.concatenate([table["id"] for table in tables]).tolist() == wanted.rows["id"].tolist()
 
 
 def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config, monkeypatch):
@@ -91,7 +90,7 @@ def test_objects_are_scanned_at_once_and_local_files_one_after_the_other(config,
     objects = [InputFile(StoragePath(f"s3://b/{i}.jsonl"), f"{i}.jsonl", "jsonl", FileVersion(1, "e")) for i in (3, 4)]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     found = scanner([FilePart(file) for file in (*files, *objects)])
-    assert [name for [(of_file, _)] in found for name in of_file.types] == [
+    assert [name for [of_file] in found for name in of_file.types] == [
         "a.jsonl",
         "b.parquet",
         "3.jsonl",
@@ -135,8 +134,8 @@ def test_small_files_share_a_task(config, monkeypatch, tmp_path, piece_bytes, nu
 def test_a_small_input_is_scanned_without_ray(config):
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     file = find_files(config.input.path, "auto")[0]
-    [[(found, table)]] = ParallelScan(scanner, pytest.fail)([FilePart(file)])
-    assert found.slices[0].first == FIRST and len(table["id"]) == 88
+    [[found]] = ParallelScan(scanner, pytest.fail)([FilePart(file)])
+    assert found.slices[0].first == FIRST and len(found.rows["id"]) == 88
 
 
 def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):
@@ -157,5 +156,5 @@ def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):
     plan = plan_input(config)
     [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.passthrough_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
     assert described(config, 500) == whole

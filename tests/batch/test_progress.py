@@ -23,6 +23,7 @@ from eagle_ray.batch.driver.progress_monitor import (
     waited_for,
 )
 from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.worker.crash_isolation import CrashLog
 from eagle_ray.batch.worker.progress import Progress, ProgressActor, WorkerReport
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
@@ -76,19 +77,6 @@ def test_a_good_row_ends_a_row_of_starts_and_an_error_row_does_not():
     assert progress.consecutive_starts == 3
     progress.add(WorkerReport("a", 0, 0, rows=3, errors=2))
     assert (progress.consecutive_starts, progress.starts) == (0, 3)
-
-
-def test_a_call_that_begins_rows_brings_what_finished_before():
-    book = ProgressActor(num_workers=1)
-    book.begin("actor", ["a"])
-    assert book.begin("actor", ["b"], ["a"], WorkerReport("w", 0, 0, rows=1)) == {}
-    assert book.snapshot().rows == 1
-    book.start("actor")  # it died with b
-    assert book.begin("actor", ["a", "b"]).keys() == {"b"}
-    book.begin_suspects("actor", ["b"], ["a"], WorkerReport("w", 0, 0, rows=2))
-    book.update("actor", ["b"], None)
-    book.start("actor")
-    assert book.begin("actor", ["a", "b"]) == {} and book.snapshot().rows == 2
 
 
 def test_files_are_counted_once_and_opened_only_if_nothing_reported_them(tmp_path):
@@ -163,14 +151,14 @@ def test_a_job_whose_workers_cannot_even_report_ends_with_the_reason(monkeypatch
     assert any(line.endswith("waiting for memory") for line in messages)
 
 
-def test_a_start_again_blames_what_was_in_flight_with_the_last_words():
-    book = ProgressActor(num_workers=1)
-    book.start("actor")
-    book.begin("actor", ["a"])
-    book.report_exit("actor", "host:1", "out of memory")
-    book.start("actor")
-    assert book.begin("actor", ["a", "b"])["a"].reason == "out of memory"
-    assert book.snapshot().notes == ["worker host:1 ends: out of memory"]
+def test_the_next_process_of_an_actor_finds_the_log_that_the_one_before_saved():
+    book = ProgressActor(num_workers=2)
+    assert book.start("one") == CrashLog()
+    log = CrashLog(in_flight=["a"])
+    book.save("one", log)
+    book.report_exit("host:1", "out of memory")
+    assert book.start("one") == log and book.start("two") == CrashLog()
+    assert book.snapshot().starts == 3 and book.snapshot().notes == ["worker host:1 ends: out of memory"]
 
 
 @pytest.mark.parametrize(("is_local", "ready", "fatal"), [(False, 0, True), (True, 0, False), (False, 1, False)])

@@ -7,19 +7,19 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.repair import DAMAGED_COPY, repair_output
 from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
-from eagle_ray.runs.fence import remove_stale_files
 from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import SHARD_PLAN, claim_output
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import RUN, open_run, output_of, read_manifest
+from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, output_of
+from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.conftest import token_rows
 
@@ -34,7 +34,7 @@ def write_rows(config: JobConfig, ids: list[str], attempt: int, **columns: str) 
         "row_index": 0,
         "sample_index": 0,
         "source_file": config.input.path,
-        "run_id": read_manifest(output)["run_id"],
+        "run_id": Run.inspect(output).manifest["run_id"],
         "attempt": attempt,
         "status": "ok",
         "config_hash": config_hash(config),
@@ -69,12 +69,12 @@ def record(config: JobConfig) -> Path:
 
 
 def test_a_lost_manifest_is_written_from_the_rows(job):
-    before = read_manifest(output_of(job))
+    before = Run.inspect(output_of(job)).manifest
     record(job).unlink()
     report = repair_output(job)
     assert f"adopted run {before['run_id']}: 3 rows (0 errors) in 2 files, of attempts 2, 3" in report
     assert "the input has 5 ids: 3 done, 2 to be made, and 0 in the files" in report
-    after = read_manifest(output_of(job))
+    after = Run.inspect(output_of(job)).manifest
     assert after["run_id"] == before["run_id"] and after["config_hash"] == before["config_hash"]
     assert [attempt["attempt"] for attempt in after["attempts"]] == [2, 3, 4]
     assert after["attempts"][0]["started_at"] == "2026-11-01T02:00:00+00:00" and "outcome" not in after["attempts"][0]
@@ -86,7 +86,7 @@ def test_the_next_run_resumes_and_keeps_every_file(job):
     repair_output(job)
     files = sorted(Path(job.output.path, "data").iterdir())
     run = open_run(job, plan_input(job).fingerprints)
-    remove_stale_files(run)
+    run.remove_stale_files()
     assert run.attempt == 5 and sorted(Path(job.output.path, "data").iterdir()) == files
 
 
@@ -99,22 +99,22 @@ def test_a_damaged_manifest_is_kept_and_a_good_one_is_left_alone(job):
 
 
 @pytest.mark.parametrize("content", [None, "{"])
-def test_a_record_whose_list_of_inputs_is_lost_stays(job, content):
-    before = read_manifest(output_of(job))
+def test_a_record_whose_list_of_inputs_is_lost_is_written_from_the_rows(job, content):
+    before = Run.inspect(output_of(job)).manifest
     [file] = input_lists(output_of(job))
     file.remove() if content is None else file.write_atomic(content.encode())
     record(job).write_text(json.dumps(before | {"attempt": 7}))
     report = repair_output(job)
-    assert "the list of input files was lost or damaged" in report and "how those attempts ended" not in report
-    after = read_manifest(output_of(job))
-    assert after["attempt"] == 8 and after["attempts"][:-1] == before["attempts"]
-    assert not Path(job.output.path, DAMAGED_COPY).exists()
+    assert f"{file} is damaged" in report and f"is kept in {DAMAGED_COPY}" in report
+    after = Run.inspect(output_of(job)).manifest
+    assert after["attempt"] == 8 and [each["attempt"] for each in after["attempts"]] == [2, 3, 8]
+    assert json.loads(Path(job.output.path, DAMAGED_COPY).read_text())["attempts"] == before["attempts"]
     assert read_inputs(output_of(job), after).keys() == {job.input.path}
     assert "there is nothing to repair" in repair_output(job)
 
 
 def test_a_record_with_values_of_another_type_is_repaired(job):
-    before = read_manifest(output_of(job))
+    before = Run.inspect(output_of(job)).manifest
     for wrong in ({"config": None}, {"attempts": []}):
         record(job).write_text(json.dumps(before | wrong))
         assert f"adopted run {before['run_id']}: 3 rows" in repair_output(job)
@@ -123,15 +123,15 @@ def test_a_record_with_values_of_another_type_is_repaired(job):
 
 def test_rows_of_this_run_are_never_deleted_as_those_of_an_overwritten_one(job):
     """Whatever the record says of its attempts."""
-    before, files = read_manifest(output_of(job)), sorted(Path(job.output.path, "data").iterdir())
+    before, files = Run.inspect(output_of(job)).manifest, sorted(Path(job.output.path, "data").iterdir())
     record(job).write_text(json.dumps(before | {"attempts": before["attempts"][-1:]}))
     run = open_run(job, plan_input(job).fingerprints)
     with pytest.raises(OutputDamaged, match=r"_run\.json is damaged \(it lacks attempt 2, which made part-002"):
-        remove_stale_files(run)
+        run.remove_stale_files()
     assert sorted(Path(job.output.path, "data").iterdir()) == files
     stale = write_rows(job, ["q4"], attempt=1, run_id="overwritten")
     record(job).write_text(json.dumps(before | {"attempts": before["attempts"][1:]}))
-    remove_stale_files(open_run(job, plan_input(job).fingerprints))
+    open_run(job, plan_input(job).fingerprints).remove_stale_files()
     assert not stale.exists() and sorted(Path(job.output.path, "data").iterdir()) == files
 
 
@@ -180,7 +180,7 @@ def test_without_rows_there_is_nothing_to_adopt_and_nothing_is_made(make_job, tm
 
 
 def test_a_running_job_is_not_repaired(job):
-    with lock_output(output_of(job)), pytest.raises(OutputLocked):
+    with hold_output(output_of(job)), pytest.raises(OutputLocked):
         repair_output(job)
 
 

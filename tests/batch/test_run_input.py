@@ -14,7 +14,8 @@ from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged
-from eagle_ray.runs.manifest import SUCCESS, open_run, output_of
+from eagle_ray.runs.layout import SUCCESS, output_of
+from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath, parquet_bytes
@@ -62,13 +63,13 @@ def test_rows_are_asked_about_with_ids_of_their_own(make_job, first):
 
 def test_the_first_runs_columns_are_carried_under_the_rule_for_names(make_job, first):
     plan = plan_input(judge(make_job, first))
-    types = plan.passthrough_types
+    types = plan.carried_types
     assert list(types)[:4] == ["input_request_id", "input_sample_index", "input_turn_index", "input_prompt"]
     assert types["tries"] == pa.int16() and types["category"] == pa.string()
     row = list(request_rows(plan))[1]
     assert (row["input_request_id"], row["input_sample_index"], row["input_text"]) == ("a", 1, "a!")
     few = plan_input(judge(make_job, first, **{"input.passthrough": ["category", "request_id"]}))
-    assert list(few.passthrough_types) == ["category", "input_request_id"]
+    assert list(few.carried_types) == ["category", "input_request_id"]
 
 
 def test_a_damaged_part_of_the_first_run_is_named(make_job, first):
@@ -131,7 +132,7 @@ def test_the_judges_configuration_reads_a_run(first):
     messages = json.loads(next(request_rows(plan))["messages"])
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[1]["content"] == "Question: what is a?\nAnswer: a!\nIs the answer right?"
-    assert list(plan.passthrough_types) == ["category", "input_request_id", "input_sample_index"]
+    assert list(plan.carried_types) == ["category", "input_request_id", "input_sample_index"]
 
 
 def test_a_run_cannot_read_itself(make_job, first):

@@ -9,12 +9,11 @@ import duckdb
 import pytest
 
 from eagle_ray.batch.driver.finish import finish_shards
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.driver.status import sharded_status_text
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.test_job import start_driver, with_changes
-from tests.conftest import token_rows
+from tests.conftest import exit_code, token_rows
 
 
 def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:
@@ -36,17 +35,17 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     driver = start_driver(second)
     wait_for_a_file(output / "data" / "shard-0002-of-0003", driver)
     driver.send_signal(signal.SIGSTOP)  # alive, with its lock, and without another row
-    assert run_job(third) == 0  # they share no lock
+    assert exit_code(third) == 0  # they share no lock
     with pytest.raises(OutputLocked, match=r"shard 1/3 has not started; shard 2/3 is running: .* by process \d+ on"):
         finish_shards(root)
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=60)
-    assert run_job(first) == 0
+    assert exit_code(first) == 0
     with pytest.raises(Incomplete, match=r"shard 2/3 is not complete: it is killed"):
         finish_shards(root)
     assert "2/3    killed" in sharded_status_text(root)
 
-    assert run_job(second) == 0
+    assert exit_code(second) == 0
     summary = finish_shards(root)
     assert (output / "_SUCCESS").exists() and (output / "report.html").exists()
     assert summary["total"]["rows"] == 60 == sum(shard["ids"] for shard in summary["shards"])
@@ -55,7 +54,7 @@ def test_three_shards_one_killed_and_resumed_make_every_id_once(ray_session, mak
     found = duckdb.sql(f"select request_id from '{output}/data/**/*.parquet'").fetchall()
     assert sorted(found) == sorted((row["id"],) for row in rows)
 
-    assert run_job(config) == 6
+    assert exit_code(config) == 6
     assert "is written in 3 shards. Give this run one of them with --shard i/3" in messages[-1]
-    assert run_job(with_changes(config, execution={"shard": "1/4"})) == 6
+    assert exit_code(with_changes(config, execution={"shard": "1/4"})) == 6
     assert "is written in 3 shards, and --shard 1/4 has 4" in messages[-1]

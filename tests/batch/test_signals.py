@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.driver.signals import (
     AGAIN_S,
     FROM_OUTSIDE,
@@ -22,7 +21,7 @@ from eagle_ray.batch.driver.signals import (
     interruptible,
     time_limit,
 )
-from tests.conftest import token_rows
+from tests.conftest import exit_code, token_rows
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
 
@@ -63,7 +62,7 @@ def test_an_interrupt_is_one_line_and_130(make_job, tmp_path, number, after_line
 def test_an_interrupt_while_arrow_imports_pandas_is_one_line_and_130(ray_session, make_job, number):
     """Its compiled code swallows the exception. A later signal of an impatient user changes nothing."""
     config = make_job(token_rows(2), **{"report.html": False})
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     command = [sys.executable, "-m", "eagle_ray.cli", "export", config.output.path, "--to", "csv"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     export = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

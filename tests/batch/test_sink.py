@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from eagle_ray.batch.driver.pipeline import _write
-from eagle_ray.batch.worker.nested_rows import nest
-from eagle_ray.batch.worker.sink import AtomicParquetSink
+from eagle_ray.batch.driver.execute import _write
+from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, StorageUnavailable
-from eagle_ray.runs.manifest import RUN, RunHandle
+from eagle_ray.runs.layout import RUN
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
@@ -26,7 +26,7 @@ SCHEMA = output_schema([pa.field("category", pa.string())])
 def make_sink(output: Path, attempt: int = 1) -> AtomicParquetSink:
     (output / "data").mkdir(exist_ok=True)
     return AtomicParquetSink(
-        RunHandle(StoragePath.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
+        Run(StoragePath.of(output), "run", attempt, "hash"), SCHEMA, ids_per_file=10, compression="zstd"
     )
 
 

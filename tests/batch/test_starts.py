@@ -16,19 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver import execute, job_plan
 from eagle_ray.batch.driver import input_plan as plan_module
-from eagle_ray.batch.driver import pipeline
-from eagle_ray.batch.driver import run as run_module
-from eagle_ray.batch.driver.finished import previous_run
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.reader import fingerprints
 from eagle_ray.batch.reader import scan as scan_module
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.config import JobConfig
 from eagle_ray.runs import output_index
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
-from eagle_ray.runs.manifest import output_of
 from eagle_ray.runs.part_files import next_schema, part_name
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import parquet_bytes
@@ -51,9 +50,10 @@ class ToyEngine:
         self.max_files: int | None = None
         self.bad: set[str] = set()
 
-    def generate(self, config: JobConfig, plan: Any, run: Any, done: Any, num_rows: int) -> None:
-        left = [row for row, is_done in zip(plan_module.request_rows(plan), done, strict=True) if not is_done]
-        schema = next_schema(run.data, plan.passthrough)
+    def execute(self, held: Claim, missing: Completeness) -> None:
+        config, plan, run = held.plan.config, held.plan.input, held.run
+        left = [row for row, is_done in zip(plan_module.request_rows(plan), missing.done, strict=True) if not is_done]
+        schema = next_schema(run.data, plan.carried_fields)
         for number, start in enumerate(range(0, len(left), self.rows_per_file)):
             if number == self.max_files:
                 raise Killed
@@ -71,9 +71,8 @@ class ToyEngine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
     toy = ToyEngine()
-    monkeypatch.setattr(pipeline, "generate", toy.generate)
-    monkeypatch.setattr(run_module, "join_cluster", lambda config: None)
-    monkeypatch.setattr(run_module, "_check_models", lambda config: None)
+    monkeypatch.setattr(execute, "execute", toy.execute)
+    monkeypatch.setattr(job_plan, "check_models", lambda config, spare: None)
     return toy
 
 
@@ -119,10 +118,10 @@ def answered(directory: Path) -> dict[str, str]:
 
 def test_a_second_start_reads_neither_input_nor_output(make_job: MakeJob, engine, scans, reads, tmp_path):
     config = make_job(rows(*"abcdefg"))
-    first = run_to_completion(config)
+    first = run_job(config)
     assert engine.made == list("abcdefg") and scans == [("in.jsonl", 0)] and len(reads) == 3
     manifest = json.loads((tmp_path / "out" / "_run.json").read_text())
-    second = run_to_completion(config)
+    second = run_job(config)
     assert scans == [("in.jsonl", 0)] and len(reads) == 3 and len(engine.made) == 7
     assert second == first | {"attempt": 2} and (tmp_path / "out" / "_SUCCESS").exists()
     assert json.loads((tmp_path / "out" / "_run.json").read_text())["attempt"] == manifest["attempt"] + 1
@@ -133,9 +132,9 @@ def test_a_killed_run_reads_only_what_is_new(make_job: MakeJob, engine, scans, r
     engine.max_files = 1
     for _ in range(2):
         with pytest.raises(Killed):
-            run_to_completion(config)
+            run_job(config)
     engine.max_files = None
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcdefgh") and scans == [("in.jsonl", 0)]
     assert reads == ["part-001-000000.parquet", "part-002-000000.parquet", "part-003-000000.parquet"]
 
@@ -209,15 +208,15 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
     config = make_job(rows(*"abcdefg"))
     engine.max_files = None if is_finished else 1
     if is_finished:
-        run_to_completion(config)
+        run_job(config)
     else:
         with pytest.raises(Killed):
-            run_to_completion(config)
+            run_job(config)
         (tmp_path / "out" / INDEX / "finished.json").write_text("{}")
     damage(tmp_path / "out" / INDEX)
     engine.max_files = None
     append(tmp_path / "in.jsonl", rows("h"))
-    summary = run_to_completion(config)
+    summary = run_job(config)
     assert sorted(engine.made) == list("abcdefgh") and summary["total"]["rows"] == 8
     assert answered(tmp_path).keys() == set("abcdefgh")
     assert len(list((tmp_path / "out" / INDEX).glob("*.arrow"))) >= 2
@@ -236,9 +235,9 @@ def test_a_damaged_index_is_built_again(make_job: MakeJob, engine, tmp_path, dam
 )
 def test_a_record_that_can_be_made_again_stops_nothing(make_job, engine, messages, tmp_path, name, content):
     config = make_job(rows(*"abc"))
-    first = run_to_completion(config)
+    first = run_job(config)
     (tmp_path / "out" / name).write_text(json.dumps(content))
-    assert run_to_completion(config)["total"] == first["total"]
+    assert run_job(config)["total"] == first["total"]
     assert f"{name} is damaged (" in (said := "\n".join(messages)) and said.count("is damaged") == 1
     assert (tmp_path / "out" / "_SUCCESS").exists() and "groups" in json.loads(
         (tmp_path / "out" / "_summary.json").read_text()
@@ -249,64 +248,64 @@ def test_a_run_without_an_index_is_resumed(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcdefg"))
     engine.max_files = 1
     with pytest.raises(Killed):
-        run_to_completion(config)
+        run_job(config)
     for file in (tmp_path / "out" / INDEX).iterdir():
         file.unlink()
     (tmp_path / "out" / INDEX).rmdir()
     engine.max_files = None
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == list("abcdefg")
 
 
 def test_lines_and_files_are_added(make_job: MakeJob, engine, scans, tmp_path):
     config = make_job(rows(*"abcde"), **{"input.path": str(tmp_path / "*.jsonl")})
-    run_to_completion(config)
+    run_job(config)
     append(tmp_path / "in.jsonl", rows("f", "g"))
     append(tmp_path / "a-first.jsonl", rows("x", "y"))
-    summary = run_to_completion(config)
+    summary = run_job(config)
     assert engine.made == [*"abcde", "x", "y", "f", "g"] and summary["total"]["rows"] == 9
     assert scans == [("in.jsonl", 0), ("a-first.jsonl", 0), ("in.jsonl", 0)]  # its last shard is its first
-    run_to_completion(config)
+    run_job(config)
     assert len(scans) == 3 and len(engine.made) == 9
 
 
 def test_a_long_file_is_read_from_its_last_shard_on(make_job: MakeJob, engine, scans, tmp_path):
     engine.rows_per_file = 400
     config = make_job(rows(*(f"r{i}" for i in range(1200))))
-    run_to_completion(config)
+    run_job(config)
     size = (tmp_path / "in.jsonl").read_bytes().index(b'{"id": "r1024"')
     append(tmp_path / "in.jsonl", rows("new"))
-    run_to_completion(config)
+    run_job(config)
     assert scans == [("in.jsonl", 0), ("in.jsonl", size)] and engine.made[-1] == "new"
     assert len(engine.made) == 1201 == len(answered(tmp_path))
 
 
 def test_rows_without_ids_keep_theirs_as_the_file_grows(make_job: MakeJob, engine, tmp_path):
     config = make_job([{"prompt": "a"}, {"prompt": "b"}])
-    run_to_completion(config)
+    run_job(config)
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('\n{"prompt": "c"}')
-    run_to_completion(config)
+    run_job(config)
     assert answered(tmp_path) == {"in.jsonl:0": "a", "in.jsonl:1": "b", "in.jsonl:3": "c"}
 
 
 def test_an_id_that_is_added_twice_is_refused(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows("a", "b"))
-    run_to_completion(config)
+    run_job(config)
     append(tmp_path / "in.jsonl", rows("a"))
     with pytest.raises(plan_module.ConfigError, match="id 'a' occurs twice"):
-        run_to_completion(config)
+        run_job(config)
 
 
 def test_an_answered_row_that_changed_is_named_and_refused(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcd"))
-    run_to_completion(config)
+    run_job(config)
     make_job([*rows("a"), *rows("b", text="Ho"), *rows("c", "d", "e")])
     for _ in range(2):  # refused each time: the refused content is not recorded as the run's
         with pytest.raises(OutputMismatch, match=r"1 rows of .*in\.jsonl are other rows now: b\. Put"):
-            run_to_completion(config)
+            run_job(config)
     make_job(rows(*"abcde"))
-    run_to_completion(config)
+    run_job(config)
     assert engine.made == list("abcde")
 
 
@@ -315,83 +314,83 @@ def test_a_row_that_changed_before_it_was_answered_is_refused_too(make_job: Make
     config = make_job(rows(*"abcdef"))
     engine.max_files = 1
     with pytest.raises(Killed):
-        run_to_completion(config)
+        run_job(config)
     make_job([*rows(*"abc"), *rows("d", text="Ho"), *rows("e", "f")])
     with pytest.raises(OutputMismatch, match=r"1 rows of .* are other rows now: d"):
-        run_to_completion(config)
+        run_job(config)
 
 
 def test_rows_that_are_gone_are_refused_by_their_place(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcd"))
-    run_to_completion(config)
+    run_job(config)
     path = tmp_path / "in.jsonl"
     make_job([*rows("a"), *rows("c", text="Ho"), *rows("d", "e")])
     with pytest.raises(OutputMismatch, match=rf"2 rows of {path} are .*: c, row 1 of {path}, which is gone\."):
-        run_to_completion(config)
+        run_job(config)
     make_job(rows("e", *"dcba"))  # in any order
-    run_to_completion(config)
+    run_job(config)
     assert answered(tmp_path).keys() == set("abcde") and len(engine.made) == 5
 
 
 def test_an_error_row_may_be_corrected_in_another_file(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abc"))
     engine.bad = {"b"}
-    run_to_completion(config)
+    run_job(config)
     append(tmp_path / "fixed.jsonl", rows("b", text="Ho"))
     engine.bad = set()
     fixed = make_job(**{"input.path": str(tmp_path / "fixed.jsonl")})
     with pytest.raises(OutputMismatch, match=r"the id 'b' from .*in\.jsonl, which is not in this input"):
-        run_to_completion(fixed)
-    run_to_completion(fixed, retry_errors=True)
+        run_job(fixed)
+    run_job(fixed, retry_errors=True)
     assert answered(tmp_path) == {"a": "Hi a", "b": "Ho b", "c": "Hi c"}
 
 
 def test_an_output_file_that_was_lost_is_made_again(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows(*"abcdef"))
-    run_to_completion(config)
+    run_job(config)
     (tmp_path / "out" / "data" / "part-001-000001.parquet").unlink()
-    run_to_completion(config)
+    run_job(config)
     assert engine.made == [*"abcdef", "d", "e", "f"] and answered(tmp_path).keys() == set("abcdef")
 
 
 def test_an_output_file_that_was_rewritten_in_place_is_read_again(make_job: MakeJob, engine, reads, tmp_path):
     config = make_job(rows(*"abcdef"))
-    run_to_completion(config)
+    run_job(config)
     file = tmp_path / "out" / "data" / "part-001-000001.parquet"
     before = file.stat()
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert len(reads) == 2
-    run_to_completion(config)
+    run_job(config)
     assert reads[2:] == [file.name] and len(engine.made) == 6
 
 
 def test_a_column_that_the_counts_do_not_need_is_not_left_damaged(make_job, engine, messages, tmp_path):
     config = make_job(rows(*"abc"))
-    run_to_completion(config)
+    run_job(config)
     [part] = (tmp_path / "out" / "data").iterdir()
     data, group = bytearray(part.read_bytes()), pq.ParquetFile(part).metadata.row_group(0)
     [chunk] = [column for i in range(group.num_columns) if (column := group.column(i)).path_in_schema == "prompt"]
     data[(chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size - 1] ^= 1
     part.write_bytes(bytes(data))
     with pytest.raises(OutputDamaged, match=rf"^{part} is damaged \("):
-        run_to_completion(config)
+        run_job(config)
     part.unlink()
-    run_to_completion(config)
+    run_job(config)
     assert answered(tmp_path).keys() == set("abc")
 
 
 def test_overwriting_scans_nothing_again(make_job: MakeJob, engine, scans, tmp_path):
-    run_to_completion(make_job(rows(*"abc")))
-    run_to_completion(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
+    run_job(make_job(rows(*"abc")))
+    run_job(make_job(**{"output.if_exists": "overwrite", "sampling.max_tokens": 3}))
     assert scans == [("in.jsonl", 0)] and engine.made == list("abcabc")
 
 
 def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans, tmp_path):
-    run_to_completion(make_job(rows(*"abcdef"), **{"input.limit": 2}))
+    run_job(make_job(rows(*"abcdef"), **{"input.limit": 2}))
     append(tmp_path / "other.jsonl", rows("x"))
-    run_to_completion(make_job(**{"input.path": str(tmp_path / "other.jsonl")}))
-    run_to_completion(make_job(**{"input.limit": 4}))
+    run_job(make_job(**{"input.path": str(tmp_path / "other.jsonl")}))
+    run_job(make_job(**{"input.limit": 4}))
     assert engine.made == ["a", "b", "x", "c", "d"]
     assert scans == [("in.jsonl", 0), ("other.jsonl", 0)]
 
@@ -399,12 +398,12 @@ def test_limits_and_other_inputs_share_an_index(make_job: MakeJob, engine, scans
 def test_an_output_that_is_deleted_while_the_job_runs_is_not_made_again(
     make_job: MakeJob, engine, monkeypatch, tmp_path
 ):
-    def generate(*_: Any) -> None:
+    def delete(*_: Any) -> None:
         shutil.rmtree(tmp_path / "out")
 
-    monkeypatch.setattr(pipeline, "generate", generate)
+    monkeypatch.setattr(execute, "execute", delete)
     with pytest.raises(OutputDamaged, match="the output was deleted while the job ran"):
-        run_to_completion(make_job(rows("a")))
+        run_job(make_job(rows("a")))
     assert not (tmp_path / "out").exists()
 
 
@@ -416,14 +415,14 @@ def test_a_second_start_opens_no_input_file_and_a_new_batch_file_is_detected(mak
         (directory / f"{name}.jsonl").write_text(text)
     monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))  # files that changed just now are settled, too
     config = make_job(**{"input.path": str(directory)})
-    run_to_completion(config)
+    run_job(config)
     opened = []
     open_file = InputFile.open
     monkeypatch.setattr(InputFile, "open", lambda file: opened.append(file.name) or open_file(file))
-    run_to_completion(config)
+    run_job(config)
     assert sorted(engine.made) == ["a0", "b0"] and opened == []
     (directory / "c.jsonl").write_text(batch.replace("b0", "c0"))
-    assert [file.format for file in plan_input(config, previous_run(output_of(config), config)).files] == [
+    assert [file.format for file in plan_input(config, previous_run(config)).files] == [
         "jsonl",
         "openai_batch",
         "openai_batch",

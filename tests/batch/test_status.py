@@ -13,7 +13,8 @@ from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.runs.lease import Process
-from eagle_ray.runs.manifest import open_run, read_manifest, record_outcome
+from eagle_ray.runs.manifest import open_run
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
 from tests.batch.test_display import FACTS
 from tests.conftest import token_rows
@@ -50,7 +51,7 @@ def say(run, **facts) -> None:
 
 
 def record_process(run, process) -> None:
-    record = read_manifest(run.output)
+    record = Run.inspect(run.output).manifest
     record["attempts"][-1]["process"] = process
     write_json(run.output / "_run.json", record)
 
@@ -109,7 +110,7 @@ def test_an_earlier_attempts_progress_says_nothing_of_this_one(started):
 )
 def test_a_run_that_stopped_says_why(started, error, says):
     run, output = started
-    with pytest.raises(type(error)), record_outcome(run):
+    with pytest.raises(type(error)), run.recorded_outcome():
         raise error
     text = status_text(status_of(output))
     assert "stopped, attempt 1" in text and says in text and text.count("\n") == 1
@@ -119,7 +120,7 @@ def test_a_remedy_is_said_once_and_a_stopped_run_has_no_last_sign_of_life(starte
     run, output = started
     say(run)
     error = ClusterError("cannot write x: No space left on device. Free some space there, then " + AGAIN)
-    with pytest.raises(ClusterError), record_outcome(run):
+    with pytest.raises(ClusterError), run.recorded_outcome():
         raise error
     text = status_text(status_of(output))
     assert text.count("the same command") == 1 and "sign of life" not in text
@@ -132,7 +133,7 @@ def test_a_run_without_progress_says_so(started):
 
 def test_a_run_that_is_done_counts_its_rows(started, capsys):
     run, output = started
-    with record_outcome(run):
+    with run.recorded_outcome():
         write_json(output / "_summary.json", {"total": {"rows": 1096, "errors": 2, "output_tokens": 5000}})
         (output / "_SUCCESS").write_atomic(b"")
     assert cli.main(["status", str(output)]) == 0

@@ -69,7 +69,7 @@ ROWS = [
 def test_every_format_has_columns_for_what_an_output_must_be(tmp_path, suffix, name, value, read):
     the_plan = plan(write(tmp_path / f"a.{suffix}", {"prompt": "x", name: value}))
     [row] = [row for row in request_rows(the_plan) if row["prompt"] == "x"]
-    assert (row["error_message"], row[name], the_plan.passthrough) == (None, read, [])
+    assert (row["error_message"], row[name], the_plan.carried_fields) == (None, read, [])
 
 
 def test_a_struct_of_parquet_is_a_response_format(tmp_path):

@@ -11,13 +11,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.cli.export import export
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.batch.test_job import rows_of, start_driver, wait_for_another_file, with_changes
-from tests.conftest import small_job
+from tests.conftest import exit_code, small_job
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 24
@@ -54,7 +53,7 @@ EXPECTED = Counter(
 @pytest.fixture(scope="module")
 def done(ray_session, tmp_path_factory) -> JobConfig:
     config = job(tmp_path_factory.mktemp("turns"))
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     return config
 
 
@@ -84,7 +83,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_turns(done, tmp_path):
         os.kill(driver.pid, signal.SIGKILL)
         driver.communicate()
     assert 0 < sum(keys(config).values()) < 98
-    assert run_job(config) == 0
+    assert exit_code(config) == 0
     assert keys(config) == EXPECTED
     texts = [
         {(r["request_id"], r["sample_index"], r["turn_index"]): r["text"] for r in rows_of(c)} for c in (done, config)

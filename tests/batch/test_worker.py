@@ -12,7 +12,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.row_schema import request_schema, table_of
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 from tests.helpers.row_invariants import broken_laws
@@ -23,9 +23,9 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
     plan = plan_input(config)
     requests = list(request_rows(plan))
     requests = requests[::-1] if backwards else requests
-    schema = request_schema(plan.passthrough)
+    schema = request_schema(plan.carried_fields)
     batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
 
     async def all_at_once() -> list[pa.Table]:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches))

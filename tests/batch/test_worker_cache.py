@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray import build
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.worker.start_cache import StartCache
 from eagle_ray.batch.worker.worker import Worker
@@ -13,9 +14,9 @@ from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.planner import cost_cache
-from eagle_ray.runs.layout import CACHE
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import RunHandle, open_run, output_of
+from eagle_ray.runs.layout import CACHE, output_of
+from eagle_ray.runs.manifest import open_run
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 from tests.kernels.test_triton_cache import make_entry
@@ -39,7 +40,7 @@ class Machines:
         self._monkeypatch.setattr(cost_cache, "_used", set())
         return kernels
 
-    def start_worker(self, name: str, config: JobConfig, run: RunHandle) -> int:
+    def start_worker(self, name: str, config: JobConfig, run: Run) -> int:
         """Start a worker on the machine, and return how often it measured costs."""
         before = self.num_measured
         self.use(name)
@@ -56,8 +57,8 @@ def machines(tmp_path, monkeypatch) -> Machines:
     return Machines(tmp_path, monkeypatch)
 
 
-def start(config: JobConfig) -> RunHandle:
-    with lock_output(output_of(config)):
+def start(config: JobConfig) -> Run:
+    with hold_output(output_of(config)):
         return open_run(config, plan_input(config).fingerprints)
 
 
@@ -97,7 +98,7 @@ def test_a_damaged_file_is_ignored_with_a_line_and_written_again(machines, make_
 
 def test_a_worker_outside_of_a_run_leaves_nothing(machines, make_job, tmp_path):
     config = make_job(token_rows(2))
-    run = RunHandle(StoragePath.of(str(tmp_path / "dataset")), "dataset", 1, "hash")
+    run = Run(StoragePath.of(str(tmp_path / "dataset")), "dataset", 1, "hash")
     assert machines.start_worker("a", config, run) == 1
     assert not (tmp_path / "dataset").exists()
 

@@ -14,8 +14,8 @@ from eagle_ray.config import JobConfig
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.requests.sequences import seed_of
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.output_index import OutputIndex
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 from tests.batch.test_worker import answers
 from tests.helpers.row_invariants import broken_laws
@@ -102,7 +102,7 @@ def test_seeds_of_the_first_turn_are_those_of_a_single_prompt():
 def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job, monkeypatch):
     config = conversation(make_job, [{"id": "a", "turns": TURNS}, {"id": "b", "turns": TURNS[:1]}])
     plan = plan_input(config)
-    run = RunHandle(StoragePath.of(config.output.path), "run", 1, "hash")
+    run = Run(StoragePath.of(config.output.path), "run", 1, "hash")
     rows = [row | {"worker_id": "w"} for row in answers(config)]
 
     write(run, rows[1:])  # without the first turn of a
@@ -111,10 +111,10 @@ def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job,
     assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
 
     monkeypatch.setattr(verification, "_in_a_worker", lambda job, run, chosen: verification._check(job, run, chosen, 1))
-    found = verification.run_checks(config, plan, run, plan.rows, {"verify_rows": 9})["verify_rows"]
+    found = verification.run_checks(config, plan, run, {"verify_rows": 9})["verify_rows"]
     assert found["identical"] == found["rows"] == 4 and found["differing"] == []
 
 
-def write(run: RunHandle, rows: list[dict]) -> None:
+def write(run: Run, rows: list[dict]) -> None:
     file = run.data / "part-001-000000.parquet"
     file.write_atomic(parquet_bytes(table_of(rows, output_schema([])), "zstd"))

@@ -19,6 +19,7 @@ from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
 from jobs.bench.gpu.plain_rig import MeasuredGraphRunner
 from jobs.bench.gpu.triton_cache import triton_cache
+from tests.helpers.processes import is_running
 from tests.helpers.toy_models import llama
 
 ROOT = Path(__file__).parents[2]
@@ -74,12 +75,6 @@ def test_a_check_that_hangs_is_killed_with_its_children(findings, tmp_path):
     assert time.monotonic() - started < 20
     assert [result for *_, result in results(findings)] == ["timed out after 1 s"]
     assert not is_running(int(pid.read_text()))
-
-
-def is_running(pid: int) -> bool:
-    """Return whether the process exists and is no zombie."""
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_what_does_not_fit_is_skipped_with_the_reason(findings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
 from jobs.bench.embedding_map import ModelShape
+from tests.helpers.processes import children_of, is_running
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "bench"
 TARGET = ASSETS / "tiny" / "target"
@@ -231,24 +231,11 @@ def test_a_comparison_that_is_terminated_leaves_no_process(tmp_path):
         until_gone(child)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def until_gone(pid: int) -> None:
     deadline = time.monotonic() + WAIT_S
-    while is_alive(pid):
+    while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that only waits for its parent to read its status does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
 
 
 def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):

@@ -42,6 +42,9 @@ def test_many_rows_and_many_workers_scale():
     sample = [SampledRow([1.0, 1.0], 5)] * 8
     assert job_seconds(sample, 10**6, workers=10, slots=20) == pytest.approx([10_000.0] * 3)
     assert job_seconds(sample, 100, workers=2, slots=4) == [25.0] * 3
+    mixed = [SampledRow([seconds], 1) for seconds in (1.0, 3.0)] * 32
+    expected, low, high = job_seconds(mixed, 10**6, workers=10, slots=20)
+    assert expected == pytest.approx(10_000.0) and (low, high) == pytest.approx((8_765, 11_235), rel=0.01)
 
 
 def test_a_sample_is_measured_under_full_load_and_bad_rows_take_no_time(make_job):
@@ -65,7 +68,8 @@ def test_an_estimate_is_stored_and_said(make_job):
     store_estimate(config, estimate)
     assert json.loads((Path(config.output.path) / "_estimate.json").read_text()) == estimate
     text = estimate_text(estimate)
-    assert "as if by 2 workers with up to" in text and "$3.60 for a worker hour" in text
+    for words in ("as if by 2 workers with up to", "\nmemory   a worker takes ", "$3.60 for a worker hour"):
+        assert words in text
 
 
 def test_a_sample_of_bad_rows_is_no_estimate(make_job):

@@ -1,57 +1,60 @@
-"""A remedy is one: with it the footprint fits."""
+"""A remedy is one: with it the worker fits."""
 
 from dataclasses import replace
 
 import pytest
 
-from eagle_ray.assembly.memory_plan import Capacity
-from eagle_ray.doctor.memory_advice import MemorySettings, Room, most_slots, remedy
-from eagle_ray.doctor.memory_estimate import Footprint
+from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan
+from eagle_ray.doctor.model_checks import remedy
 
 G = 1 << 30
-EIGHT_B = Footprint(
-    target=16 * G, draft=G, per_slot=G // 2, pool=8 * G, logits=G // 4, process=0, capacity=Capacity(16, None)
+EIGHT_B = MemoryPlan(
+    SequenceLengths(4096, 0), target=16 * G, draft=G, kv_per_token=G // 8192, per_slot=G // 64, slots=16
 )
-SETTINGS = MemorySettings(max_model_len=4096, itemsize=2, num_gpus=1)
 
 
-def one_gpu(free: int) -> Room:
-    return Room((free,), 1, on_gpu=True)
+def on_gpu(room: int, others_room: int = 0) -> MemoryPlan:
+    """Return the plan on a card that has this much room."""
+    return replace(EIGHT_B, memory=DeviceMemory(100 * G, room + 100 * G - 90 * G, others_room))
+
+
+def on_cpu(room: int) -> MemoryPlan:
+    return replace(EIGHT_B, memory=DeviceMemory(room, room, on_gpu=False))
+
+
+def remedy_of(plan: MemoryPlan, num_sharing: int = 1, itemsize: int = 2) -> str:
+    return remedy(plan, num_sharing, itemsize, num_gpus=1)
 
 
 def test_fewer_slots_where_some_fit():
-    room = one_gpu(20 * G)
-    assert not room.holds(EIGHT_B)
-    slots = most_slots(EIGHT_B, room)
-    assert slots == 5 and room.holds(EIGHT_B.with_slots(5)) and not room.holds(EIGHT_B.with_slots(6))
-    assert remedy(EIGHT_B, room, SETTINGS) == "set execution.slots to 5, or execution.kv_tokens to 22,500"
+    plan = on_gpu(20 * G)
+    assert not plan.fits and plan.with_slots(5).fits and not plan.with_slots(6).fits
+    assert remedy_of(plan) == "set execution.slots to 5, or execution.kv_tokens to 22,400"
 
 
 def test_a_shorter_context_where_no_slot_fits_whole():
-    assert (
-        remedy(EIGHT_B, one_gpu(int(17.25 * G)), SETTINGS) == "set execution.slots to 1 and model.max_model_len to 1920"
-    )
+    assert remedy_of(on_gpu(int(17.25 * G))) == "set execution.slots to 1 and model.max_model_len to 1856"
 
 
 def test_more_gpus_where_the_weights_do_not_fit():
-    assert "execution.gpus_per_actor to 2" in remedy(EIGHT_B, one_gpu(12 * G), SETTINGS)
-    two = Room((12 * G, 12 * G), 1, on_gpu=True)
-    assert two.holds(EIGHT_B.with_slots(4)) and not two.holds(EIGHT_B)
+    assert "execution.gpus_per_actor to 2" in remedy_of(on_gpu(12 * G))
+    two = on_gpu(12 * G, others_room=11 * G)
+    assert two.with_slots(4).fits and not two.fits
 
 
 def test_half_the_bytes_where_that_is_enough():
-    wide = replace(EIGHT_B, target=32 * G, draft=2 * G)
-    assert "bfloat16" in remedy(wide, one_gpu(20 * G), replace(SETTINGS, itemsize=4))
+    wide = replace(on_gpu(20 * G), target=32 * G, draft=2 * G)
+    assert "bfloat16" in remedy_of(wide, itemsize=4)
 
 
 def test_fewer_workers_where_they_share_a_machine():
-    room = Room((10 * G,), 4, on_gpu=False)
-    assert remedy(EIGHT_B, room, SETTINGS).startswith("set execution.actors to 2:")
-    assert "smaller model" in remedy(EIGHT_B, Room((10 * G,), 1, on_gpu=False), SETTINGS)
+    assert remedy_of(on_cpu(10 * G), num_sharing=4).startswith("set execution.actors to 2:")
+    assert "smaller model" in remedy_of(on_cpu(10 * G))
 
 
 @pytest.mark.parametrize("free", [18, 22, 25])
 def test_the_tokens_of_a_remedy_fit(free):
-    room = one_gpu(free * G)
-    tokens = int(remedy(EIGHT_B, room, SETTINGS).rpartition(" ")[2].replace(",", ""))
-    assert room.holds(replace(EIGHT_B, pool=tokens * EIGHT_B.per_slot // SETTINGS.max_model_len))
+    plan = on_gpu(free * G)
+    tokens = int(remedy_of(plan).rpartition(" ")[2].replace(",", ""))
+    assert plan.sized(plan.slots, tokens).fits and not plan.sized(plan.slots, tokens + 200).fits

@@ -3,22 +3,24 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from eagle_ray.assembly import memory_plan
+from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan, loaded_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import load_config
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.doctor import memory_estimate, model_checks
+from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.doctor import model_checks
 from eagle_ray.doctor.check_result import Finding, findings_text
-from eagle_ray.doctor.cluster_checks import PlannedWorkers, workers
-from eagle_ray.doctor.memory_advice import Room
-from eagle_ray.doctor.memory_estimate import Footprint, loaded_bytes, tensor_headers
+from eagle_ray.doctor.devices import PlannedWorkers, workers
 from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
@@ -50,8 +52,9 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
     target, drafts = download("embedded:tiny", "target"), part is not None
     draft = download("embedded:tiny", part) if drafts else None
-    found = Footprint.of(
-        config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, max_model_len=256
+    lengths = SequenceLengths.of(config.speculative, target_config(target).vocab_size, 256)
+    found = MemoryPlan.of_checkpoint(
+        config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, lengths
     )
     pair = build_engine_from_config(config.model, config.speculative, slots, kv_tokens)
     engine = pair.engine
@@ -67,14 +70,12 @@ def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, mo
         vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
-    monkeypatch.setattr(memory_estimate, "loaded_bytes", lambda path, dtype: int(141e9))
-    room = Room((int(84e9),) * num_gpus, 1, on_gpu=True)
-    elsewhere = int(0.9 * 84e9 * (num_gpus - 1))
+    monkeypatch.setattr(memory_plan, "loaded_bytes", lambda path, dtype: int(141e9))
+    memory = DeviceMemory(int(84e9), int(84e9), others_room=int(0.9 * 84e9 * (num_gpus - 1)))
     config = job(**{"speculative.method": "none"})
-    found = Footprint.of(
-        config, Path("there"), [], shape, "cuda", torch.bfloat16, 8192, int(84e9), 4096, elsewhere=elsewhere
-    )
-    assert room.holds(found) == fits == found.is_planned
+    lengths = SequenceLengths(8192, 1, guaranteed=4096)
+    found = MemoryPlan.of_checkpoint(config, Path("there"), [], shape, "cuda", torch.bfloat16, lengths, memory)
+    assert found.fits == fits == found.is_planned
     assert found.slots >= {1: 1, 2: 5, 4: 150}[num_gpus]
 
 
@@ -94,8 +95,8 @@ def test_pickled_and_sharded_weights_are_looked_at_by_their_headers(tmp_path):
     assert loaded_bytes(tmp_path, torch.float32) == 15 * 4 + 7 * 8
     assert loaded_bytes(tmp_path, None) == 15 * 2 + 7 * 8
     (tmp_path / "part-1.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"part-1\.bin cannot be read"):
-        tensor_headers(tmp_path)
+    with pytest.raises(EngineError, match=r"part-1\.bin cannot be read"):
+        loaded_bytes(tmp_path, None)
     assert loaded_bytes(tmp_path / "nowhere", None) is None
 
 
@@ -120,8 +121,13 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
     assert found["memory"]["facts"]["total"] < found["memory"]["facts"]["room"]
 
 
+class Resident:
+    def memory_info(self) -> SimpleNamespace:
+        return SimpleNamespace(rss=400 << 20)
+
+
 def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
-    monkeypatch.setattr(memory_estimate, "_resident", lambda: 400 << 20)  # this process grows from test to test
+    monkeypatch.setattr(model_checks.psutil, "Process", lambda: Resident())  # this process grows from test to test
     worker = PlannedWorkers(WorkerPlan(1, 1, 0, 1), num_nodes=1, is_here=False, memory=2 << 30)
     config = job(**{"execution.slots": 2000})
     _, here = pair_here(config)
@@ -137,12 +143,12 @@ def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
 @pytest.mark.parametrize("gigabytes, words", [(80, "256 slots, "), (1, "slots, ")])
 def test_the_capacity_of_a_gpu_is_shown(gigabytes, words, monkeypatch):
     """Of a card that is made up; doctor and engine plan by the same function."""
-    room = Room((gigabytes * 10**9,), 1, on_gpu=True)
-    monkeypatch.setattr(model_checks, "room_of", lambda workers, device: room)
+    there = DeviceMemory(gigabytes * 10**9, gigabytes * 10**9)
+    monkeypatch.setattr(model_checks, "memory_of", lambda workers, device: there)
     _, here = pair_here(job())
     finding = memory(here, PlannedWorkers(WorkerPlan(1, 1, 1, 1), 1, is_here=True, memory=None), "cuda", torch.bfloat16)
     assert finding.level == "ok" and words in finding.says and "KV tokens" in finding.says
-    assert finding.facts["capacity"]["kv_tokens"] % 32 == 0
+    assert finding.facts["kv_tokens"] % 32 == 0
 
 
 def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):

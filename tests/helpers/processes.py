@@ -8,7 +8,8 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 from eagle_ray.serve.node_address import Listener, listeners
 
@@ -49,24 +50,39 @@ class Watched:
 
     def _marked(self) -> set[int]:
         found = set()
-        for directory in Path("/proc").iterdir():
-            with suppress(OSError):  # it has ended, or is not ours
-                if directory.name.isdigit() and self._mark.encode() in (directory / "environ").read_bytes():
-                    found.add(int(directory.name))
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended, or is not ours
+                if self.environment.items() <= process.environ().items():
+                    found.add(process.pid)
         return found - {os.getpid()}
 
 
 def descendants(pid: int) -> list[int]:
     try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has ended
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
-    return [*children, *(pid for child in children for pid in descendants(child))]
+
+
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+def parent_of(pid: int) -> int:
+    """An engine's is its actor, whose own is its node's raylet."""
+    return psutil.Process(pid).ppid()
+
+
+def is_running(pid: int) -> bool:
+    """A zombie does not run; who reaps it is not a test's business."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def title_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:  # it has ended
+        return " ".join(psutil.Process(pid).cmdline()).strip()
+    except psutil.Error:
         return "ended"

@@ -113,8 +113,9 @@ def test_a_wheel_is_made_from_what_is_copied_and_nothing_else(tmp_path):
     subprocess.run([*make, "--wheel-dir", "wheels", "."], cwd=tmp_path, check=True)
     (wheel,) = (tmp_path / "wheels").glob("eagle_ray-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    data = {"eagle_ray/assets/tiny/target/model.safetensors", "eagle_ray/serve/page/index.html"}
-    assert {"eagle_ray/cli/main.py"} | data <= set(names)
+    data = {"assets/tiny/target/model.safetensors", "report/templates/run.html.j2", "report/templates/style.css"}
+    data |= {"cli/main.py", "serve/page/index.html"}
+    assert {f"eagle_ray/{name}" for name in data} <= set(names)
 
 
 @pytest.mark.slow

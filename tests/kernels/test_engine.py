@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.backend import num_gathered
 from eagle_ray.attention.metadata import AttentionParams

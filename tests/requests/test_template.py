@@ -91,7 +91,7 @@ def test_a_job_reads_its_prompts_through_it_and_carries_the_columns(make_job):
     first, second = request_rows(plan)
     assert first["prompt"] == "1 + 1 = 2?" and first["error_code"] is None
     assert second["error_code"] == "field_missing" and "in.jsonl, line 2: column 'text'" in second["error_message"]
-    assert plan.passthrough_types.keys() == {"q", "input_text"}
+    assert plan.carried_types.keys() == {"q", "input_text"}
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_job_and_the_command_line_give_the_same_code(cls, monkeypatch, capsy
         raise error
 
     assert outcome_of(error).code == CODES[cls.__name__]
-    assert run.run_and_report(fail, "info") == CODES[cls.__name__]
+    assert run.ending_of(fail, "info").outcome.code == CODES[cls.__name__]
     monkeypatch.setattr(cli, "load_config", fail)
     assert cli.main(["run", "-c", "any.yaml"]) == CODES[cls.__name__]
     said = capsys.readouterr().err.splitlines()
@@ -102,6 +102,6 @@ def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
     def fail() -> str:
         return {}["missing"]
 
-    assert run.run_and_report(fail, "info") == 1
+    assert run.ending_of(fail, "info").outcome.code == 1
     assert "KeyError: 'missing'" in capsys.readouterr().err
     assert not isinstance(KeyError(), EXPECTED_ERRORS) and RunResult.of(KeyError("missing")).outcome.name == "defect"

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 
-from eagle_ray.batch.driver.completeness import count_done
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows, count_done
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.layout import JobShard, claim_output, data_of, root_of
-from eagle_ray.runs.manifest import output_of
+from eagle_ray.runs.layout import JobShard, claim_output, data_of, output_of, root_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.path import StoragePath

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.status import status_of
 from eagle_ray.cli import main as cli
@@ -19,18 +20,19 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs import manifest
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import RUN, RunHandle, check_no_foreign_data, open_run, output_of, record_outcome
+from eagle_ray.runs.layout import RUN, output_of
+from eagle_ray.runs.manifest import check_no_foreign_data, open_run
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows
 
 DEEP = "[" * 100_000  # JSON that Python's reader gives up
 HOLD = """
 import sys
-from eagle_ray.runs.lease import lock_output
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.storage.path import StoragePath
-with lock_output(StoragePath.of(sys.argv[1])):
+with hold_output(StoragePath.of(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -40,12 +42,12 @@ def here(location: StoragePath) -> Path:
     return Path(location.text)
 
 
-def start(config: JobConfig) -> RunHandle:
-    with lock_output(output_of(config)):
+def start(config: JobConfig) -> Run:
+    with hold_output(output_of(config)):
         return open_run(config, plan_input(config).fingerprints)
 
 
-def recorded(run: RunHandle) -> dict:
+def recorded(run: Run) -> dict:
     return read_inputs(run.output, read_json(run.output / RUN))
 
 
@@ -207,7 +209,7 @@ def test_a_full_disk_is_named_with_the_output(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", refuse)
     says = rf"output\.path: cannot write to {tmp_path}: No space left"
-    with pytest.raises(StorageUnavailable, match=says), lock_output(StoragePath.of(tmp_path)):
+    with pytest.raises(StorageUnavailable, match=says), hold_output(StoragePath.of(tmp_path)):
         pass
 
 
@@ -216,17 +218,17 @@ def test_a_second_live_driver_is_refused_and_a_dead_one_is_not(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment, **pipes)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(OutputLocked, match=f"process {holder.pid}"), lock_output(StoragePath.of(tmp_path)):
+    with pytest.raises(OutputLocked, match=f"process {holder.pid}"), hold_output(StoragePath.of(tmp_path)):
         pass
     holder.kill()
     holder.communicate()
-    with lock_output(StoragePath.of(tmp_path)):
+    with hold_output(StoragePath.of(tmp_path)):
         pass
 
 
 def test_how_an_attempt_ended_is_noted(make_job):
     run = start(make_job(token_rows(2)))
-    with pytest.raises(KeyboardInterrupt), record_outcome(run):
+    with pytest.raises(KeyboardInterrupt), run.recorded_outcome():
         raise KeyboardInterrupt
     assert read_json(run.output / RUN)["attempts"][-1]["outcome"] == "KeyboardInterrupt"
 
@@ -316,7 +318,7 @@ def test_overwriting_refuses_somebody_elses_files_before_it_deletes_any(make_job
 
 def test_an_outcome_that_cannot_be_noted_hides_nothing(make_job):
     run = start(make_job(token_rows(2)))
-    with pytest.raises(ZeroDivisionError), record_outcome(run):
+    with pytest.raises(ZeroDivisionError), run.recorded_outcome():
         (here(run.output) / RUN).write_text("{")
         raise ZeroDivisionError
 

@@ -12,7 +12,7 @@ from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import ServeConfig
 from eagle_ray.requests.openai_bodies import CompletionRequest
 from eagle_ray.requests.row_schema import request_schema, table_of
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.serve import openapi
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
@@ -39,9 +39,9 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, RunHandle(StoragePath.of("out"), "run", 1, "hash"), plan.passthrough, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
     try:
-        requests = table_of(list(request_rows(plan)), request_schema(plan.passthrough))
+        requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
         answers: pa.Table = asyncio.run(worker.answer(requests))
         return answers.to_pylist()
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eagle_ray.assembly.memory_plan import PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.config import load_serve_config
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services

@@ -30,8 +30,8 @@ from eagle_ray.serve.endpoint_metrics import (
     merge,
     prometheus_text,
 )
-from tests.batch.nodes import cluster_of, parent_of
-from tests.helpers.processes import Watched, descendants
+from tests.batch.nodes import cluster_of
+from tests.helpers.processes import Watched, descendants, parent_of
 
 ROOT = Path(__file__).parent.parent.parent
 

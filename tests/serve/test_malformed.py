@@ -8,9 +8,9 @@ import pytest
 
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.serve import parse as bodies
+from eagle_ray.serve.answer_json import event
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import MAX_CONTAINERS, check_containers, parse
-from eagle_ray.serve.sse import event
 from tests.serve.client import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

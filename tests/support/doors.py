@@ -35,7 +35,7 @@ from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.parameters import SAMPLING, Group
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.runs.job_errors import OUTCOMES
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_input import check_lines, read_lines
 from eagle_ray.serve.openapi import openapi
@@ -212,7 +212,7 @@ class Doors:
     @property
     def worker(self) -> Worker:
         if self._worker is None:
-            run = RunHandle(StoragePath.of(str(self._directory / "out")), "run", 1, "hash")
+            run = Run(StoragePath.of(str(self._directory / "out")), "run", 1, "hash")
             self._worker = Worker(self._job("in.jsonl"), run, passthrough=[], threads=1)
         return self._worker
 
@@ -240,7 +240,7 @@ class Doors:
         (self._directory / name).write_bytes(b"\n".join(lines) + b"\n")
         try:
             plan = plan_input(self._job(name, **settings))
-            return [Answered() for _ in lines], list(request_rows(plan.without_passthrough))
+            return [Answered() for _ in lines], list(request_rows(plan.without_carried))
         except ConfigError as error:
             return [Answered(f"ConfigError: {self._without_place(str(error))}") for _ in lines], []
 

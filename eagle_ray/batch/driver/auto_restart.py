@@ -29,9 +29,9 @@ from eagle_ray.batch.driver.signals import accept_interrupt, check_not_interrupt
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError, RunResult, outcome_by_code, outcome_of
-from eagle_ray.runs.layout import data_of
-from eagle_ray.runs.manifest import output_of, read_manifest
+from eagle_ray.runs.layout import data_of, output_of
 from eagle_ray.runs.part_files import part_files
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -122,7 +122,7 @@ def _state_or_none(output: StoragePath) -> OutputState | None:
 
 def _last_driver(output: StoragePath) -> str | None:
     try:
-        record = read_manifest(output)
+        record = Run.inspect(output).manifest
     except JobError as error:  # damaged
         return str(error)
     return record["attempts"][-1].get("driver") if record and record["attempts"] else None

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import LOCAL
@@ -28,7 +29,7 @@ from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
+from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
 ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
@@ -41,6 +42,7 @@ MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is sh
 ASK_GCS_EVERY_S = 5.0
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
+EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 ESSENTIAL = ("gcs_server", "raylet")  # of Ray's processes on the driver's machine
 LOOPBACK_ADDRESS = "127.0.0.1"
 UNUSED_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's Node
@@ -341,3 +343,34 @@ class RayletWatch:
             )
         except OSError as error:  # such as a socket of another user
             log.debug("the raylet at %s is not watched: %s", path, error)
+
+
+def reason_of(error: RayError) -> Exception:
+    """Return in one line why a job's stream failed, as what a worker raised if that ends a job by itself."""
+    reason = _root_cause(error)
+    if isinstance(reason, (JobError, ConfigError)):
+        return type(reason)(str(reason).partition("\n")[0])
+    return _error_class(reason)(f"a worker failed: {describe_error(reason)}")
+
+
+def _error_class(error: Exception) -> type[Exception]:
+    """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
+    if isinstance(error, OSError) and not outcome_of(error).is_transient:
+        return ConfigError
+    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
+
+
+def _root_cause(error: Exception) -> Exception:
+    """Return the exception that was raised first; Ray wraps it several times."""
+    while isinstance(cause := getattr(error, "cause", None), Exception):
+        error = cause
+    return error
+
+
+def describe_error(error: Exception) -> str:
+    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, RayError):
+        return f"{type(error).__name__}: {lines[0]}"
+    raised = [line for line in lines if EXCEPTION_LINE.match(line)]
+    return raised[-1] if raised else lines[0]

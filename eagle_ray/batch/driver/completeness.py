@@ -1,6 +1,7 @@
 """Compare the rows that the input asks for with the rows in the files, a range of ids at a time.
 
-Memory holds one range and a byte for each row of the input, which is in a temporary file if there are many.
+An id has a row for each sample of each turn. They are in one file once they are done. Memory holds one range, and a
+byte for each row of the input, which is in a temporary file if there are many.
 
     found = count_done(plan.rows, OutputIndex.read(run.data, run.output / INDEX))
     found.num_rows - found.num_done_rows                                               # 96
@@ -9,18 +10,94 @@ Memory holds one range and a byte for each row of the input, which is in a tempo
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.input_index import InputIndex
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.output_index import OutputIndex, excess_in
-from eagle_ray.runs.row_index import EMPTY, Digests, index_of, num_ranges
+from eagle_ray.runs.row_index import EMPTY, Digests, Table, duplicates, index_of, num_ranges, ranges, take
 from eagle_ray.storage.path import StoragePath
 
 MAX_ROWS_IN_MEMORY = 1 << 24
 MISSING_SHOWN = 4  # ids that are kept for a message
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The rows that the input asks for, read from its index a range of ids at a time.
+
+    Attributes:
+        index: the input's.
+        allowed: by number of a file in the index: how many of its first rows are asked for.
+        starts: by number of a file: the place of its first row in the whole input.
+        default_rows: output rows of ids that the input does not have, whose rows another input left.
+        shard: of whose ids the rows are; None for those of all.
+    """
+
+    index: InputIndex
+    allowed: np.ndarray
+    starts: np.ndarray
+    default_rows: int
+    shard: JobShard | None = None
+
+    def __len__(self) -> int:
+        """Return the number of ids. Those of a shard are counted."""
+        if self.shard is None:
+            return self.num_places
+        return sum(int(np.count_nonzero(self._is_asked(table))) for table in self.index.tables)
+
+    @property
+    def num_places(self) -> int:
+        """Return the number of rows of the whole input, those of other shards included."""
+        return int(self.allowed.sum())
+
+    def of_shard(self, shard: JobShard) -> ExpectedRows:
+        """Return the rows of one shard of the job."""
+        return replace(self, shard=shard)
+
+    def by_range(self, parts: int) -> Iterator[Table]:
+        """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
+        for tables in ranges(self.index.tables, parts):
+            yield _joined([self._placed(table) for table in tables])
+
+    def contains(self, ids: Digests) -> np.ndarray:
+        """Return for each id whether the input asks for it."""
+        return self._rows(ids) > 0
+
+    def duplicates(self) -> Digests:
+        """Return the ids that occur more than once, sorted."""
+        parts = num_ranges(self.num_places)
+        return np.concatenate([EMPTY, *(duplicates(rows["id"]) for rows in self.by_range(parts))])
+
+    def _placed(self, table: Table) -> Table:
+        kept = take(table, self._is_asked(table))
+        place = self.starts[kept["file"]] + kept["row"]
+        return {"id": kept["id"], "place": place, "rows": kept["rows"]}
+
+    def _is_asked(self, table: Table) -> np.ndarray:
+        is_asked = table["row"] < self.allowed[table["file"]]
+        return is_asked if self.shard is None else is_asked & self.shard.holds(table["id"])
+
+    def _rows(self, ids: Digests) -> np.ndarray:
+        """Return the number of rows of each id, 0 if the input does not ask for it."""
+        counts = np.zeros(len(ids), np.int64)
+        for table in self.index.tables if len(ids) else ():
+            first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
+            for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
+                here = np.flatnonzero(first + offset < behind)
+                found = take(table, first[here] + offset)
+                is_asked = self._is_asked(found)
+                counts[here[is_asked]] = found["rows"][is_asked]
+        return counts
+
+
+def _joined(tables: list[Table]) -> Table:
+    empty = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
+    whole = {name: np.concatenate([empty[name], *(table[name] for table in tables)]) for name in empty}
+    return take(whole, np.argsort(whole["id"], kind="stable")) if len(tables) > 1 else whole
 
 
 @dataclass(frozen=True, slots=True)

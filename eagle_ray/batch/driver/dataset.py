@@ -26,13 +26,13 @@ import ray.data
 from ray import cloudpickle
 
 from eagle_ray.batch.driver.cluster import plan_workers
+from eagle_ray.batch.driver.execute import map_engine
 from eagle_ray.batch.driver.input_plan import request_columns, settings_line, template_of
-from eagle_ray.batch.driver.pipeline import map_engine
 from eagle_ray.batch.reader.carried_columns import output_names
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
-from eagle_ray.batch.worker.actor import EngineActor, as_config_error
-from eagle_ray.batch.worker.nested_rows import unnest
+from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
+from eagle_ray.batch.worker.sink import unnest
 from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.slot_limits import usual_slots
@@ -43,7 +43,7 @@ from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
 from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.values import describe_value, plain_value
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -67,13 +67,11 @@ OF_JOBS = (
     "execution.price_per_hour",
     "execution.restarts.",
     "execution.shard",
-    "output.format",
     "output.partition_by",
     "output.compression",
     "output.if_exists",
     "report.",
     "on_finish.",
-    "logging.format",
     "logging.progress_every_s",
 )
 
@@ -81,8 +79,8 @@ OF_JOBS = (
 class DatasetActor(EngineActor):
     """An EngineActor without a driver that watches it: a failed start fails the execution."""
 
-    def _cannot_start(self, error: Exception) -> NoReturn:
-        raise as_config_error(error) from None
+    def _cannot_start(self, error: Exception, fault: object) -> NoReturn:
+        raise error from None
 
 
 def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:
@@ -109,7 +107,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
         name_settings(tuple(columns))
     workers = plan_workers(config)
     batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
-    run = RunHandle(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
+    run = Run(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
     actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.min_workers))
     requests = dataset.map_batches(
         RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),

@@ -26,14 +26,14 @@ from eagle_ray.batch.driver.dataset import (
     with_sampling_params,
 )
 from eagle_ray.batch.driver.input_plan import ROW_SETTINGS, request_columns, template_of
-from eagle_ray.batch.driver.run import join_cluster, run_to_completion
+from eagle_ray.batch.driver.job_plan import join_cluster
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.reader.parquet import JSON_VALUES, arrow_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns
 from eagle_ray.requests.rows import unreadable, with_checked_texts
-from eagle_ray.runs.layout import data_of
-from eagle_ray.runs.manifest import output_of, wrap_os_errors
+from eagle_ray.runs.layout import data_of, output_of, wrap_os_errors
 from eagle_ray.storage.path import StoragePath, parquet_bytes
 
 log = logging.getLogger("eagle_ray")
@@ -54,7 +54,7 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
     with wrap_os_errors(directory):
         write_rows(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
-    run_to_completion(config.model_copy(update={"input": source}))
+    run_job(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 

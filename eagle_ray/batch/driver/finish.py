@@ -1,7 +1,7 @@
-"""Complete an output that shards have written: verify all of them, then write its summary, report and ``_SUCCESS``.
+"""Complete an output that shards have written: verify all of them, then settle it as a run without shards.
 
-It holds the lock of the output and of every shard, so that no row changes between the count and ``_SUCCESS``. The input
-is read, because it says which ids there must be.
+It holds the lease of the output and of every shard, so that no row changes between the count and ``_SUCCESS``. The
+input is read, because it says which ids there must be.
 
     print(finish_text(finish_shards(StoragePath.of("runs/a"))))
     # shard  ids  rows  errors  attempts  finished
@@ -11,73 +11,37 @@ is read, because it says which ids there must be.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
-from eagle_ray.batch.driver.run import NO_PROGRESS, check_error_rate, store_report, summarize_run
+from eagle_ray.batch.driver.run_summary import summarize_run
+from eagle_ray.batch.driver.settle import end_run
 from eagle_ray.batch.driver.status import status_of
-from eagle_ray.batch.reader.fingerprints import check_unchanged
 from eagle_ray.config import JobConfig, upgrade_config
-from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError, one_line
-from eagle_ray.report.cost import USAGE, cost
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_derived_record, read_shard_plan, shard_outputs
-from eagle_ray.runs.lease import CheckLock, lock_output
-from eagle_ray.runs.manifest import (
-    PROGRESS,
-    RUN,
-    SUCCESS,
-    SUMMARY,
-    RunHandle,
-    begin_attempt,
-    new_manifest,
-    read_manifest,
-    record_outcome,
-    version_of,
-)
+from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
+from eagle_ray.runs.manifest import begin_job
 from eagle_ray.runs.output_index import OutputIndex
-from eagle_ray.runs.part_files import part_files, read_tables
+from eagle_ray.runs.part_files import read_tables
 from eagle_ray.runs.recorded_inputs import Fingerprint, read_inputs, what_changed
 from eagle_ray.runs.row_index import num_ranges
-from eagle_ray.storage.path import StoragePath, json_bytes
+from eagle_ray.runs.run import Run, RunState
+from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.retry_budget import extended_retries
 
 log = logging.getLogger("eagle_ray")
 INPUT_KEYS = ("path", "limit")  # of `input`; they decide which ids are expected, and shards may differ in them
-Outputs = dict[JobShard, StoragePath]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedShard:
-    """What was counted in one shard.
-
-    Attributes:
-        ids: the shard's ids in the input; each is there once, with all its rows.
-        rows: its rows in the files.
-        others: ids in the files that the input does not have, as after a run with another input.
-        attempts: starts of the shard.
-    """
-
-    shard: str
-    ids: int
-    rows: int
-    errors: int
-    others: int
-    attempts: int
-    finished_at: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+Shards = Mapping[JobShard, RunState]
 
 
 def finish_shards(root: StoragePath, input_path: str | None = None, limit: int | None = None) -> dict[str, Any]:
@@ -93,17 +57,27 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
         Incomplete: a shard has not finished, or its rows are not complete.
         OutputMismatch: files that no shard has made, or a changed input.
     """
-    plan = read_shard_plan(root)
-    if plan is None:
+    recorded = read_shard_plan(root)
+    if recorded is None:
         raise ConfigError(
             f"{root} is not written in shards (it has no {SHARD_PLAN}): a run without --shard ends itself"
         )
-    outputs = shard_outputs(root, plan["count"])
-    with ExitStack() as held:
-        locks = [held.enter_context(lock_output(root))]
-        manifests = _lock_finished(outputs, held, locks)
-        config = _config_of(root, plan["config"], manifests, input_path, limit)
-        return _finish(root, outputs, manifests, config, partial(_check_all, locks))
+    with ExitStack() as held, ExitStack() as at_end:
+        checks = [held.enter_context(hold_output(root)).check]
+        shards = _hold_finished(shard_outputs(root, recorded["count"]), held, checks)
+        config = _config_of(root, recorded["config"], shards, {"path": input_path, "limit": limit})
+        log.info("reading the input")
+        plan = plan_input(config)  # without an index: every row is read
+        plan.check_unchanged()
+        for shard, state in shards.items():
+            _check_same_input(shard, read_inputs(state.output, state.record), plan.fingerprints)
+        run = begin_job(Run.inspect(root), config, plan.fingerprints, partial(_check_all, checks))
+        with run.recorded_outcome(), extended_retries():
+            _check_only_shards(run, shards)
+            counts = [_verify(shard, state, plan) for shard, state in shards.items()]
+            summary = summarize_run(run, [state.output for state in shards.values()]) | {"shards": counts}
+            end_run(config, run, summary, at_end)
+        return summary
 
 
 def finish_text(summary: dict[str, Any]) -> str:
@@ -113,37 +87,38 @@ def finish_text(summary: dict[str, Any]) -> str:
     return f"{render(['shard', *names, 'finished'], lines)}\n\n{run_table(summary)}"
 
 
-def _check_all(locks: Iterable[CheckLock]) -> None:
-    for check in locks:
+def _check_all(checks: Iterable[Callable[[], None]]) -> None:
+    for check in checks:
         check()
 
 
-def _lock_finished(outputs: Outputs, held: ExitStack, locks: list[CheckLock]) -> dict[JobShard, dict[str, Any]]:
-    """Hold the lock of every shard, append their checks to locks, and return the manifests.
+def _hold_finished(
+    outputs: Mapping[JobShard, StoragePath], held: ExitStack, checks: list[Callable[[], None]]
+) -> dict[JobShard, RunState]:
+    """Hold the lease of every shard, append their checks, and return what the shards' records say.
 
     Raises for all unfinished shards together.
     """
-    manifests: dict[JobShard, dict[str, Any]] = {}
+    shards: dict[JobShard, RunState] = {}
     problems: list[str] = []
     is_running = False
     for shard, output in outputs.items():
-        manifest = read_manifest(output)
-        if manifest is None:
+        if Run.inspect(output).manifest is None:
             problems.append(f"shard {shard} has not started")
             continue
         try:
-            locks.append(held.enter_context(lock_output(output)))
+            checks.append(held.enter_context(hold_output(output)).check)
         except OutputLocked as error:
             is_running = True
             problems.append(f"shard {shard} is running: {error}")
             continue
-        if not (output / SUCCESS).exists():
+        shards[shard] = Run.inspect(output)
+        if not shards[shard].is_complete:
             problems.append(f"shard {shard} is not complete: {_reason(output)}")
-        manifests[shard] = read_manifest(output) or manifest
     if problems:
         kind: type[JobError] = OutputLocked if is_running else Incomplete
         raise kind("; ".join(problems) + f". Run each with its --shard, then finish again ({len(outputs)} shards).")
-    return manifests
+    return shards
 
 
 def _reason(output: StoragePath) -> str:
@@ -151,14 +126,11 @@ def _reason(output: StoragePath) -> str:
     return f"attempt {status.attempt} ended with {status.outcome}" if status.outcome else f"it is {status.state}"
 
 
-def _config_of(
-    root: StoragePath,
-    recorded: dict[str, Any],
-    manifests: dict[JobShard, dict[str, Any]],
-    input_path: str | None,
-    limit: int | None,
-) -> JobConfig:
-    """Return the configuration of the whole output: the shards', without a shard. Raises ConfigError."""
+def _config_of(root: StoragePath, recorded: dict[str, Any], shards: Shards, given: Mapping[str, Any]) -> JobConfig:
+    """Return the configuration of the whole output: the shards', without a shard. Raises ConfigError.
+
+    given: values of INPUT_KEYS in place of the shards', None for theirs.
+    """
     try:
         config = JobConfig.model_validate(upgrade_config(recorded))
     except ValueError as error:
@@ -166,10 +138,9 @@ def _config_of(
             f"{root / SHARD_PLAN} is damaged (its configuration is not valid: {one_line(error)}): delete it, and run "
             "one of the shards again, which writes it again"
         ) from None
-    given = {"path": input_path, "limit": limit}
     chosen: dict[str, Any] = {}
     for key in INPUT_KEYS:
-        values = {shard: manifest["config"]["input"].get(key) for shard, manifest in manifests.items()}
+        values = {shard: state.record["config"]["input"].get(key) for shard, state in shards.items()}
         first_shard, first = next(iter(values.items()))
         differing = [f"{value!r} in {shard}" for shard, value in values.items() if value != first]
         if given[key] is None and differing:
@@ -188,35 +159,6 @@ def _config_of(
     )
 
 
-def _finish(
-    root: StoragePath,
-    outputs: Outputs,
-    manifests: dict[JobShard, dict[str, Any]],
-    config: JobConfig,
-    check_lock: CheckLock,
-) -> dict[str, Any]:
-    log.info("reading the input")
-    plan = plan_input(config)  # without an index: every row is read
-    check_unchanged(plan.files, {})  # a change since the scan
-    files = plan.fingerprints
-    for shard in outputs:
-        _check_same_input(shard, read_inputs(outputs[shard], manifests[shard]), files)
-    old_version = version_of(root / RUN)
-    manifest = read_manifest(root) or new_manifest(config, attempt=0)
-    run = replace(begin_attempt(manifest, old_version, config, files), check_lock=check_lock)
-    with record_outcome(run), extended_retries():
-        _check_only_shards(run, outputs)
-        shards = [_verify(shard, output, manifests[shard], plan) for shard, output in outputs.items()]
-        summary = summarize_run(run)
-        summary |= {"shards": [shard.as_json() for shard in shards], "cost": _cost(config, outputs, summary["total"])}
-        run.publish(SUMMARY, json_bytes(summary))
-        check_error_rate(summary["total"], config.execution.max_error_rate)
-        run.publish(SUCCESS, b"")
-    if config.report.html:
-        store_report(run, summary)
-    return summary
-
-
 def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]) -> None:
     """Raise OutputMismatch if a file is not the one that the shard has read; new files are added."""
     changes = {path: what_changed(read.get(path, found), found) for path, found in files.items()}
@@ -227,19 +169,23 @@ def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict
         )
 
 
-def _check_only_shards(run: RunHandle, outputs: Outputs) -> None:
+def _check_only_shards(run: Run, shards: Shards) -> None:
     """Raise OutputMismatch for files in data/ that are not below a shard's directory."""
-    own = [data_of(output) for output in outputs.values()]
-    for file in part_files(run.data):
+    own = [data_of(state.output) for state in shards.values()]
+    for file in run.files:
         if all(file.relative_to(directory) is None for directory in own):
             raise OutputMismatch(f"{file} was not made by a shard of this output: move it out of {run.data}")
 
 
-def _verify(shard: JobShard, output: StoragePath, manifest: dict[str, Any], plan: InputPlan) -> FinishedShard:
+def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]:
     """Count the ids of one shard in its files, without their index. Raises Incomplete unless each of its ids is there
     once, with all rows.
+
+    Returns the shard's ids in the input, its rows and error rows in the files, ids there that the input does not have
+    ("others"), its attempts and when it finished.
     """
-    index = OutputIndex.read(data_of(output))
+    data = data_of(state.output)
+    index = OutputIndex.read(data)
     _check_own_rows(shard, index)
     wanted = plan.all_rows.of_shard(shard)
     num_ids, found = len(wanted), count_done(wanted, index)
@@ -253,21 +199,16 @@ def _verify(shard: JobShard, output: StoragePath, manifest: dict[str, Any], plan
             f"shard {shard}: {sum(map(len, extra.values()))} ids are there twice, such as in {next(iter(extra))}. Run "
             f"--shard {shard} again, which removes the second rows."
         )
-    summary = read_derived_record(output / SUMMARY, SummaryRecord, "its error rows are counted again")
-    return FinishedShard(
-        shard=str(shard),
-        ids=num_ids,
-        rows=index.num_rows,
-        errors=_num_errors(output) if summary is None else summary["total"]["errors"],
-        others=found.num_others,
-        attempts=len(manifest["attempts"]),
-        finished_at=manifest["attempts"][-1].get("finished_at"),
-    )
-
-
-def _num_errors(output: StoragePath) -> int:
-    tables = read_tables(data_of(output), ["status"])
-    return sum(len(table.filter(pc.equal(table["status"], "error"))) for table in tables)
+    statuses = (table["status"] for table in read_tables(data, ["status"]))
+    return {
+        "shard": str(shard),
+        "ids": num_ids,
+        "rows": index.num_rows,
+        "errors": sum(pc.sum(pc.equal(status, "error")).as_py() or 0 for status in statuses),
+        "others": found.num_others,
+        "attempts": len(state.record["attempts"]),
+        "finished_at": state.last_attempt.get("finished_at"),
+    }
 
 
 def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
@@ -276,18 +217,3 @@ def _check_own_rows(shard: JobShard, index: OutputIndex) -> None:
         if not (own := shard.holds(entries["id"])).all():
             file = index.files[entries["file"][int(np.argmin(own))]]
             raise OutputMismatch(f"{file} has rows of another shard than {shard}: move it out of the output")
-
-
-def _cost(config: JobConfig, outputs: Outputs, total: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cost of all shards: the longest shard's time, and the workers of all, if they are alike."""
-    files = (output / PROGRESS for output in outputs.values())
-    progress = [read_derived_record(file, ProgressRecord, NO_PROGRESS) or {} for file in files]
-    usages = [usage for facts in progress if (usage := facts.get(USAGE))]
-    if not usages or len({usage["gpus_per_worker"] for usage in usages}) > 1:
-        return None
-    together = {
-        "elapsed_s": max(usage["elapsed_s"] for usage in usages),
-        "worker_s": sum(usage["worker_s"] for usage in usages),
-        "gpus_per_worker": usages[0]["gpus_per_worker"],
-    }
-    return cost(total, together, config.execution.price_per_hour)

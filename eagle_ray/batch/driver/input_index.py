@@ -16,8 +16,9 @@ import binascii
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,11 @@ import pyarrow as pa
 from eagle_ray.batch.reader.carried_columns import join_into
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.scan import FilePart, Found, UnreadValue
+from eagle_ray.batch.reader.scan import FilePart, FileScan, UnreadValue
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
     DIGEST,
-    SEGMENT_ROWS,
     Digests,
     IndexDamaged,
     Segment,
@@ -49,7 +49,6 @@ from eagle_ray.runs.row_index import (
     take,
     write_facts,
     write_rows,
-    write_segment,
 )
 from eagle_ray.storage.path import StoragePath
 
@@ -65,8 +64,23 @@ NO_ROWS: Table = {
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
-Scan = Callable[[list[FilePart]], Iterable[Iterable[Found]]]
-"""Scan parts of files; yield for each part its consecutive pieces with their rows (columns id, request, rows)."""
+Scan = Callable[[list[FilePart]], Iterable[Iterable[FileScan]]]
+"""Scan parts of files; yield for each part its consecutive pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousRun:
+    """What earlier attempts at an output left for the scan of its input.
+
+    Attributes:
+        index: directory of the run's index.
+        inputs: the fingerprints that it recorded, by path.
+        finished_key: key of the plan whose rows the output holds, all of them, or None.
+    """
+
+    index: StoragePath
+    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
+    finished_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,6 @@ class InputIndex:
         files: by path, as they were last scanned.
         next_number: of the next file that is scanned.
         segments: on disk, with the directory of each.
-        unsaved: tables that are in memory only.
         saved_in: the directory that has the index as it is, or None.
     """
 
@@ -122,7 +135,6 @@ class InputIndex:
     files: dict[str, IndexedFile] = field(default_factory=dict)
     next_number: int = 0
     segments: list[tuple[StoragePath, Segment]] = field(default_factory=list)
-    unsaved: list[Table] = field(default_factory=list)
     saved_in: StoragePath | None = None
     _tables: list[Table] | None = None
     _temporary: tempfile.TemporaryDirectory | None = None
@@ -169,7 +181,7 @@ class InputIndex:
         return self._tables
 
     def _read(self) -> list[Table]:
-        return [*(read_segment(directory, segment) for directory, segment in self.segments), *self.unsaved]
+        return [read_segment(directory, segment) for directory, segment in self.segments]
 
     def add(
         self,
@@ -178,7 +190,7 @@ class InputIndex:
         scan: Scan,
         grown: Container[str],
     ) -> None:
-        """Scan the files that the index does not have as they are now.
+        """Scan the files that the index does not have as they are now. Their rows are in temporary files until `save`.
 
         grown: paths of files that hold the lines that the index has of them, and more behind them.
         """
@@ -189,11 +201,33 @@ class InputIndex:
                 continue
             is_base = old is not None and file.path in grown and (old.name, old.format) == (file.name, file.format)
             bases.append(self._base(file, fingerprints[file.path], old if is_base else None))
-        with RowWriter(self) as rows:
-            scanned = scan([part for _, part, _ in bases])
-            for (base, _, num_known), found in zip(bases, scanned, strict=True):
-                self.files[base.path] = _joined(base, found, rows, num_known)
-                self.saved_in = None
+        if bases:
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
+            directory = StoragePath.of(self._temporary.name)
+            scanned = zip(bases, scan([part for _, part, _ in bases]), strict=True)
+            rows = chain.from_iterable(self._rows_of(base, found, known) for (base, _, known), found in scanned)
+            self.segments += [(directory, segment) for segment in write_rows(directory, KIND, rows)]
+            self._tables, self.saved_in = None, None
+
+    def _rows_of(self, base: IndexedFile, scans: Iterable[FileScan], num_known: int) -> Iterator[Table]:
+        """Yield the rows that scans found in a file, and add the file once they are over.
+
+        base: the file with what is known of it. num_known: rows at the start of the scans that are indexed.
+        """
+        types, slices, unread = dict(base.types), list(base.slices), dict(base.unread)
+        first = base.num_rows
+        for scan in scans:
+            join_into(types, scan.types)
+            slices += [(file_slice.start, *file_slice.first, file_slice.num_rows) for file_slice in scan.slices]
+            for column, value in scan.unread.items():
+                unread.setdefault(column, value._replace(number=first + value.number))
+            count = len(scan.rows["id"])
+            places = np.arange(first, first + count, dtype=np.uint32)
+            numbers = np.full(count, base.number, np.uint32)
+            yield cut(scan.rows | {"file": numbers, "row": places}, num_known, count)
+            num_known = max(0, num_known - count)
+            first += count
+        self.files[base.path] = replace(base, types=types, slices=slices, unread=unread)
 
     def _base(
         self, file: InputFile, fingerprint: Fingerprint, grown: IndexedFile | None
@@ -239,12 +273,9 @@ class InputIndex:
         """Write the index into a run's directory. The segments come first, so that a kill leaves the old index."""
         if self.saved_in == directory:
             return
-        num_segments = len(self.segments) + len(self.unsaved)
-        if has_many_segments(num_segments, self._num_rows()) or self._num_stale() > self._num_rows() // 2:
+        if has_many_segments(len(self.segments), self._num_rows()) or self._num_stale() > self._num_rows() // 2:
             self._merge(directory)
         self.segments = [(directory, self._saved(place, segment, directory)) for place, segment in self.segments]
-        self.segments += [(directory, write_segment(directory, KIND, table)) for table in self.unsaved]
-        self.unsaved = []
         write_facts(directory / FILE, self._facts())
         remove_unused(directory, KIND, [segment for _, segment in self.segments])
         self._tables, self.saved_in = None, directory
@@ -259,7 +290,6 @@ class InputIndex:
         numbers = sorted(self.numbers)
         alive = (take(table, np.isin(table["file"], numbers)) for table in joined_ranges(self.tables, NO_ROWS))
         self.segments = [(directory, segment) for segment in write_rows(directory, KIND, alive)]
-        self.unsaved = []
 
     def _num_rows(self) -> int:
         return sum(len(table["id"]) for table in self.tables)
@@ -275,46 +305,6 @@ class InputIndex:
             "segments": [segment.as_json() for _, segment in self.segments],
             **files_as_json(self.files.values()),
         }
-
-    def spill(self, table: Table) -> None:
-        """Move rows that were just scanned to a temporary file."""
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
-        directory = StoragePath.of(self._temporary.name)
-        self.segments.append((directory, write_segment(directory, KIND, table)))
-        self.reload()
-
-    def reload(self) -> None:
-        """Read the rows again when they are next used."""
-        self._tables = None
-
-
-class RowWriter:
-    """Collects scanned rows, and sorts and spills them once they fill a segment."""
-
-    def __init__(self, index: InputIndex) -> None:
-        self._index = index
-        self._waiting: list[Table] = []
-        self._num_waiting = 0
-
-    def __enter__(self) -> RowWriter:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is None and self._waiting:
-            self._index.unsaved.append(self._sorted())
-            self._index.reload()
-
-    def add(self, table: Table) -> None:
-        self._waiting.append(table)
-        self._num_waiting += len(table["id"])
-        if self._num_waiting >= SEGMENT_ROWS:
-            self._index.spill(self._sorted())
-
-    def _sorted(self) -> Table:
-        table = sorted_by_id(join(self._waiting, NO_ROWS))
-        self._waiting, self._num_waiting = [], 0
-        return table
 
 
 def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
@@ -346,23 +336,6 @@ def _types_in(text: str) -> dict[str, pa.DataType]:
 def index_key(settings: Mapping[str, Any]) -> str:
     """Return a key of everything that the content of an index depends on."""
     return hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=16).hexdigest()
-
-
-def _joined(base: IndexedFile, found: Iterable[Found], rows: RowWriter, num_known: int) -> IndexedFile:
-    """Return the file with what a scan found behind its slices. num_known: rows at the start that are indexed."""
-    types, slices, unread = dict(base.types), list(base.slices), dict(base.unread)
-    first = base.num_rows
-    for scan, table in found:
-        join_into(types, scan.types)
-        slices += [(file_slice.start, *file_slice.first, file_slice.num_rows) for file_slice in scan.slices]
-        for column, value in scan.unread.items():
-            unread.setdefault(column, value._replace(number=first + value.number))
-        count = len(table["id"])
-        places = np.arange(first, first + count, dtype=np.uint32)
-        rows.add(cut(table | {"file": np.full(count, base.number, np.uint32), "row": places}, num_known, count))
-        num_known = max(0, num_known - count)
-        first += count
-    return replace(base, types=types, slices=slices, unread=unread)
 
 
 def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str, np.ndarray]:

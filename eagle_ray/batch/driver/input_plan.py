@@ -1,6 +1,6 @@
 """InputPlan: the whole input, scanned before anything starts.
 
-It fixes the order of files and slices, the columns to read and the types of passthrough columns, and finds duplicate
+It fixes the order of files and slices, the columns to read and the types of carried columns, and finds duplicate
 ids. A file that the run's index describes as it is now is not scanned again (``input_index``).
 
     plan = plan_input(config)
@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -22,14 +23,13 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
-from eagle_ray.batch.driver.input_index import InputIndex, Scan, index_key
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn, join_into, output_names, python_values
+from eagle_ray.batch.driver.completeness import ExpectedRows
+from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
+from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
 from eagle_ray.batch.reader.file_slices import FileSlice
-from eagle_ray.batch.reader.files import InputFile, find_files
-from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
+from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
 from eagle_ray.batch.reader.jsonl import detect_batch
-from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
 from eagle_ray.batch.reader.source import RequestReader
@@ -49,7 +49,6 @@ from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, digests, isin
-from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 MAX_NAMES = 3  # in a message
@@ -83,6 +82,14 @@ class InputPlan:
     def files(self) -> tuple[InputFile, ...]:
         return self.reader.files
 
+    def check_unchanged(self) -> None:
+        """Raise InputChanged if a file is not the one any more that was scanned."""
+        check_unchanged(self.files, self.fingerprints)
+
+    def detect_changes(self) -> AbstractContextManager[None]:
+        """Raise InputChanged instead of an error that a changed file may have caused."""
+        return detect_changes(self.files, self.fingerprints)
+
     @property
     def num_rows(self) -> int:
         return sum(file_slice.num_rows for file_slice in self.slices)
@@ -96,9 +103,9 @@ class InputPlan:
         return counts
 
     @property
-    def without_passthrough(self) -> InputPlan:
+    def without_carried(self) -> InputPlan:
         """Return the plan of the requests alone."""
-        return replace(self, reader=replace(self.reader, passthrough_columns=()))
+        return replace(self, reader=replace(self.reader, carried_columns=()))
 
     @property
     def rows(self) -> ExpectedRows:
@@ -121,14 +128,14 @@ class InputPlan:
         return ExpectedRows(index, allowed, starts, self.default_rows)
 
     @property
-    def passthrough(self) -> list[pa.Field]:
-        """Return the output columns of the passthrough columns."""
-        return self.reader.passthrough
+    def carried_fields(self) -> list[pa.Field]:
+        """Return the output columns of the carried columns."""
+        return self.reader.carried_fields
 
     @property
-    def passthrough_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each passthrough column, by its name in the output."""
-        return {column.name: column.type for column in self.reader.passthrough_columns}
+    def carried_types(self) -> dict[str, pa.DataType]:
+        """Return the joined type of each carried column, by its name in the output."""
+        return {column.name: column.type for column in self.reader.carried_columns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,31 +143,23 @@ class InputChanges:
     """How input files differ from those that the run was made from.
 
     Attributes:
-        accepted: paths of changed files in which every row that they had makes the same request.
+        grown: paths of files that begin with what they were.
+        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their rows are the same.
         changed: ids of rows of each changed file that make another request now, sorted, by path.
         gone: which rows of each changed file are not in the input any more, by path.
         absent: ids as in `changed`, of files that the input does not have.
     """
 
-    accepted: tuple[str, ...] = ()
+    grown: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()
     changed: Mapping[str, Digests] = field(default_factory=dict)
     gone: Mapping[str, np.ndarray] = field(default_factory=dict)
     absent: Mapping[str, Digests] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class PreviousRun:
-    """What earlier attempts at an output left for the scan of its input.
-
-    Attributes:
-        index: directory of the run's index.
-        inputs: the fingerprints that it recorded, by path.
-        finished_key: key of the plan whose rows the output holds, all of them, or None.
-    """
-
-    index: StoragePath
-    inputs: Mapping[str, Fingerprint] = field(default_factory=dict)
-    finished_key: str | None = None
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Return the paths of changed files that a resume accepts unless rows changed or are gone."""
+        return *self.grown, *self.rewritten
 
 
 def plan_input(
@@ -202,10 +201,10 @@ def plan_input(
     if types:
         _check_columns(config.input.columns, columns, types)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    names = output_names(_passthrough_names(config.input, columns, types), RESERVED)
-    passthrough = tuple(PassthroughColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
+    names = output_names(_carried_names(config.input, columns, types), RESERVED)
+    carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     plan = InputPlan(
-        reader=RequestReader(files, columns, passthrough, job_shard),
+        reader=RequestReader(files, columns, carried, job_shard),
         slices=_apply_limit(slices, config.input.limit),
         row_settings=ROW_SETTINGS & frozenset(nonnull_columns),
         index=index,
@@ -241,16 +240,17 @@ def _update(
     index.add(files, prints, scan_parts, as_noted)
 
     if finished:
-        return InputChanges(tuple(file.path for file in differing))
+        return InputChanges(rewritten=tuple(file.path for file in differing))
     current = {file.path: index.files[file.path].number for file in files}
     replaced = {path: number for path, number in before.items() if current.get(path, number) != number}
     absent = {path: number for path, number in before.items() if path not in current}
-    accepted = tuple(file.path for file in differing if file.path in grown or file.path in replaced)
+    rewritten = tuple(file.path for file in differing if file.path in replaced and file.path not in grown)
     if not (replaced or absent):
-        return InputChanges(accepted)
+        return InputChanges(tuple(sorted(grown)))
     changed, gone = index.compare(replaced | absent, current.values())
     return InputChanges(
-        accepted,
+        tuple(sorted(grown)),
+        rewritten,
         changed={path: ids for path, ids in changed.items() if path in replaced},
         gone={path: rows for path, rows in gone.items() if path in replaced},
         absent={path: ids for path, ids in changed.items() if path in absent},
@@ -324,7 +324,7 @@ def requests_of(plan: InputPlan) -> Iterator[Request]:
 
 
 def request_rows(plan: InputPlan) -> Iterator[dict[str, Any]]:
-    """Yield every row of the input in order, good or bad, with its request and passthrough columns."""
+    """Yield every row of the input in order, good or bad, with its request and carried columns."""
     for table in request_tables(plan):
         columns = [python_values(table[name]) for name in table.schema.names]
         yield from (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
@@ -414,7 +414,7 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
         log.warning("%s. It is treated as data.", problem)
 
 
-def _passthrough_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
+def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
     if config.passthrough == "none":
         return []
     if config.passthrough == "all":

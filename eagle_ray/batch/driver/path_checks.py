@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 from eagle_ray.batch.reader.files import InputFile, resolve_pattern, split_at_wildcard
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.layout import DATA
+from eagle_ray.runs.layout import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.lease import LOCK
-from eagle_ray.runs.manifest import PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import INPUTS
 from eagle_ray.storage.glob_match import glob_matches

@@ -39,9 +39,9 @@ from eagle_ray.engine.counters import choice_text
 from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
-from eagle_ray.runs.layout import read_derived_record
-from eagle_ray.runs.manifest import PROGRESS, RUN, RunHandle
+from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
 from eagle_ray.runs.part_files import open_part
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.retry_budget import disable_extended_retries
 
@@ -146,7 +146,7 @@ class ProgressMonitor:
     """
 
     def __init__(
-        self, actor: ActorHandle, run: RunHandle, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
+        self, actor: ActorHandle, run: Run, num_rows: int, every_s: float, limits: Limits, workers: WorkerPlan
     ):
         self._actor, self._run, self._num_rows = actor, run, num_rows
         self._every_s, self._limits = every_s, limits
@@ -335,7 +335,7 @@ class ProgressMonitor:
             interrupt()
 
 
-def _progress_before(run: RunHandle) -> Facts | None:
+def _progress_before(run: Run) -> Facts | None:
     """Return what earlier attempts of this run last wrote to ``_progress.json``, or None."""
     with suppress(OSError):
         facts = read_derived_record(run.output / PROGRESS, ProgressRecord)

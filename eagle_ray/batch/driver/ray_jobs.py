@@ -29,7 +29,7 @@ import eagle_ray
 from eagle_ray.assembly.worker_plan import RAY_JOB_VARIABLE
 from eagle_ray.batch.driver.ray_environment import QUIET_VARIABLES
 from eagle_ray.batch.driver.signals import accept_interrupt
-from eagle_ray.batch.reader.run_files import RUN_PREFIX, is_run
+from eagle_ray.batch.reader.files import RUN_PREFIX, is_run
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError

@@ -20,11 +20,13 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
+from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.manifest import REMEDY, RunHandle, manifest_of
-from eagle_ray.runs.part_files import read_tables
+from eagle_ray.runs.manifest import REMEDY
+from eagle_ray.runs.part_files import as_stored, next_schema, read_tables, stored_schema
 from eagle_ray.runs.recorded_inputs import content_of, read_inputs
 from eagle_ray.runs.row_index import Digests, digests, isin
+from eagle_ray.runs.run import Run, manifest_of
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -40,18 +42,19 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
         raise OutputMismatch(
             f"input changed since {output} was made from it: {number} rows of "
             f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
-            f"new rows at the file's end or in another file; {REMEDY}."
+            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
+            "same ids (-i FILE --retry-errors)."
         )
-    for path in plan.changes.accepted:
+    for path in plan.changes.rewritten:
         log.info(
-            "%s has changed since %s was made from it, and has the rows that it had: new ones are added, and answered "
-            "ones keep their carried columns",
+            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
+            "answered ones keep their carried columns",
             path,
             output.display_path,
         )
 
 
-def check_sources(run: RunHandle, plan: InputPlan) -> None:
+def check_sources(run: Run, plan: InputPlan) -> None:
     """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
 
     Ids and source files of the output's rows are read only if there may be such rows.
@@ -75,3 +78,17 @@ def check_sources(run: RunHandle, plan: InputPlan) -> None:
                     f"{run.output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
                     f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
                 )
+
+
+def check_columns(run: Run, plan: InputPlan) -> None:
+    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
+    there = stored_schema(run.data)
+    if unread := plan.row_settings.intersection(unread_settings(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
+        raise OutputMismatch(
+            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
+        )

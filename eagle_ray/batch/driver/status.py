@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from eagle_ray.config.records import ProgressRecord, SummaryRecord
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.text import number, render
-from eagle_ray.runs.layout import read_derived_record, read_shard_plan, shard_outputs
+from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY, read_derived_record, read_shard_plan, shard_outputs
 from eagle_ray.runs.lease import Process
-from eagle_ray.runs.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, read_manifest
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -69,7 +69,7 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
     cannot be read.
     """
-    manifest = read_manifest(output)
+    manifest = Run.inspect(output).manifest
     if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
     last = manifest["attempts"][-1]

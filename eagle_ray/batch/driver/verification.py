@@ -4,7 +4,7 @@ Rows are chosen evenly by id from the successful ones and decoded again in a wor
 workers. The speed-up is timed there, and stored outputs are compared with plain decoding's. Nothing is stored on the
 way: a lost check is repeated.
 
-    run_checks(config, plan, run, plan.rows, {"verify_rows": 100})["verify_rows"]["identical"]      # 100
+    run_checks(config, plan, run, {"verify_rows": 100})["verify_rows"]["identical"]      # 100
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from eagle_ray.batch.driver.cluster import plan_workers
-from eagle_ray.batch.driver.expected_rows import ExpectedRows
+from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
 from eagle_ray.batch.worker.error_classifier import classify_error
@@ -28,10 +28,12 @@ from eagle_ray.batch.worker.start_cache import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
+from eagle_ray.report.speed_up import SpeedUp
+from eagle_ray.report.text import difference_line
 from eagle_ray.runs.job_errors import ClusterError, WorkerDefect
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.runs.row_index import DIGEST, digests
+from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
 RETRIES = 3  # a worker that dies, or whose node does, is no reason to give up
@@ -41,24 +43,26 @@ KeyTuple = tuple[bytes, int, int]
 Keys = np.ndarray  # one-dimensional, of KEY: which row
 
 
-def run_checks(
-    config: JobConfig, plan: InputPlan, run: RunHandle, asked: ExpectedRows, wanted: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the results by key, each with the requested number of rows.
+def run_checks(config: JobConfig, plan: InputPlan, run: Run, wanted: Mapping[str, int]) -> dict[str, Any]:
+    """Return the results by key, each with the requested number of rows, which are chosen from the plan's.
 
-    asked: the job's rows, from which rows are chosen. Ray is connected. Raises ClusterError if the worker cannot run.
+    Ray is connected. Raises ClusterError if the worker cannot run.
     """
-    finished = np.sort(_finished(run, asked))
+    finished = np.sort(_finished(run, plan.rows))
     if not len(finished):
         return {name: {"asked": number, "rows": 0} for name, number in wanted.items()}
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
     rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
     log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
     found = _in_a_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    if turns := found.get("baseline_rows", {}).pop("turns", None):
+        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
+    for row in found.get("verify_rows", {}).get("differing", []):
+        log.warning("%s", difference_line(row))
     return {name: {"asked": number} | found[name] for name, number in wanted.items()}
 
 
-def _finished(run: RunHandle, asked: ExpectedRows) -> Keys:
+def _finished(run: Run, asked: ExpectedRows) -> Keys:
     """Return the successful rows that are asked for."""
     found = [np.empty(0, KEY)]
     for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "status"]):
@@ -81,11 +85,11 @@ def _evenly(keys: Keys, number: int) -> Keys:
     return keys[np.arange(number) * len(keys) // number]
 
 
-def _rows(plan: InputPlan, run: RunHandle, keys: Keys) -> dict[KeyTuple, ChosenRow]:
+def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
     """Return the rows by key. A later turn of a conversation has the answers that are stored for the earlier ones."""
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
-    requests = {request.id: request for request in requests_of(plan.without_passthrough) if request.id in ids}
+    requests = {request.id: request for request in requests_of(plan.without_carried) if request.id in ids}
     found: dict[KeyTuple, ChosenRow] = {}
     for key in keys.tolist():
         id_, sample, turn = key
@@ -100,7 +104,7 @@ def _with_earlier_turns(keys: Keys) -> Keys:
     return np.unique(np.concatenate([keys, np.array(earlier, KEY)]))
 
 
-def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]]:
+def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]]:
     """Return id, text and output ids of each wanted row, by key."""
     for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "text", "output_token_ids"]):
         keys = _keys_of(table)
@@ -110,7 +114,7 @@ def _outputs(run: RunHandle, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str,
             yield key.item(), row
 
 
-def _in_a_worker(config: JobConfig, run: RunHandle, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
+def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     workers = plan_workers(config, num_rows=usual_slots(config.execution.slots, on_gpu=False))
     task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
@@ -125,9 +129,7 @@ def _in_a_worker(config: JobConfig, run: RunHandle, chosen: dict[str, list[Chose
         raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 
 
-def _check(
-    config: JobConfig, run: RunHandle, chosen: dict[str, list[ChosenRow]], threads: int
-) -> dict[str, dict[str, Any]]:
+def _check(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
     with start_cache(run):
         twin = BaselineComparison(config, threads)
     checks = {"baseline_rows": twin.measure, "verify_rows": twin.verify}

@@ -1,4 +1,4 @@
-"""Passthrough columns: their types, fixed before the job starts.
+"""Carried columns: their types, fixed before the job starts.
 
 A Parquet column keeps its Arrow type, and its values are never Python's. Types of several files are joined upwards:
 null below everything, integers below floats, decimals below those with more digits, JSON text above incompatible types,
@@ -25,13 +25,13 @@ import pyarrow as pa
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.row_schema import JSON
 
-RENAME_PREFIX = "input_"  # of a passthrough column with a name that the job uses itself
+RENAME_PREFIX = "input_"  # of a carried column with a name that the job uses itself
 # Texts of a CSV file. Values of other files become texts, as dates do, or else JSON text.
 CSV_TEXT = pa.large_string()
 
 
 @dataclass(frozen=True, slots=True)
-class PassthroughColumn:
+class CarriedColumn:
     """A column to pass through.
 
     Attributes:
@@ -50,7 +50,7 @@ class PassthroughColumn:
 
 
 def output_names(sources: Iterable[str], reserved: Container[str]) -> dict[str, str]:
-    """Return the output name of each passthrough column.
+    """Return the output name of each carried column.
 
     A name that the job uses itself gets the prefix ``input_``. If the input has a column of that name too, a number
     follows: ``input_text_2``.
@@ -83,7 +83,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:
-    """Return the passthrough type of a Parquet column: its own, but for extension types and the widths of text."""
+    """Return the carried type of a Parquet column: its own, but for extension types and the widths of text."""
     if isinstance(declared, pa.BaseExtensionType):
         return type_in_parquet(declared.storage_type)
     if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
@@ -122,31 +122,36 @@ def _decoded_field(field: pa.Field) -> pa.Field:
     return field.with_type(decoded_type(field.type))
 
 
+def _is_number(type_: pa.DataType) -> bool:
+    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
+
+
+def _is_binary(type_: pa.DataType) -> bool:
+    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_)
+
+
+# of types that are joined; Arrow would join others, too, such as texts with bytes and numbers with decimals
+JOINED_KINDS = (_is_number, _is_binary, pa.types.is_nested, pa.types.is_decimal)
+
+
 def join(a: pa.DataType, b: pa.DataType) -> pa.DataType:
     """Return the narrowest type that holds both."""
     if a == b or pa.types.is_null(b):
         return a
     if pa.types.is_null(a):
         return b
-    if CSV_TEXT in (a, b):
-        return CSV_TEXT
+    for above in (CSV_TEXT, JSON):
+        if above in (a, b):
+            return above
     if pa.types.is_dictionary(a) or pa.types.is_dictionary(b):
         return join(decoded_type(a), decoded_type(b))
-    if _is_number(a) and _is_number(b) and not _overflow(a, b):
-        return _unified(a, b)
-    if _is_binary(a) and _is_binary(b):
-        return pa.large_binary() if pa.large_binary() in (a, b) else pa.binary()
-    if (pa.types.is_nested(a) and pa.types.is_nested(b)) or (pa.types.is_decimal(a) and pa.types.is_decimal(b)):
-        try:
-            return _unified(a, b)
-        except pa.ArrowException:
-            return JSON
-    return JSON
-
-
-def _unified(a: pa.DataType, b: pa.DataType) -> pa.DataType:
+    if not any(is_kind(a) and is_kind(b) for is_kind in JOINED_KINDS) or _overflow(a, b):
+        return JSON
     both = [pa.schema([("x", a)]), pa.schema([("x", b)])]
-    return pa.unify_schemas(both, promote_options="permissive").field("x").type
+    try:
+        return pa.unify_schemas(both, promote_options="permissive").field("x").type
+    except pa.ArrowException:
+        return JSON
 
 
 def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) -> None:
@@ -161,7 +166,7 @@ def field_of(name: str, type_: pa.DataType) -> pa.Field:
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """Return Python values in the decoded type of a passthrough column; CSV numbers are texts before."""
+    """Return Python values in the decoded type of a carried column; CSV numbers are texts before."""
     as_type = _converter(type_)
     absent = (type(None), RequestError)
     decoded = decoded_type(field_of("", type_).type)
@@ -169,7 +174,7 @@ def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
 
 
 def carry(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """Return a Parquet column in the decoded type of a passthrough column."""
+    """Return a Parquet column in the decoded type of a carried column."""
     if type_ not in (JSON, CSV_TEXT):
         try:
             return column.cast(decoded_type(field_of("", type_).type))
@@ -204,12 +209,8 @@ def _python_values(column: pa.Array) -> list[Any]:
 def python_values(column: pa.ChunkedArray) -> list[Any]:
     """Return a column's values, as texts if Python cannot hold them, such as times in nanoseconds."""
     try:
-        return column.to_pylist(maps_as_pydicts="lossy")
+        return _python_values(column.combine_chunks())
     except (pa.ArrowException, OverflowError, ValueError, KeyError):
-        pass
-    try:
-        return column.cast(pa.string()).to_pylist()
-    except pa.ArrowException:
         return [f"a value of type {column.type}" if valid else None for valid in column.is_valid().to_pylist()]
 
 
@@ -248,14 +249,6 @@ def _with_text_keys(value: Any) -> Any:
 
 def _as_boolean(value: bool | str) -> bool:
     return value.lower() == "true" if isinstance(value, str) else value
-
-
-def _is_number(type_: pa.DataType) -> bool:
-    return pa.types.is_integer(type_) or pa.types.is_floating(type_)
-
-
-def _is_binary(type_: pa.DataType) -> bool:
-    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_)
 
 
 def _overflow(a: pa.DataType, b: pa.DataType) -> bool:

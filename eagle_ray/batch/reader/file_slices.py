@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -26,10 +27,9 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.reader.carried_columns import CSV_TEXT, carry, column_of
 from eagle_ray.batch.reader.csv import parse_csv_value, rows_in_csv
-from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile
 from eagle_ray.batch.reader.jsonl import CutLine, rows_in_batch, rows_in_jsonl
 from eagle_ray.batch.reader.parquet import BATCH_ROWS, batches_in_parquet
-from eagle_ray.batch.reader.run_files import RUN_FORMAT
 from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.columns import RowPosition
@@ -48,6 +48,8 @@ CARRY_ERRORS = (pa.ArrowException, OverflowError, TypeError, ValueError, LookupE
 READ_ERRORS = (OSError, pa.ArrowException, OverflowError)  # pyarrow's own words for a damaged or foreign file
 
 Item = TypeVar("Item")
+PlacedRow = tuple[RowPosition, InputRow]
+Convert = Callable[[str, pa.DataType, int, int], pa.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +71,9 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a slice: their positions, the values that requests are made of, and the passthrough columns."""
+    """Some rows of a slice: their positions, the values that requests are made of, and the carried columns."""
 
-    rows: list[tuple[RowPosition, InputRow]]
+    rows: list[PlacedRow]
     carried: dict[str, pa.Array]
 
     def truncate(self, num_rows: int) -> Chunk:
@@ -167,53 +169,43 @@ def _record_chunks(file_slice: FileSlice, needed: Iterable[str], carried: Mappin
     values = {name: scalar.as_py() for name, scalar in partition_scalars(file_slice.file).items()}
     records = records_in(file_slice.file, file_slice.start, file_slice.first)
     rows = ((position, with_values(row, values)) for _, position, row in islice(records, file_slice.num_rows))
-    while chunk := list(islice(rows, BATCH_ROWS)):
-        columns: dict[str, pa.Array] = {}
-        errors: dict[int, RequestError] = {}
-        for name, type_ in carried.items():
-            columns[name], wrong = _record_column(chunk, name, type_)
-            errors |= wrong
-        yield Chunk(_with_errors(chunk, errors), columns)
+    while some := list(islice(rows, BATCH_ROWS)):
+        yield _chunk(some, carried, partial(_record_column, some))
 
 
-def _with_errors(
-    rows: list[tuple[RowPosition, InputRow]], errors: Mapping[int, RequestError]
-) -> list[tuple[RowPosition, InputRow]]:
-    """Return the rows with an error in each that has a value which cannot be carried; its id stays."""
-    return [
-        (position, row | {UNCARRIED: errors[i]} if i in errors and isinstance(row, dict) else row)
-        for i, (position, row) in enumerate(rows)
-    ]
+def _record_column(rows: list[PlacedRow], name: str, type_: pa.DataType, start: int, stop: int) -> pa.Array:
+    return column_of([row.get(name) if isinstance(row, dict) else None for _, row in rows[start:stop]], type_)
 
 
-def _record_column(
-    chunk: list[tuple[RowPosition, InputRow]], name: str, type_: pa.DataType
-) -> tuple[pa.Array, dict[int, RequestError]]:
-    values = [row.get(name) if isinstance(row, dict) else None for _, row in chunk]
-    return _carried(name, type_, len(chunk), lambda start, stop: column_of(values[start:stop], type_))
+def _chunk(rows: list[PlacedRow], carried: Mapping[str, pa.DataType], convert: Convert) -> Chunk:
+    """Return the rows with their carried columns. A row with a value that does not fit its type gets an error and a
+    null, and keeps its id.
 
-
-def _carried(
-    name: str, type_: pa.DataType, num_rows: int, convert: Callable[[int, int], pa.Array]
-) -> tuple[pa.Array, dict[int, RequestError]]:
-    """Return a carried column of num_rows rows, null where a value does not fit the type, and those rows' errors.
-
-    convert: returns the column of some rows, or raises an error of CARRY_ERRORS.
+    convert: returns a column of some of the rows, or raises an error of CARRY_ERRORS.
     """
-    try:
-        return convert(0, num_rows), {}
-    except CARRY_ERRORS:
-        pass
-    parts, errors = [], {}
-    for row in range(num_rows):
+    columns: dict[str, pa.Array] = {}
+    errors: dict[int, RequestError] = {}
+    for name, type_ in carried.items():
         try:
-            parts.append(convert(row, row + 1))
-        except CARRY_ERRORS as error:
-            fix = "cast it, for example to a string, or leave it out with input.passthrough"
-            message = f"column {name!r} cannot be carried through as {type_} ({one_line(error)}): {fix}"
-            errors[row] = RequestError("bad_type", message)
-            parts.append(column_of([None], type_))
-    return pa.concat_arrays(parts), errors
+            columns[name] = convert(name, type_, 0, len(rows))
+        except CARRY_ERRORS:
+            parts = [_value_or_error(convert, name, type_, row) for row in range(len(rows))]
+            errors |= {row: part for row, part in enumerate(parts) if isinstance(part, RequestError)}
+            null = column_of([None], type_)
+            columns[name] = pa.concat_arrays([null if isinstance(part, RequestError) else part for part in parts])
+    for i, error in errors.items():
+        position, row = rows[i]
+        rows[i] = position, row | {UNCARRIED: error} if isinstance(row, dict) else row
+    return Chunk(rows, columns)
+
+
+def _value_or_error(convert: Convert, name: str, type_: pa.DataType, row: int) -> pa.Array | RequestError:
+    try:
+        return convert(name, type_, row, row + 1)
+    except CARRY_ERRORS as error:
+        fix = "cast it, for example to a string, or leave it out with input.passthrough"
+        message = f"column {name!r} cannot be carried through as {type_} ({one_line(error)}): {fix}"
+        return RequestError("bad_type", message)
 
 
 def records_in(file: InputFile, start: int, start_position: RowPosition) -> Iterator[tuple[int, RowPosition, InputRow]]:
@@ -264,19 +256,14 @@ def _columnar_chunks(
         partitions = {name: scalar.as_py() for name, scalar in partitions_in(parquet, file).items()}
         read = {name: partitions[name] for name in needed if name in partitions}
         for rows, batch in columnar_batches(parquet, file, needed, [file_slice.start], carried):
-            columns: dict[str, pa.Array] = {}
-            errors: dict[int, RequestError] = {}
-            for name, type_ in carried.items():
-                if name in batch.schema.names:
-                    columns[name], wrong = _columnar_column(batch.column(name), name, type_)
-                    errors |= wrong
-                else:
-                    columns[name] = column_of([partitions.get(name)] * len(rows), type_)
-            positions = (RowPosition(index + i, None) for i in range(len(rows)))
-            placed = [(place, with_values(row, read)) for place, row in zip(positions, rows, strict=True)]
+            placed = [(RowPosition(index + i, None), with_values(row, read)) for i, row in enumerate(rows)]
             index += len(rows)
-            yield Chunk(_with_errors(placed, errors), columns)
+            yield _chunk(placed, carried, partial(_columnar_column, batch, partitions))
 
 
-def _columnar_column(column: pa.Array, name: str, type_: pa.DataType) -> tuple[pa.Array, dict[int, RequestError]]:
-    return _carried(name, type_, len(column), lambda start, stop: carry(column[start:stop], type_))
+def _columnar_column(
+    batch: pa.RecordBatch, partitions: Mapping[str, Any], name: str, type_: pa.DataType, start: int, stop: int
+) -> pa.Array:
+    if name in batch.schema.names:
+        return carry(batch.column(name)[start:stop], type_)
+    return column_of([partitions.get(name)] * (stop - start), type_)

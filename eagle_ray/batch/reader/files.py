@@ -15,17 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from eagle_ray.batch.reader.run_files import RUN_FORMAT, find_run_files, is_run, run_directory
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.runs.job_errors import InputChanged
-from eagle_ray.runs.layout import data_of
+from eagle_ray.runs.layout import RUN, SUCCESS, data_of
+from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.partitions import partition_values
 from eagle_ray.storage.decompression import CODECS, open_decompressed
 from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
 from eagle_ray.storage.storage_errors import ObjectChanged
 
 log = logging.getLogger("eagle_ray")
+RUN_PREFIX = "run:"  # of the output directory of another run: run:runs/first
+RUN_FORMAT = "run"
 FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv"}
 UNREADABLE = (".bz2", ".xz", ".zip", ".lz4", ".br", ".7z")  # compressed in other ways
 _DIRECTORY_HINT = f"of a directory {', '.join(FORMATS)} are read: name other files with a glob"
@@ -115,7 +117,7 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
         format_ = _run_format(patterns, format_)
     for pattern in patterns:
         try:
-            root, files = find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
+            root, files = _find_run_files(pattern, allow_unfinished) if is_run(pattern) else _expand(pattern)
         except NotFound as error:  # the bucket
             raise ConfigError(f"input.path: {error}") from None
         if not files:
@@ -131,6 +133,34 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
     if partitions := dict.fromkeys(name for file in found.values() for name in file.partitions):
         log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
     return tuple(found.values())
+
+
+def is_run(pattern: str) -> bool:
+    return pattern.startswith(RUN_PREFIX)
+
+
+def run_directory(pattern: str) -> StoragePath:
+    """Return the output directory that run:DIR names. Raises ConfigError."""
+    try:
+        return StoragePath.of(pattern.removeprefix(RUN_PREFIX))
+    except ValueError as error:
+        raise ConfigError(f"input.path: {pattern}: {error}") from None
+
+
+def _find_run_files(pattern: str, allow_unfinished: bool) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
+    """Return the run's data directory and its part files. Raises ConfigError unless the run is finished."""
+    output = run_directory(pattern)
+    if not (output / RUN).exists() and not allow_unfinished:
+        raise ConfigError(f"input.path: {pattern!r}: {output} holds no run (no {RUN}). Give a run's output.path.")
+    if not (output / SUCCESS).exists() and not allow_unfinished:
+        raise ConfigError(
+            f"input.path: {pattern!r}: the run in {output} is not finished (no {SUCCESS}). Finish it with its own "
+            "command first, or read the rows that are there with input.allow_unfinished: true."
+        )
+    files = part_files(data_of(output))
+    if not files:
+        raise ConfigError(f"input.path: {pattern!r}: there are no rows in {data_of(output)}")
+    return data_of(output), {file: file.stat() for file in files}
 
 
 def _run_format(patterns: list[str], format_: str) -> str:

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.jsonl import is_json
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.storage.path import StoragePath
 
@@ -73,6 +76,16 @@ def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]
     for file in files:
         if file.storage_path.is_local and (difference := _difference(file, noted.get(file.path, {}))):
             raise file.changed_error(difference)
+
+
+@contextmanager
+def detect_changes(files: Sequence[InputFile], noted: Mapping[str, Fingerprint]) -> Iterator[None]:
+    """Raise InputChanged, as check_unchanged does, instead of an error that a changed file may have caused."""
+    try:
+        yield
+    except (ConfigError, Incomplete, WorkerDefect):
+        check_unchanged(files, noted)
+        raise
 
 
 def _difference(file: InputFile, noted: Fingerprint) -> str | None:

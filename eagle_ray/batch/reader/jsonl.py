@@ -45,7 +45,7 @@ def rows_in_jsonl(
     for i, line in enumerate(stream):
         position = RowPosition(start_position.row + i, start_position.line + i)
         if line.strip():
-            row = _parse_line(line)
+            row = parse_line(line)
             if is_cut(line) and isinstance(row, RequestError) and not is_json(line):
                 row = CutLine(row.code, str(row))
             yield start, position, row
@@ -123,7 +123,8 @@ def is_json(line: bytes) -> bool:
     return True
 
 
-def _parse_line(line: bytes) -> InputRow:
+def parse_line(line: bytes) -> InputRow:
+    """Return the columns of a line, or what is wrong with it."""
     try:
         text = line.rstrip().decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeError as error:

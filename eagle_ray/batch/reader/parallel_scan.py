@@ -1,27 +1,25 @@
-"""Scan large inputs on all cores of the cluster, through Ray Data.
+"""Scan large inputs on all cores of the cluster, in Ray tasks.
 
 Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one piece. The places
 of a piece's rows follow from the lines before it, so lines are counted first.
 
     scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
     for found in scan([FilePart(file)]):
-        print([len(table["id"]) for _, table in found])                                 # [140233, 140120]
+        print([len(scan.rows["id"]) for scan in found])                                 # [140233, 140120]
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
-import pyarrow as pa
-
 from eagle_ray.batch.reader.file_slices import COLUMNAR, open_columnar
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.scan import FilePart, Found, RowScanner
+from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
@@ -31,7 +29,7 @@ log = logging.getLogger("eagle_ray")
 MIN_BYTES = 256 << 20  # a smaller input is scanned in the driver, in less time than Ray takes to start
 PIECE_BYTES = 32 << 20
 READ_BYTES = 1 << 20
-MAX_BLOCKS = 4096  # of one Dataset; a block's pieces are scanned one after the other
+MAX_WAITING = 256  # tasks that are ahead of what is read: more than most clusters have cores
 PASSED_ON = (ConfigError, JobError, OSError)
 
 
@@ -44,7 +42,7 @@ class ParallelScan:
     min_bytes: int = MIN_BYTES
     piece_bytes: int = PIECE_BYTES
 
-    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[Found]]:
+    def __call__(self, parts: list[FilePart]) -> Iterator[Iterable[FileScan]]:
         """Yield what each part holds, in their order, as consecutive pieces."""
         if sum(map(_num_bytes, parts)) < self.min_bytes:
             yield from self.scanner(parts)
@@ -123,56 +121,44 @@ def _num_bytes(part: FilePart) -> int:
     return part.file.version.size - (0 if part.file.format in COLUMNAR else part.start)
 
 
-def _in_tasks(function: Callable[..., Any], arguments: list[tuple]) -> Iterator[Any]:
+def _in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterator[Any]:
     """Yield the results of Ray tasks in the order of their arguments. Raises what a task raised."""
-    import ray.data  # seconds to import: only for large inputs
+    import ray  # seconds to import: only for large inputs
 
-    if not arguments:
-        return
-    rows = [{"number": number, "arguments": pickle.dumps(each)} for number, each in enumerate(arguments)]
-    dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS))
-    done = dataset.map_batches(TaskFunction(function), batch_size=1, batch_format="pyarrow")
-    done.context.enable_progress_bars = False  # a Dataset has a context of its own since it was made
-    done.context.execution_options.preserve_order = True  # what is early waits in the object store, not in the driver
-    yield from _in_order(done.iter_batches(batch_size=1, batch_format="pyarrow"))
-
-
-def _in_order(batches: Iterable[pa.Table]) -> Iterator[Any]:
-    """Yield the results by their numbers, which are consecutive, whatever order Ray Data yields them in."""
-    early: dict[int, Any] = {}
-    number = 0
-    for batch in batches:
-        error, early[batch["number"][0].as_py()] = pickle.loads(batch["result"][0].as_py())
-        if error is not None:
-            raise error
-        while number in early:
-            yield early.pop(number)
-            number += 1
+    task = ray.remote(_call)
+    waiting: deque[Any] = deque()  # what is early stays in the object store
+    shared = ray.put(function)
+    for each in arguments:
+        if len(waiting) == MAX_WAITING:
+            yield _value_of(ray.get(waiting.popleft()))
+        waiting.append(task.remote(shared, each))
+    while waiting:
+        yield _value_of(ray.get(waiting.popleft()))
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFunction:
-    """Calls a function in a Ray task on a row of pickled arguments. Errors of the input are results, too."""
+def _call(function: Callable[..., Any], arguments: tuple) -> tuple[Exception | None, Any]:
+    """Call a function in a Ray task. An error of the input is returned, so that it can be raised as it is."""
+    try:
+        with extended_retries():
+            return None, function(*arguments)
+    except PASSED_ON as error:
+        return error, None
 
-    function: Callable[..., Any]
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        result: tuple[Exception | None, Any]
-        try:
-            with extended_retries():
-                result = None, self.function(*pickle.loads(batch["arguments"][0].as_py()))
-        except PASSED_ON as error:
-            result = error, None
-        return pa.table({"number": batch["number"], "result": pa.array([pickle.dumps(result)], pa.large_binary())})
+def _value_of(result: tuple[Exception | None, Any]) -> Any:
+    error, value = result
+    if error is not None:
+        raise error
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScan:
-    """Scans consecutive pieces. There may be many groups, so they are sent without the scanner."""
+    """Scans consecutive pieces. There may be many groups, so the scanner is sent once."""
 
     scanner: RowScanner
 
-    def __call__(self, pieces: list[FilePart]) -> list[list[Found]]:
+    def __call__(self, pieces: list[FilePart]) -> list[list[FileScan]]:
         return [list(found) for found in self.scanner(pieces)]
 
 

@@ -3,7 +3,8 @@
 A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
 
     with pq.ParquetFile("a.parquet") as parquet:
-        list(rows_in_parquet(parquet, file, needed=["prompt"], groups=[0]))      # [{'prompt': 'Hi'}]
+        [(rows, _)] = batches_in_parquet(parquet, file, needed=["prompt"], groups=[0])
+    rows                                                                    # [{'prompt': 'Hi'}]
 """
 
 from __future__ import annotations
@@ -88,21 +89,14 @@ def _struct_converter(type_: pa.StructType) -> Convert:
     return convert
 
 
-def rows_in_parquet(
-    parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int]
-) -> Iterator[InputRow]:
-    """Yield the rows of some row groups with their needed columns; text that is not UTF-8 makes its row a bad one.
-
-    Raises ConfigError naming a column with values that Python cannot hold.
-    """
-    for rows, _ in batches_in_parquet(parquet, file, needed, groups):
-        yield from rows
-
-
 def batches_in_parquet(
     parquet: pq.ParquetFile, file: InputFile, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches: the needed columns as rows, as rows_in_parquet does, and the carried ones as they are."""
+    """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are.
+
+    Text that is not UTF-8 makes its row a bad one. Raises ConfigError naming a column with values that Python cannot
+    hold.
+    """
     names = parquet.schema_arrow.names
     read = [name for name in dict.fromkeys(needed) if name in names]
     kept = [name for name in dict.fromkeys(carried) if name in names]

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle_ray.batch.reader.files import RUN_PREFIX
 from eagle_ray.batch.reader.parquet import BATCH_ROWS, arrow_rows
-from eagle_ray.batch.reader.run_files import RUN_PREFIX
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
 from eagle_ray.requests.rows import InputRow

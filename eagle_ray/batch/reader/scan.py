@@ -4,8 +4,8 @@ A file is read in the order of its rows. From them follow the types of its colum
 parameters that rows cannot set, and for each row the digests of its id and of its request and its output rows.
 
     scanner = RowScanner(config, request_columns(config.input.columns))
-    [[(found, table)]] = scanner([FilePart(file)])
-    len(table["id"]), found.slices[0].num_rows                              # (240, 240)
+    [[found]] = scanner([FilePart(file)])
+    len(found.rows["id"]), found.slices[0].num_rows                         # (240, 240)
 """
 
 from __future__ import annotations
@@ -89,14 +89,13 @@ class FileScan:
     Attributes:
         types: the joined types of its columns, in order.
         unread: the first value of each column that is a parameter which rows cannot set.
+        rows: a table of the index, with the columns id, request and rows.
     """
 
     types: dict[str, pa.DataType] = field(default_factory=dict)
     slices: list[FileSlice] = field(default_factory=list)
     unread: dict[str, UnreadValue] = field(default_factory=dict)
-
-
-Found = tuple[FileScan, Table]
+    rows: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class RowScanner:
     config: JobConfig
     columns: RequestColumns
 
-    def __call__(self, parts: Iterable[FilePart]) -> Iterator[list[Found]]:
+    def __call__(self, parts: Iterable[FilePart]) -> Iterator[list[FileScan]]:
         """Scan small objects several at once, since each request takes its time, and all else one after the other."""
         for is_small_object, group in groupby(parts, key=_is_small_object):
             if is_small_object:
@@ -114,9 +113,9 @@ class RowScanner:
             else:
                 yield from map(self._scan, group)
 
-    def _at_once(self, parts: Iterable[FilePart]) -> Iterator[list[Found]]:
+    def _at_once(self, parts: Iterable[FilePart]) -> Iterator[list[FileScan]]:
         """Yield the scans in their order. At most NUM_THREADS are ahead, since their rows are held in memory."""
-        ahead: deque[Future[list[Found]]] = deque()
+        ahead: deque[Future[list[FileScan]]] = deque()
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             for part in parts:
                 ahead.append(threads.submit(self._scan, part))
@@ -125,7 +124,7 @@ class RowScanner:
             while ahead:
                 yield ahead.popleft().result()
 
-    def _scan(self, part: FilePart) -> list[Found]:
+    def _scan(self, part: FilePart) -> list[FileScan]:
         needed = frozenset(self.columns.needed)
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
@@ -138,12 +137,12 @@ class RowScanner:
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
             request = parse_row(row, self.columns, location) if own else None
             rows.append(n if request is None else request.num_rows(self.config))
-        table = {
+        found.rows = {
             "id": np.frombuffer(bytes(ids), DIGEST),
             "request": np.frombuffer(requests, np.uint64),
             "rows": np.frombuffer(rows, np.uint32),
         }
-        return [(found, table)]
+        return [found]
 
 
 def _is_small_object(part: FilePart) -> bool:
@@ -169,10 +168,7 @@ def rows_in_part(part: FilePart, columns: RequestColumns, found: FileScan) -> It
     unread = UnreadParameters(columns)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
     with reading(part.file):
-        for number, (position, row) in enumerate(read(part, columns, found, unread)):
-            if unread.is_watching and isinstance(row, dict):
-                unread.look(number, position, row)
-            yield position, row
+        yield from read(part, columns, found, unread)
     found.unread = unread.found
 
 
@@ -187,7 +183,7 @@ def _record_rows(
     values = {name: scalar.as_py() for name, scalar in partitions.items()}
     inherited: set[str] = set()  # partition columns that some row does not have of its own
     unread.watch(partitions)
-    for offset, position, row in records_in(file, part.start, part.first):
+    for number, (offset, position, row) in enumerate(records_in(file, part.start, part.first)):
         if stop is not None and offset >= stop:
             break
         if not starts or (can_split and counts[-1] == SLICE_ROWS):
@@ -197,8 +193,12 @@ def _record_rows(
         if isinstance(row, dict):
             if new := types.add(row):
                 unread.watch(new)
-            inherited |= partitions.keys() - row.keys()
-        yield position, with_values(row, values)
+            if partitions:
+                inherited |= partitions.keys() - row.keys()
+                row = values | row
+            if unread.is_watching:
+                unread.look(number, position, row)
+        yield position, row
     found.types = types.joined()
     join_into(found.types, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
     found.slices = [FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True)]
@@ -220,8 +220,11 @@ def _columnar_rows(
         starts = list(accumulate(sizes, initial=0))
         groups = range(len(sizes))[part.start : part.stop]
         batches = columnar_batches(parquet, file, needed, list(groups))
-        for index, row in enumerate((row for rows, _ in batches for row in rows), starts[part.start]):
-            yield RowPosition(index, None), with_values(row, values)
+        for number, row in enumerate(row for rows, _ in batches for row in rows):
+            position, row = RowPosition(starts[part.start] + number, None), with_values(row, values)
+            if unread.is_watching and isinstance(row, dict):
+                unread.look(number, position, row)
+            yield position, row
     found.slices = [FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i]]
 
 
@@ -261,6 +264,7 @@ class UnreadParameters:
     Attributes:
         found: by column, or by ``path.key``.
         watched: the parameter that each column stands for which has had no such value yet.
+        is_watching: whether rows must be looked at.
     """
 
     def __init__(self, columns: RequestColumns) -> None:
@@ -268,14 +272,12 @@ class UnreadParameters:
         self._objects = list({path.parent for path in paths if path.parent is not None})
         self.found: dict[str, UnreadValue] = {}
         self.watched: dict[str, str] = {}
-
-    @property
-    def is_watching(self) -> bool:
-        return bool(self.watched or self._objects)
+        self.is_watching = bool(self._objects)
 
     def watch(self, columns: Iterable[str]) -> None:
         """Add the columns that are such parameters."""
         self.watched |= {column: name for column in columns if (name := match_unsupported(column)) is not None}
+        self.is_watching = bool(self.watched or self._objects)
 
     def look(self, number: int, position: RowPosition, row: dict[str, Any]) -> None:
         """Note the values of a row. number: of the row, from the first one of the scan."""
@@ -287,6 +289,7 @@ class UnreadParameters:
             if column not in self.found and has_effect(name, value):
                 self.found[column] = UnreadValue(number, *position, reprlib.repr(value))
                 self.watched.pop(column, None)
+        self.is_watching = bool(self.watched or self._objects)
 
 
 @cache

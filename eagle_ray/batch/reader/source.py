@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import PassthroughColumn
+from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.batch.reader.file_slices import FileSlice, chunks_in
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
@@ -36,13 +36,13 @@ class RequestReader:
 
     Attributes:
         columns: what requests are made of.
-        passthrough_columns: the columns to pass through, in order.
+        carried_columns: in order.
         job_shard: the part of the rows that this process runs; None for all.
     """
 
     files: tuple[InputFile, ...]
     columns: RequestColumns
-    passthrough_columns: tuple[PassthroughColumn, ...]
+    carried_columns: tuple[CarriedColumn, ...]
     job_shard: JobShard | None = None
 
     def rows(self, file_slice: FileSlice) -> Iterator[tuple[InputRow, RowLocation]]:
@@ -51,24 +51,24 @@ class RequestReader:
             yield from ((row, file_slice.file.location_of(position)) for position, row in chunk.rows)
 
     def tables(self, file_slice: FileSlice) -> Iterator[pa.Table]:
-        """Yield the requests of a slice in small tables, with their passthrough columns."""
+        """Yield the requests of a slice in small tables, with their carried columns."""
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
             locations = (file_slice.file.location_of(position) for position, _ in chunk.rows)
             rows = (row for _, row in chunk.rows)
             requests = [parse_row(row, self.columns, place) for row, place in zip(rows, locations, strict=True)]
             table = table_of_requests(requests)
-            for column in self.passthrough_columns:
+            for column in self.carried_columns:
                 table = table.append_column(column.name, chunk.carried[column.source])
             yield table
 
     @property
-    def passthrough(self) -> list[pa.Field]:
-        """Return the output columns of the passthrough columns."""
-        return [column.field for column in self.passthrough_columns]
+    def carried_fields(self) -> list[pa.Field]:
+        """Return the output columns of the carried columns."""
+        return [column.field for column in self.carried_columns]
 
     @property
     def _source_types(self) -> dict[str, pa.DataType]:
-        return {column.source: column.type for column in self.passthrough_columns}
+        return {column.source: column.type for column in self.carried_columns}
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         """Read described slices in a read task. Their bits `done` mark the rows to leave out."""
@@ -111,7 +111,7 @@ def read_requests(
             facts = {"file": numbers[file_slice.file], "start": file_slice.start, "num_rows": file_slice.num_rows}
             described.append(facts | file_slice.first._asdict() | {"done": skipped})
     if not described:
-        return ray.data.from_arrow(request_schema(reader.passthrough).empty_table())
+        return ray.data.from_arrow(request_schema(reader.carried_fields).empty_table())
     read = ray.data.from_items(described).map_batches(
         reader, batch_size=1, batch_format="pyarrow", udf_modifying_row_count=True
     )

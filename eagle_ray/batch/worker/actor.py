@@ -1,8 +1,9 @@
 """EngineActor: a worker process, fed by Ray Data.
 
 Several batches are in flight at once, so the engine's slots stay full while a batch waits for its longest row. The
-engine runs in a child process; the actor's event loop only awaits. If the engine crashes, the actor ends its own
-process: Ray would otherwise send the retry to the broken engine. Ray restarts the actor and resubmits its batches.
+engine runs in a child process; the actor's event loop only awaits. If the engine crashes, the actor starts another one
+and runs what was in flight again, in small groups. If the actor's own process ends, Ray starts it again and resubmits
+its batches to it.
 
     dataset.map_batches(EngineActor, fn_constructor_args=(...), compute=ActorPoolStrategy(size=2))
 """
@@ -13,26 +14,24 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.batch.worker.crash_isolation import Isolation
-from eagle_ray.batch.worker.crash_tracker import CrashRecord
+from eagle_ray.batch.worker.crash_isolation import CrashLog, Isolation
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import classify_error
+from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, classify_error
 from eagle_ray.batch.worker.metrics import JobMetrics
-from eagle_ray.batch.worker.nested_rows import nest
 from eagle_ray.batch.worker.progress import WorkerReport
+from eagle_ray.batch.worker.sink import nest
 from eagle_ray.batch.worker.spare_engine import adopt
 from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.core.errors import EngineError
 from eagle_ray.core.slot_limits import usual_slots
-from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 ACK_TIMEOUT_S = 30
 DRIVER_SHUTDOWN_S = 60
@@ -42,68 +41,94 @@ FLUSH_S = 1.0
 
 
 class EngineActor:
-    """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker.
+    """One engine of the job as a Ray actor.
 
-    spare: the address of a SpareEngine on the driver's machine, or None.
+    progress is the ProgressActor's handle, spare the address of a SpareEngine, which may be on another machine; the
+    rest goes to the Worker.
     """
+
+    _report: WorkerReport
 
     def __init__(
         self,
         config: JobConfig,
-        run: RunHandle,
+        run: Run,
         passthrough: list[pa.Field],
         threads: int,
         progress: ActorHandle,
         spare: str | None = None,
     ):
+        self._worker_arguments = (config, run, passthrough, threads)
+        self._spare = spare
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
-        self._progress.report_start()
-        try:
-            self._worker = EngineProcess(config, run, passthrough, threads, self._progress.log, adopt(spare))
-            self._worker.wait_until_ready()
-        except ProcessEnded as error:
-            self._exit(error)
-        except Exception as error:  # report any error in one line instead of a Ray traceback
-            self._cannot_start(error)
-        slots = usual_slots(config.execution.slots, on_gpu=False)
-        self._isolation = Isolation(self._worker.answer, self._progress, slots)
-        self._metrics = JobMetrics(config.name, run.run_id, self._worker.worker_id)
-        self._report = WorkerReport.of(self._worker.worker_id, self._worker.counters())
+        crash_log = self._progress.report_start()
+        self._use(self._start_engine())
+        self._isolation = Isolation(self, crash_log, usual_slots(config.execution.slots, on_gpu=False))
         self._num_batches = 0  # in flight
-        self._publish(None)
 
     async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
         """Yield one table of nested output rows for the batch; Ray passes it on after the call returns."""
         self._num_batches += 1
-        try:
-            answers = await self._isolation.run_batch(batch)
-        except EngineError as error:
-            self._exit(error)
+        answers = await self._isolation.run_batch(batch)
         self._num_batches -= 1
-        self._report = self._report.with_batch(answers, self._worker.counters())
+        self._report = self._report.with_batch(answers, self._engine.counters())
         self._publish(answers)
         if self._num_batches == 0:  # perhaps the last one
             self._progress.flush()
         yield nest(answers)
 
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        return await self._engine.answer(requests)
+
+    async def restart(self, error: EngineError) -> None:
+        """Report the error and start another process; the event loop runs meanwhile."""
+        self._progress.flush()
+        self._use(await asyncio.to_thread(self._replace_engine, error))
+
+    async def save(self, log: CrashLog) -> None:
+        await self._progress.save(log)
+
+    def _replace_engine(self, error: EngineError) -> EngineProcess:
+        self._engine.close()
+        self._progress.report_exit(self._engine.worker_id, classify_error(error).line)
+        self._progress.report_start()
+        return self._start_engine()
+
+    def _start_engine(self) -> EngineProcess:
+        """Return a process that is ready. Ends this one if there is none: Ray starts it again, perhaps elsewhere."""
+        try:
+            engine = EngineProcess(*self._worker_arguments, self._progress.log, adopt(self._spare))
+            engine.wait_until_ready()
+        except ProcessEnded as error:
+            self._exit(engine.worker_id, error)
+        except Exception as error:  # report any error in one line instead of a Ray traceback
+            self._cannot_start(as_config_error(error), classify_error(error))
+        return engine
+
+    def _use(self, engine: EngineProcess) -> None:
+        config, run, *_ = self._worker_arguments
+        self._engine = engine
+        self._metrics = JobMetrics(config.name, run.run_id, engine.worker_id)
+        self._report: WorkerReport = WorkerReport.of(engine.worker_id, engine.counters())
+        self._publish(None)
+
     def _publish(self, answers: pa.Table | None) -> None:
         self._progress.report(self._report)
         self._metrics.count(self._report, answers)
 
-    def _cannot_start(self, error: Exception) -> NoReturn:
+    def _cannot_start(self, error: Exception, fault: Fault) -> NoReturn:
         """Report the failed start, then end this process. A cause that every worker shares ends the job."""
-        fault = classify_error(error)
         try:
-            ends_job = self._progress.report_failure(as_config_error(error), fault.is_local)
+            ends_job = self._progress.report_failure(error, fault.is_local)
             again = RESTART_DELAY_S if fault.is_transient or not fault.is_local else UNFIT_DELAY_S
             time.sleep(DRIVER_SHUTDOWN_S if ends_job else again)
         finally:
             os._exit(1)
 
-    def _exit(self, error: EngineError) -> NoReturn:
-        """Report the reason, wait for the acknowledgement and end the process."""
+    def _exit(self, worker_id: str, error: EngineError) -> NoReturn:
+        """Report the end of the engine's process, wait for the acknowledgement and end this one."""
         try:
-            self._progress.report_exit(self._worker.worker_id, classify_error(error).line)
+            self._progress.report_exit(worker_id, classify_error(error).line)
         finally:
             os._exit(1)
 
@@ -112,32 +137,34 @@ class EngineActor:
 class ProgressClient:
     """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor.
 
-    Finished rows and totals wait for the call that begins the next rows, at most FLUSH_S. So a batch is one call, and
-    one ProgressActor keeps up with a thousand workers.
+    No call waits for an answer while all is well, and totals are sent every FLUSH_S at most. So one ProgressActor keeps
+    up with a thousand workers.
     """
 
     progress: ActorHandle
     actor_id: str
-    _finished: list[str] = field(default_factory=list)
     _report: WorkerReport | None = None
     _flush_timer: asyncio.TimerHandle | None = None
 
-    def report_start(self) -> None:
-        self._acknowledged(self.progress.start.remote, self.actor_id)
+    def report_start(self) -> CrashLog:
+        """Report that an engine starts; return the crash log that this actor saved last."""
+        return cast(CrashLog, self._acknowledged(self.progress.start.remote, self.actor_id))
 
     def report_failure(self, error: Exception, is_local: bool) -> bool:
         """Report a failed start; return whether it ends the job."""
         return bool(self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local))
 
     def report_exit(self, worker_id: str, reason: str) -> None:
-        self.flush()
-        self._acknowledged(self.progress.report_exit.remote, self.actor_id, worker_id, reason)
+        self._acknowledged(self.progress.report_exit.remote, worker_id, reason)
 
     def log(self, line: LogLine) -> None:
         self.progress.log.remote(line.level, line.text)
 
+    async def save(self, log: CrashLog) -> None:
+        await self.progress.save.remote(self.actor_id, log)
+
     def report(self, report: WorkerReport) -> None:
-        """Report the totals: at once before the first row, else with the next call or after FLUSH_S."""
+        """Report the totals: at once before the first row, else after FLUSH_S at most."""
         self._report = report
         try:
             loop = asyncio.get_running_loop()
@@ -147,37 +174,14 @@ class ProgressClient:
         if self._flush_timer is None:
             self._flush_timer = loop.call_later(FLUSH_S, self.flush)
 
-    async def begin(self, ids: list[str]) -> dict[str, CrashRecord]:
-        return await self.progress.begin.remote(self.actor_id, ids, *self._take_pending())
-
-    async def begin_suspects(self, ids: list[str]) -> None:
-        await self.progress.begin_suspects.remote(self.actor_id, ids, *self._take_pending())
-
-    def finish(self, ids: list[str]) -> None:
-        self._finished += ids
-
     def flush(self) -> None:
-        """Send what waits."""
-        finished, report = self._take_pending()
-        if finished or report is not None:
-            self.progress.update.remote(self.actor_id, finished, report)
-
-    def _take_pending(self) -> tuple[list[str], WorkerReport | None]:
-        pending = self._finished, self._report
-        self._finished, self._report = [], None
+        """Send the totals that wait."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        return pending
+        if self._report is not None:
+            self.progress.report.remote(self._report)
+            self._report = None
 
     def _acknowledged(self, call: Callable[..., ray.ObjectRef], *args: object) -> object:
         return ray.get(call(*args), timeout=ACK_TIMEOUT_S)
-
-
-def as_config_error(error: Exception) -> Exception:
-    """Return the error as the driver raises it: one line, of a class that does not need torch."""
-    if isinstance(error, ConfigError):
-        return error
-    fault = classify_error(error)
-    kind = ClusterError if fault.is_transient else ModelUnusable
-    return kind(f"a worker cannot start: {fault.line}")

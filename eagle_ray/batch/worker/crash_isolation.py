@@ -1,74 +1,215 @@
 """Isolation: run batches so that a row that crashes the engine takes few other rows with it.
 
-Rows without a crash record run together with everything else in flight. Rows with one wait until the engine is empty
-and run in small groups, finally one at a time. A row whose record is final becomes the error ``worker_died``. Every row
-is in the crash log before the engine gets it.
+A crash does not say which row in flight was at fault: a prompt that exhausts the device's memory, tokens that a kernel
+cannot handle, or no row at all. So each row in flight is charged with it and is a suspect from then on. Suspects wait
+until the engine is empty and run in ever smaller groups (``max_group_size``), until the row at fault crashes the engine
+alone and the others are answered. After MAX_CRASHES a row becomes the error ``worker_died``.
 
-    isolation = Isolation(worker.answer, crash_log, slots=16)
+Nothing is recorded before the first crash. After it the CrashLog is saved before each group of suspects, since a row
+may also end the actor's own process, as a lack of the node's memory does.
+
+    isolation = Isolation(engine, CrashLog(), slots=16)
     table = await isolation.run_batch(batch)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from eagle_ray.batch.worker.crash_tracker import CrashRecord, max_group_size
+from eagle_ray.batch.worker.error_classifier import classify_error
+from eagle_ray.core.errors import EngineError
 from eagle_ray.requests.columns import location_text
 
 WORKER_DIED = "worker_died"
+MAX_CRASHES = 4  # with everything in flight, in a small group, and twice as the only row
+KILLED = "the process was killed"  # where a worker left no reason
 LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
 
 
-class CrashLog(Protocol):
-    """The part of ``CrashTracker`` that one worker writes. ``begin`` and ``begin_suspects`` return after the write."""
+@dataclass(frozen=True, slots=True)
+class CrashRecord:
+    """Number of workers that crashed while one row was in flight, and the reason of the last crash."""
 
-    async def begin(self, ids: list[str]) -> dict[str, CrashRecord]: ...
-    async def begin_suspects(self, ids: list[str]) -> None: ...
-    def finish(self, ids: list[str]) -> None: ...
+    num_crashes: int
+    reason: str
+
+    @property
+    def is_final(self) -> bool:
+        return self.num_crashes >= MAX_CRASHES
 
 
 @dataclass(slots=True)
-class Isolation:
-    """Run batches of requests on one engine, suspects apart from all other rows.
+class CrashLog:
+    """The rows that one actor's crashes are charged to. A copy of it outlives the actor's process.
 
     Attributes:
-        generate: answers a table of requests with one or more rows per request, in order.
-        crash_log: records which rows are in flight.
-        slots: the engine's batch size.
+        records: by row. Those that are not final are of suspects.
+        in_flight: the rows that the engine has: of suspects, or none while it loads. None: rows that nothing recorded.
+        charges_all: whether rows that arrive are charged, since they may have been in flight unrecorded.
     """
 
-    generate: Callable[[pa.Table], Awaitable[pa.Table]]
-    crash_log: CrashLog
-    slots: int
-    _engine: SharedExclusiveLock = field(default_factory=lambda: SharedExclusiveLock())
+    records: dict[str, CrashRecord] = field(default_factory=dict)
+    in_flight: list[str] | None = field(default_factory=list)
+    charges_all: bool = False
+
+    def charge(self, ids: Iterable[str], reason: str) -> None:
+        """Charge rows with one crash, unless their record is final."""
+        for id in ids:
+            before = self.records.get(id, CrashRecord(0, reason))
+            if not before.is_final:
+                self.records[id] = CrashRecord(before.num_crashes + 1, reason)
+
+    def clear(self, ids: Iterable[str]) -> None:
+        """Delete the records of rows that are answered, unless final."""
+        for id in self.suspects(ids):
+            del self.records[id]
+
+    def suspects(self, ids: Iterable[str]) -> dict[str, int]:
+        """Return the number of crashes of those rows that are suspects."""
+        found = ((id, self.records[id]) for id in ids if id in self.records)
+        return {id: record.num_crashes for id, record in found if not record.is_final}
+
+
+class CrashingEngine(Protocol):
+    """What an Isolation runs rows on."""
+
+    async def answer(self, requests: pa.Table) -> pa.Table:
+        """Answer a table with one or more rows per request, in order. Raises EngineError if the engine crashes."""
+        ...
+
+    async def restart(self, error: EngineError) -> None:
+        """Replace the engine that crashed with the error. No request is in flight."""
+        ...
+
+    async def save(self, log: CrashLog) -> None:
+        """Copy the log to where the end of this process does not reach it."""
+        ...
+
+
+class Isolation:
+    """Run batches of requests on one engine, suspects apart from all other rows. slots: the engine's batch size.
+
+    log: as the actor's former process left it. If that ended with unrecorded rows in flight, Ray sends their batches
+    again at once, so all that arrive before the first one is answered are charged.
+    """
+
+    def __init__(self, engine: CrashingEngine, log: CrashLog, slots: int):
+        self._engine, self._log, self._slots = engine, log, slots
+        log.charges_all |= log.in_flight is None
+        log.charge(log.in_flight or (), KILLED)
+        log.in_flight = []
+        self._lock = SharedExclusiveLock()
+        self._crash: EngineError | None = None  # of the engine, until it is replaced
 
     async def run_batch(self, batch: pa.Table) -> pa.Table:
         """Return the output rows of the batch, in the batch's order."""
-        ids = batch["request_id"].to_pylist()
-        async with self._engine.shared():
-            records = await self.crash_log.begin(ids)
-            batch = _as_error_rows(batch, records)
-            suspects = {id: record.num_crashes for id, record in records.items() if not record.is_final}
-            parts = [await self._run_rows(batch, [id for id in ids if id not in suspects])]
-        for group in _groups(suspects, self.slots):
-            async with self._engine.exclusive():
-                await self.crash_log.begin_suspects(group)
-                parts.append(await self._run_rows(batch, group))
+        ids: list[str] = batch["request_id"].to_pylist()
+        if self._log.charges_all:
+            self._log.charge((id for id in ids if id not in self._log.records), KILLED)
+        left = ids
+        parts: list[pa.Table] = []
+        while left or not parts:
+            if self._crash is not None:
+                await self._restart()
+            group = self._next_group(left)
+            answers = await self._run_group(batch, group)
+            if answers is not None:
+                parts.append(answers)
+                left = _without(left, group)
+        self._log.charges_all = False
         return parts[0] if len(parts) == 1 else _in_order(pa.concat_tables(parts), ids)
 
-    async def _run_rows(self, batch: pa.Table, ids: list[str]) -> pa.Table:
-        rows = batch if len(ids) == len(batch) else _select_rows(batch, ids)
-        answers = await self.generate(rows)
-        if ids:
-            self.crash_log.finish(ids)
-        return answers
+    def _next_group(self, ids: list[str]) -> list[str]:
+        """Return the rows to run next: all that are no suspects, then suspects, those with more crashes later."""
+        suspects = self._log.suspects(ids)
+        if len(suspects) < len(ids) or not ids:
+            return _without(ids, suspects)
+        fewest = min(suspects.values())
+        return [id for id, crashes in suspects.items() if crashes == fewest][: max_group_size(fewest, self._slots)]
+
+    async def _run_group(self, batch: pa.Table, ids: list[str]) -> pa.Table | None:
+        """Return the answers, or None if the engine crashed, meanwhile or before."""
+        is_suspect = bool(self._log.suspects(ids))
+        async with self._lock.exclusive() if is_suspect else self._lock.shared():
+            if self._crash is not None:
+                return None
+            await self._record(ids if is_suspect else None)
+            try:
+                answers = await self._engine.answer(_with_error_rows(_select_rows(batch, ids), self._log.records))
+            except EngineError as error:
+                self._log.charge(ids, classify_error(error).line)
+                self._crash = error
+                return None
+            self._log.clear(ids)
+            return answers
+
+    async def _restart(self) -> None:
+        async with self._lock.exclusive():
+            if self._crash is not None:  # else another batch was first
+                await self._record([])
+                await self._engine.restart(self._crash)
+                self._crash = None
+
+    async def _record(self, in_flight: list[str] | None) -> None:
+        """Note the rows that the engine has from now on, and save the log if that was not so before."""
+        if in_flight != self._log.in_flight:
+            self._log.in_flight = in_flight
+            await self._engine.save(self._log)
+
+
+def max_group_size(num_crashes: int, slots: int) -> int:
+    """Return how many rows with this many crashes run together: a quarter of the slots after one crash, then one.
+
+    A quarter, because most crashes are accidents, and a large group is cleared soon.
+    """
+    return max(1, slots // 4) if num_crashes == 1 else 1
+
+
+def _with_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Table:
+    """Return the batch with rows of a final record turned into error rows, as the reader does with unreadable rows."""
+    if not any(id in records and records[id].is_final for id in batch["request_id"].to_pylist()):
+        return batch
+    rows = batch.select(["request_id", *LOCATION, "error_code", "error_message"]).to_pylist()
+    for row in rows:
+        record = records.get(row["request_id"])
+        if record is not None and record.is_final:
+            row["error_code"] = WORKER_DIED
+            row["error_message"] = (
+                f"{location_text(row)}: {record.num_crashes} workers died while they answered it "
+                f"({record.reason}): {FIX}"
+            )
+    for name in ("error_code", "error_message"):
+        field = batch.schema.field(name)
+        values = pa.array([row[name] for row in rows], field.type)
+        batch = batch.set_column(batch.schema.get_field_index(name), field, values)
+    return batch
+
+
+def _select_rows(batch: pa.Table, ids: list[str]) -> pa.Table:
+    if len(ids) == len(batch):
+        return batch
+    column = batch["request_id"]
+    return batch.filter(pc.is_in(column, pa.array(ids, column.type)))
+
+
+def _without(ids: list[str], others: Iterable[str]) -> list[str]:
+    others = set(others)
+    return [id for id in ids if id not in others]
+
+
+def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
+    """Sort rows into the order of the batch; the samples of a request keep their order."""
+    place = {id: i for i, id in enumerate(ids)}
+    places = [place[id] for id in answers["request_id"].to_pylist()]
+    return answers.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64())).combine_chunks()
 
 
 @dataclass(slots=True)
@@ -104,43 +245,3 @@ class SharedExclusiveLock:
             self._num_exclusive -= 1
             async with self._changed:
                 self._changed.notify_all()
-
-
-def _groups(crashes: dict[str, int], slots: int) -> Iterator[list[str]]:
-    """Yield groups of ids to run together. Rows with more crashes come later and in smaller groups."""
-    for count in sorted(set(crashes.values())):
-        ids, size = [id for id, behind in crashes.items() if behind == count], max_group_size(count, slots)
-        yield from (ids[i : i + size] for i in range(0, len(ids), size))
-
-
-def _as_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Table:
-    """Return the batch with rows of a final record turned into error rows, as the reader does with unreadable rows."""
-    final = {id: record for id, record in records.items() if record.is_final}
-    if not final:
-        return batch
-    rows = batch.select(["request_id", *LOCATION, "error_code", "error_message"]).to_pylist()
-    for row in rows:
-        if row["request_id"] in final:
-            record = final[row["request_id"]]
-            row["error_code"] = WORKER_DIED
-            row["error_message"] = (
-                f"{location_text(row)}: {record.num_crashes} workers died while they answered it "
-                f"({record.reason}): {FIX}"
-            )
-    for name in ("error_code", "error_message"):
-        field = batch.schema.field(name)
-        values = pa.array([row[name] for row in rows], field.type)
-        batch = batch.set_column(batch.schema.get_field_index(name), field, values)
-    return batch
-
-
-def _select_rows(batch: pa.Table, ids: list[str]) -> pa.Table:
-    wanted = set(ids)
-    return batch.filter(pa.array([id in wanted for id in batch["request_id"].to_pylist()], pa.bool_()))
-
-
-def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
-    """Sort rows into the order of the batch; the samples of a request keep their order."""
-    place = {id: i for i, id in enumerate(ids)}
-    places = [place[id] for id in answers["request_id"].to_pylist()]
-    return answers.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64())).combine_chunks()

@@ -39,7 +39,7 @@ from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.job_errors import WorkerDefect
 from eagle_ray.runs.lease import process_name
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
 WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
@@ -113,7 +113,7 @@ class EngineProcess:
     def __init__(
         self,
         config: JobConfig,
-        run: RunHandle,
+        run: Run,
         passthrough: list[pa.Field],
         threads: int,
         on_log: Callable[[LogLine], None],

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.runs.job_errors import outcome_of
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
 from eagle_ray.storage.storage_errors import DISK_FULL, StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
@@ -66,6 +66,15 @@ def classify_error(error: Exception) -> Fault:
         return Fault(f"device fault ({told}): {LOOK}", is_local=True, is_transient=True)
     is_disk_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
     return Fault(_told(error), is_local=is_disk_full, is_transient=_may_pass(cause))
+
+
+def as_config_error(error: Exception) -> Exception:
+    """Return the error as the driver raises it: one line, of a class that does not need torch."""
+    if isinstance(error, ConfigError):
+        return error
+    fault = classify_error(error)
+    kind = ClusterError if fault.is_transient else ModelUnusable
+    return kind(f"a worker cannot start: {fault.line}")
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
-"""Progress: the sum of what the workers have done, and the rows in flight when a worker crashed.
+"""Progress: the sum of what the workers have done.
 
-Each worker sends its totals to one small Ray actor, with the call that begins its next rows; the driver reads the sum.
-A lost report is made up for by the next.
+Each worker sends its totals to one small Ray actor every second at most; the driver reads the sum. A lost report is
+made up for by the next. The actor also keeps each worker's log of crashes, for its next process.
 
     progress = start_progress(num_workers=2)
     ray.get(progress.snapshot.remote()).rows      # 40
@@ -10,7 +10,6 @@ A lost report is made up for by the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -20,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from eagle_ray.batch.worker.crash_tracker import CrashRecord, CrashTracker
+from eagle_ray.batch.worker.crash_isolation import CrashLog
 from eagle_ray.engine.counters import EngineCounters
 
 # Of an engine's counters, those that add up over workers: its steps and what they were spent on.
@@ -34,7 +33,6 @@ WORK_COUNTERS = (
     "num_reused_tokens",
     "num_preemptions",
 )
-KILLED = "the process was killed"  # where a worker left no word
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,22 +192,26 @@ class Progress:
 
 
 class ProgressActor:
-    """Totals of the workers' reports and the crash records: one actor per job.
+    """Totals of the workers' reports and their crash logs: one actor per job.
 
-    num_workers: workers started at first. If this actor is killed, the reports arrive again; crash records are lost.
+    num_workers: workers started at first. If this actor is killed, the reports arrive again; crash logs are lost.
     """
 
     def __init__(self, num_workers: int) -> None:
-        self._progress, self._crash_tracker = Progress(), CrashTracker()
+        self._progress = Progress()
         self._num_workers = num_workers
-        self._exit_reasons: dict[str, str] = {}
+        self._crash_logs: dict[str, CrashLog] = {}
         self._failed: set[str] = set()
         self._files: dict[str, int] = {}
 
-    def start(self, actor_id: str) -> None:
-        """Record that an actor starts. If it restarts, the rows in flight on it get a crash record."""
+    def start(self, actor_id: str) -> CrashLog:
+        """Record that an actor starts an engine. Return the crash log that the actor saved last."""
         self._progress.add_start()
-        self._crash_tracker.record_crash(actor_id, self._exit_reasons.pop(actor_id, KILLED))
+        return self._crash_logs.get(actor_id, CrashLog())
+
+    def save(self, actor_id: str, log: CrashLog) -> None:
+        """Keep an actor's crash log for its next process."""
+        self._crash_logs[actor_id] = log
 
     def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
         """Record that an actor cannot start. Return whether the job ends: not while other actors run or may start.
@@ -224,25 +226,6 @@ class ProgressActor:
         self._progress.fatal = error
         return True
 
-    def begin(
-        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
-    ) -> dict[str, CrashRecord]:
-        """Record that rows begin, and what `update` takes. Return the crash records of those that have one."""
-        self.update(actor_id, finished, report)
-        return self._crash_tracker.begin(actor_id, ids)
-
-    def begin_suspects(
-        self, actor_id: str, ids: Iterable[str], finished: Iterable[str] = (), report: WorkerReport | None = None
-    ) -> None:
-        self.update(actor_id, finished, report)
-        self._crash_tracker.begin_suspects(actor_id, ids)
-
-    def update(self, actor_id: str, finished: Iterable[str], report: WorkerReport | None) -> None:
-        """Record rows that finished, and an actor's totals."""
-        self._crash_tracker.finish(actor_id, finished)
-        if report is not None:
-            self.report(report)
-
     def report(self, report: WorkerReport) -> None:
         self._progress.add(report)
 
@@ -256,8 +239,7 @@ class ProgressActor:
         """Return the rows of each file that was reported."""
         return self._files
 
-    def report_exit(self, actor_id: str, worker_id: str, reason: str) -> None:
-        self._exit_reasons[actor_id] = reason
+    def report_exit(self, worker_id: str, reason: str) -> None:
         self._note(f"worker {worker_id} ends: {reason}")
 
     def log(self, level: int, text: str) -> None:

@@ -1,7 +1,15 @@
 """AtomicParquetSink: write Ray Data's blocks as Parquet files, each complete or absent.
 
-Blocks hold nested rows, one per id. A write task makes one file in each partition directory of its rows, named after
-its attempt and its place in it. A repeated task finds the files that its first try published and keeps them.
+A write task makes one file in each partition directory of its rows, named after its attempt and its place in it. A
+repeated task finds the files that its first try published and keeps them.
+
+Blocks hold nested rows: all rows of an id are one row of one column. Ray splits a table of more than some hundred
+megabytes anywhere and writes the pieces to different files. An id with long prompts and many samples could then never
+be done, since its rows must be in one file. Nothing is copied.
+
+    >>> rows = pa.table({"request_id": ["a", "a", "b"], "sample_index": [0, 1, 0]})
+    >>> [[row["sample_index"] for row in nested] for nested in nest(rows)["rows"].to_pylist()]
+    [[0, 1], [0]]
 
     dataset.write_datasink(AtomicParquetSink(run, schema, ids_per_file=1000, compression="zstd"))
 """
@@ -12,22 +20,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from ray.actor import ActorHandle
 from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
-from eagle_ray.batch.worker.nested_rows import unnest
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import StorageUnavailable, outcome_of
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
-from eagle_ray.storage.path import StorageError, StoragePath, parquet_bytes
+from eagle_ray.runs.run import Run
+from eagle_ray.storage.path import parquet_bytes
 from eagle_ray.storage.retry_budget import extended_retries
-from eagle_ray.storage.storage_errors import remedy_of
 
+NESTED = "rows"  # the one column
 NO_PARTITIONS = Partitions()
+
+
+def nest(rows: pa.Table) -> pa.Table:
+    """Return one nested row per id. rows: those of each id are adjacent."""
+    ids = rows["request_id"].to_pylist()
+    starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1]]
+    offsets = pa.array([*starts, len(ids)], pa.int32())
+    return pa.table({NESTED: pa.ListArray.from_arrays(offsets, rows.to_struct_array().combine_chunks())})
+
+
+def unnest(bundles: pa.Table) -> pa.Table:
+    """Return the rows, without schema metadata."""
+    return pa.Table.from_struct_array(pc.list_flatten(bundles[NESTED]))
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class AtomicParquetSink(Datasink[None]):
         progress: the ProgressActor, which gets the rows of each file.
     """
 
-    run: RunHandle
+    run: Run
     schema: pa.Schema
     ids_per_file: int
     compression: str
@@ -62,23 +81,11 @@ class AtomicParquetSink(Datasink[None]):
         table = pa.concat_tables([self.schema.empty_table(), *nonempty])
         if table.num_rows:
             for directory, rows in self.partitions.split(table):
-                parent = self.run.data / directory if directory else self.run.data
-                file = parent / part_name(self.run.attempt, ctx.task_idx)
-                self._publish(file, parquet_bytes(rows, self.compression))
+                file = part_name(self.run.attempt, ctx.task_idx)
+                name = f"{directory}/{file}" if directory else file
+                self.run.append(name, parquet_bytes(rows, self.compression))
                 if self.progress is not None:
-                    self.progress.add_file.remote(file.relative_to(self.run.data), len(rows))
-
-    def _publish(self, file: StoragePath, data: bytes) -> None:
-        """Create the file. The error names it, since Ray replaces the path of an OSError."""
-        self.run.check_current()  # before its directory is made: an output that was deleted stays deleted
-        try:
-            file.create(data, self.run.check_current)
-        except StorageError:  # names its object
-            raise
-        except OSError as error:
-            self.run.check_current()  # if the output was deleted, that is the reason
-            kind = StorageUnavailable if outcome_of(error).is_transient else ConfigError
-            raise kind(f"cannot write {file}: {error.strerror or error}. {remedy_of(error)}") from None
+                    self.progress.add_file.remote(name, len(rows))
 
     @property
     def min_rows_per_write(self) -> int:

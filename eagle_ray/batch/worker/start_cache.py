@@ -29,7 +29,7 @@ from eagle_ray.kernels.triton_cache import cache_directory, entries, pack, unpac
 from eagle_ray.planner.cost_cache import adopt_costs, used_costs
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import CACHE, root_of
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -47,7 +47,7 @@ def kernels_name() -> str | None:
 
 
 @contextmanager
-def start_cache(run: RunHandle) -> Iterator[None]:
+def start_cache(run: Run) -> Iterator[None]:
     """Build an engine with what the run's earlier starts have left, and leave what this one makes."""
     cache = StartCache(run, kernels_name())
     cache.load()
@@ -61,7 +61,7 @@ class StartCache:
     Outside of a run, or once a later attempt has begun, nothing is read or written.
     """
 
-    def __init__(self, run: RunHandle, kernels: str | None = None):
+    def __init__(self, run: Run, kernels: str | None = None):
         self._run, self._kernels = run, kernels
         self._directory = root_of(run.output) / CACHE
         self._versions: dict[str, int | str] = {}  # of the files as they were found

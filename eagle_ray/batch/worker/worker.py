@@ -31,7 +31,7 @@ from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of
 from eagle_ray.requests.sequences import CATEGORY, sequence_of, sequences_of
 from eagle_ray.runs.lease import process_name
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 
 
 async def with_timeout(answer: Coroutine[Any, Any, Sequence], sequence: Sequence, timeout_s: float | None) -> Sequence:
@@ -71,7 +71,7 @@ class Worker:
     Raises ConfigError if a model is missing, EngineError if target and head do not fit.
     """
 
-    def __init__(self, config: JobConfig, run: RunHandle, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
         with start_cache(run):
             bundle = build_engine_bundle(config, threads)
         self.worker_id = process_name(os.getpid())
@@ -194,7 +194,7 @@ def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
     return bundle
 
 
-def _constants(config: JobConfig, run: RunHandle, bundle: EngineBundle) -> dict[str, Any]:
+def _constants(config: JobConfig, run: Run, bundle: EngineBundle) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,

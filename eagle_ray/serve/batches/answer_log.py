@@ -1,13 +1,12 @@
-"""AnswerLog: the answered lines of a batch, as numbered parts that are only ever added.
+"""AnswerLog: the answered lines of a batch, as the numbered part files of its run (``runs/run.py``).
 
 A part is created only if no part of its number exists, by a writer that has read every part before it, and holds no
 line that one of them answers. So each custom_id stands in the log once, whatever is killed and however many processes
 believe that the batch is theirs: of two writers of one part, one succeeds, and the other reads it and goes on.
 
-    >>> log = AnswerLog(StoragePath.of("batches/all/work/batch_1"))
-    >>> log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
-    >>> "a" in log.answered
-    True
+    log = AnswerLog(run)
+    log.append([LineAnswer("a", b'{"custom_id": "a", ...}', is_completed=True)])
+    "a" in log.answered     # True
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.runs.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,15 @@ class LineAnswer:
     custom_id: str
     line: bytes  # without a line break
     is_completed: bool
-    usage: TokenUsage = NO_TOKENS
+    usage: TokenUsage
+
+    @classmethod
+    def of(cls, line: bytes) -> LineAnswer:
+        found = json.loads(line)
+        response = found["response"] or {}
+        is_completed = response.get("status_code") == 200
+        usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
+        return cls(found["custom_id"], line, is_completed, usage)
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
@@ -35,16 +42,13 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
     key = line_key(batch_id, custom_id)
     head = json.dumps(line_head(key, custom_id), ensure_ascii=False)
     response = f'{{"status_code": {status}, "request_id": "{key}", "body": '.encode()
-    line = head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}'
-    return LineAnswer(
-        custom_id, line, status == 200, TokenUsage.of_body(json.loads(body)) if status == 200 else NO_TOKENS
-    )
+    return LineAnswer.of(head[:-1].encode() + b', "response": ' + response + body + b'}, "error": null}')
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> LineAnswer:
     """Return the answer of a line that got no response."""
     line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
-    return LineAnswer(custom_id, json.dumps(line, ensure_ascii=False).encode(), is_completed=False)
+    return LineAnswer.of(json.dumps(line, ensure_ascii=False).encode())
 
 
 def seed_of(batch_id: str, custom_id: str) -> int:
@@ -53,10 +57,13 @@ def seed_of(batch_id: str, custom_id: str) -> int:
 
 
 class AnswerLog:
-    """The log in one directory. Methods block on storage and raise OSError if it fails. Not for several threads."""
+    """The log of one run. Methods block on storage and raise OSError if it fails, JobError if the run is lost.
 
-    def __init__(self, directory: StoragePath):
-        self._directory = directory
+    It is not for several threads.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
         self._num_parts = 0
         self.answered: set[str] = set()
         self.completed = self.failed = 0
@@ -64,15 +71,18 @@ class AnswerLog:
 
     def load(self) -> None:
         """Read the parts that this process has not read or written."""
+        if self._num_parts == 0:
+            for part_of_earlier_version in self._run.output.glob("[0-9]*"):
+                self._run.append(part_of_earlier_version.name, part_of_earlier_version.read_bytes())
         while (part := self._read_part(self._num_parts)) is not None:
-            self._count(_parse(line) for line in part)
+            self._count(LineAnswer.of(line) for line in part)
             self._num_parts += 1
 
     def append(self, answers: list[LineAnswer]) -> None:
         """Add the answers of lines that have none yet."""
         while new := [answer for answer in answers if answer.custom_id not in self.answered]:
             data = b"".join(answer.line + b"\n" for answer in new)
-            if self._part(self._num_parts).create(data) is not None:
+            if self._run.append(_name(self._num_parts), data):
                 self._num_parts += 1
                 self._count(new)
                 return
@@ -82,7 +92,7 @@ class AnswerLog:
         """Yield the lines, with line breaks, of one of the two files, in the log's order."""
         for number in range(self._num_parts):
             for line in self._read_part(number) or []:
-                if _parse(line).is_completed == is_completed:
+                if LineAnswer.of(line).is_completed == is_completed:
                     yield line + b"\n"
 
     def _count(self, answers: Iterable[LineAnswer]) -> None:
@@ -94,17 +104,10 @@ class AnswerLog:
 
     def _read_part(self, number: int) -> list[bytes] | None:
         try:
-            return self._part(number).read_bytes().split(b"\n")[:-1]
+            return (self._run.data / _name(number)).read_bytes().split(b"\n")[:-1]
         except FileNotFoundError:
             return None
 
-    def _part(self, number: int) -> StoragePath:
-        return self._directory / f"{number:06d}"
 
-
-def _parse(line: bytes) -> LineAnswer:
-    found = json.loads(line)
-    response = found["response"] or {}
-    is_completed = response.get("status_code") == 200
-    usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
-    return LineAnswer(found["custom_id"], line, is_completed, usage)
+def _name(part: int) -> str:
+    return f"{part:06d}"

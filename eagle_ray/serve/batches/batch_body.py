@@ -1,4 +1,4 @@
-"""The body of POST /v1/batches, and the parameters of lists.
+"""The body of POST /v1/batches.
 
 >>> seconds_of("24h")
 86400
@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +16,12 @@ from eagle_ray.requests.openai_batch import URLS
 from eagle_ray.requests.openai_bodies import Body
 from eagle_ray.requests.parameters import METADATA, Door, Parameter
 from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
-from eagle_ray.serve.batches.batch_store import BatchRequest
-from eagle_ray.serve.batches.file_store import BATCH, FILE, is_id
+from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.file_upload import MAX_LIFE_S, MIN_LIFE_S
-from eagle_ray.serve.http_errors import ApiError
 
 WINDOW = r"^[1-9][0-9]{0,6}[smhd]$"
 MAX_WINDOW_S = 30 * 86_400
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
-ORDERS = ("asc", "desc")
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,15 @@ class BatchBody(Body):
             message = f"completion_window: must be at most 30 days, got {self.completion_window!r}"
             raise RequestError("bad_value", message, "completion_window")
 
-    def request(self) -> BatchRequest:
+    def record(self, owner: str) -> BatchRecord:
+        """Return the batch that the body asks for."""
         life = self.output_expires_after
-        return BatchRequest(
+        return BatchRecord.new(
+            seconds_of(self.completion_window),
+            owner=owner,
             endpoint=self.endpoint,
             input_file_id=self.input_file_id,
             completion_window=self.completion_window,
-            window_s=seconds_of(self.completion_window),
             metadata=self.metadata,
             output_expires_after_s=None if life is None else life["seconds"],
         )
@@ -97,37 +94,3 @@ class BatchBody(Body):
 
 def seconds_of(duration: str) -> int:
     return int(duration[:-1]) * SECONDS[duration[-1]]
-
-
-def page_of(ids: list[str], query: Mapping[str, str], prefix: str) -> tuple[list[str], int]:
-    """Return the ids that a list may show, in its order, and how many it shows at most.
-
-    ids: oldest first. Raises ApiError for a wrong parameter.
-    """
-    most, usual = LIST_LIMITS[prefix]
-    limit = query.get("limit", str(usual))
-    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most))
-    if not (is_number and 1 <= int(limit) <= most):
-        raise ApiError(400, f"limit: must be 1 to {most}, got {reprlib.repr(limit)}", "limit", "bad_value")
-    order = query.get("order", "desc")
-    if order not in ORDERS:
-        raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
-    after = query.get("after")
-    if after is not None and not is_id(after, prefix):
-        raise ApiError(400, f"after: must be an id of this list, got {after!r}", "after", "bad_value")
-    ordered = sorted(ids, reverse=order == "desc")
-    if after is not None:
-        ordered = [id for id in ordered if (id < after if order == "desc" else id > after)]
-    return ordered, int(limit)
-
-
-def listed(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """Return OpenAI's list object."""
-    ids = [item["id"] for item in items]
-    return {
-        "object": "list",
-        "data": items,
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": has_more,
-    }

@@ -3,19 +3,19 @@
 A file with a wrong line is not run at all, so validation reads the whole file first. What is wrong inside a body, such
 as a parameter, is the answer of its line alone.
 
-    check_lines(stream, "/v1/completions", max_lines=50_000).total      # 120
+    check_lines(files.lines(file), "/v1/completions", max_lines=50_000).total      # 120
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
-from eagle_ray.batch.reader.jsonl import rows_in_jsonl
+from eagle_ray.batch.reader.jsonl import parse_line
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_batch import LINE_KEYS
-from eagle_ray.requests.rows import unreadable
+from eagle_ray.requests.rows import InputRow, unreadable
 
 MAX_ERRORS = 100  # of one batch that are stored and shown
 MAX_ID_CHARS = 512
@@ -34,17 +34,16 @@ class CheckedLines:
             self.errors.append({"code": code, "message": message, "param": param, "line": line})
 
 
-def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines:
+def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> CheckedLines:
     """Read every line and return what is wrong. endpoint: the url that each line must have."""
     found, ids = CheckedLines(), set()
-    for _, position, line in rows_in_jsonl(stream, "the input file"):
+    for number, line in _rows(lines):
         found.total += 1
         if found.total > max_lines:
-            found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=position.line)
+            found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=number)
             break
-        error = unreadable(line)
-        if isinstance(line, RequestError) or error is not None:
-            found.add("invalid_json_line", str(error), line=position.line)
+        if isinstance(line, RequestError):
+            found.add("invalid_json_line", str(line), line=number)
             continue
         problem = _problem_of(line, endpoint)
         if problem is None and line["custom_id"] in ids:
@@ -54,7 +53,7 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
                 "custom_id",
             )
         if problem is not None:
-            found.add(*problem, line=position.line)
+            found.add(*problem, line=number)
             continue
         ids.add(line["custom_id"])
         if found.model is None and isinstance(line["body"].get("model"), str):
@@ -64,13 +63,20 @@ def check_lines(stream: BinaryIO, endpoint: str, max_lines: int) -> CheckedLines
     return found
 
 
-def read_lines(stream: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield custom_id and body of every line of a file that check_lines found right."""
-    for _, _, line in rows_in_jsonl(stream, "the input file"):
-        if (error := unreadable(line)) is not None:
-            raise error  # the file is not the one that was checked
-        assert isinstance(line, dict), "unreadable returns a line that is no row"
+    for _, line in _rows(lines):
+        if isinstance(line, RequestError):
+            raise line  # the file is not the one that was checked
         yield line["custom_id"], line["body"]
+
+
+def _rows(lines: Iterable[bytes]) -> Iterator[tuple[int, InputRow]]:
+    """Yield number and value of every line that is not blank; of one that cannot be read its error."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            row = parse_line(line)
+            yield number, unreadable(row) or row
 
 
 def _problem_of(line: Mapping[str, Any], endpoint: str) -> tuple[str, str, str] | None:

@@ -1,41 +1,78 @@
-"""Response models of files and batches for the OpenAPI document: OpenAI's, and the operations that return them."""
+"""OpenAI's objects of files and batches, as they are answered and, with what only the server needs, as they are stored.
+
+    validating -> in_progress -> finalizing -> completed | expired | cancelled
+    validating -> failed
+
+Ids begin with their time, so that names in order are objects in order of creation.
+
+    record.moved("in_progress").as_json()["request_counts"]     # {'total': 120, 'completed': 0, 'failed': 0}
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import re
+import secrets
+import time
+from typing import Any, Literal, cast
 
-from typing_extensions import TypedDict  # pydantic reads no others before Python 3.12
+from pydantic import BaseModel, ConfigDict, model_validator
+from typing_extensions import Self, TypedDict  # pydantic reads no others before Python 3.12
 
-from eagle_ray.serve.batches.batch_body import LIST_LIMITS, ORDERS, BatchBody
-from eagle_ray.serve.batches.batch_record import OVER
-from eagle_ray.serve.batches.file_store import BATCH, FILE
+from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens
 
+FILE, BATCH = "file-", "batch_"
+ID = re.compile(rf"({FILE}|{BATCH})[0-9a-f]{{27}}")
+TIME_DIGITS = 11  # hexadecimal, of milliseconds: until the year 2527
+Ending = Literal["completed", "expired", "cancelled"]
+OVER = ("failed", "completed", "expired", "cancelled")
 
-class FileObject(TypedDict):
+
+def new_id(prefix: str) -> str:
+    """Return a new id: the time, then 64 random bits. prefix: FILE or BATCH."""
+    return f"{prefix}{time.time_ns() // 1_000_000:0{TIME_DIGITS}x}{secrets.token_hex(8)}"
+
+
+def is_id(text: str, prefix: str) -> bool:
+    return text.startswith(prefix) and ID.fullmatch(text) is not None
+
+
+def made_at(id: str) -> float:
+    """Return the time in an id, in seconds since 1970."""
+    return int(id[len(FILE) :][-27:][:TIME_DIGITS], 16) / 1000
+
+
+class OpenAiObject(BaseModel):
+    """A JSON object of an answer."""
+
+    model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
+
+
+class FileObject(OpenAiObject):
     id: str
-    object: Literal["file"]
+    object: Literal["file"] = "file"
     bytes: int
     created_at: int
     filename: str
     purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"]
-    expires_at: int | None
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what clients see."""
+        return self.model_dump(include=set(FileObject.model_fields))
 
 
-class FileList(TypedDict):
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class StoredFile(FileObject):
+    """A file and how it is stored. expires_at None: it stays until it is deleted."""
+
+    num_chunks: int
 
 
-class FileDeleted(TypedDict):
+class FileDeleted(OpenAiObject):
     id: str
-    object: Literal["file"]
-    deleted: bool
+    object: Literal["file"] = "file"
+    deleted: bool = True
 
 
 class LineError(TypedDict):
@@ -64,112 +101,111 @@ class BatchUsage(TypedDict):
     total_tokens: int
 
 
-class BatchObject(TypedDict):
+class BatchObject(OpenAiObject):
     """Times are seconds since 1970; each is null until it comes."""
 
     id: str
-    object: Literal["batch"]
+    object: Literal["batch"] = "batch"
     endpoint: str
-    model: str | None
-    errors: LineErrors | None
+    model: str | None = None
+    errors: LineErrors | None = None
     input_file_id: str
     completion_window: str
     status: Literal[
         "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-    ]
-    output_file_id: str | None
-    error_file_id: str | None
+    ] = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
     created_at: int
     expires_at: int
-    in_progress_at: int | None
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: RequestCounts
-    usage: BatchUsage
-    metadata: dict[str, str] | None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts(total=0, completed=0, failed=0)
+    usage: BatchUsage = cast("BatchUsage", NO_TOKENS.batch_form())
+    metadata: dict[str, str] | None = None
 
 
-class BatchList(TypedDict):
-    object: Literal["list"]
-    data: list[BatchObject]
+class BatchRecord(BatchObject):
+    """A batch and what its runner needs.
+
+    Attributes:
+        output_id, error_id: files that its end writes, each only if it has lines.
+        output_expires_after_s: life of these files; None: they stay until they are deleted.
+        ending: its last status, decided once: a process that takes it over in the middle of its end comes to the same.
+    """
+
+    owner: str
+    output_id: str
+    error_id: str
+    output_expires_after_s: int | None = None
+    ending: Ending | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in OVER
+
+    def changed(self, **changes: Any) -> Self:
+        return self.model_copy(update=changes)
+
+    def moved(self, status: str, **changes: Any) -> Self:
+        """Return the record with another status, which began now, and other changes."""
+        return self.changed(status=status, **{f"{status}_at": int(time.time())}, **changes)
+
+    def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
+        """Return what clients see. cancelling_at: when its client cancelled it."""
+        shown = self.model_dump(include=set(BatchObject.model_fields))
+        if cancelling_at is not None:
+            shown["cancelling_at"] = cancelling_at
+            shown["status"] = self.status if self.is_over else "cancelling"
+        return shown
+
+    @classmethod
+    def new(cls, window_s: int, **facts: Any) -> Self:
+        """Return a batch that is made now.
+
+        window_s: until it expires. facts: its owner, and what the client asks for.
+        """
+        now = int(time.time())
+        ids = {"id": new_id(BATCH), "output_id": new_id(FILE), "error_id": new_id(FILE)}
+        return cls.model_validate(facts | ids | {"created_at": now, "expires_at": now + window_s})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_version(cls, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return a record of an earlier version in today's form: it had counts, times and files in forms of its own."""
+        if "times" not in stored:
+            return stored
+        facts = {name: value for name, value in stored.items() if name in cls.model_fields}
+        times = {f"{status}_at": at for status, at in stored["times"].items()}
+        files = {f"{kind}_file_id": stored[f"{kind}_id"] for kind in ("output", "error")}
+        return (
+            facts
+            | times
+            | {
+                "errors": LineErrors(object="list", data=stored["errors"]) if stored["errors"] else None,
+                **{name: id for name, id in files.items() if id in stored["files"]},
+                "request_counts": {name: stored[name] for name in ("total", "completed", "failed")},
+                "usage": TokenUsage(*stored["usage"]).batch_form(),
+            }
+        )
+
+
+class FileList(OpenAiObject):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOperation:
-    """An operation of the OpenAPI document.
-
-    Attributes:
-        answer: None for bytes.
-        body: a request model, or a schema of a multipart form.
-        statuses: of its refusals, besides 401, 404, 500 and 503.
-        query: the schemas of its query's parameters, by name; none is required.
-    """
-
-    path: str
-    method: str
-    summary: str
-    answer: type | None
-    body: type | dict[str, Any] | None = None
-    statuses: tuple[str, ...] = ()
-    query: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def page_query(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return the parameters of a list of ids with this prefix (``batch_body.page_of`` reads them)."""
-    most, default = LIST_LIMITS[prefix]
-    return {
-        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
-        "after": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{27}}$"},
-        "order": {"enum": [*ORDERS], "default": "desc"},
-    }
-
-
-UPLOAD = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {
-        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "purpose": {"const": "batch"},
-        "expires_after[anchor]": {"const": "created_at"},
-        "expires_after[seconds]": {"type": "integer"},
-    },
-    "additionalProperties": False,
-}
-ONE_FILE, ONE_BATCH = "/v1/files/{id}", "/v1/batches/{id}"
-OPERATIONS = (
-    BatchOperation(
-        "/v1/files", "post", "store a file for a batch", FileObject, UPLOAD, ("400", "403", "408", "413", "415")
-    ),
-    BatchOperation(
-        "/v1/files",
-        "get",
-        "the files, newest first",
-        FileList,
-        None,
-        ("400",),
-        page_query(FILE) | {"purpose": {"type": "string"}},
-    ),
-    BatchOperation(ONE_FILE, "get", "a file's description", FileObject),
-    BatchOperation(ONE_FILE, "delete", "delete a file", FileDeleted, None, ("409",)),
-    BatchOperation(f"{ONE_FILE}/content", "get", "a file's bytes", None),
-    BatchOperation(
-        "/v1/batches",
-        "post",
-        "answer every line of a file",
-        BatchObject,
-        BatchBody,
-        ("400", "408", "413", "415", "429"),
-    ),
-    BatchOperation("/v1/batches", "get", "the batches, newest first", BatchList, None, ("400",), page_query(BATCH)),
-    BatchOperation(ONE_BATCH, "get", "a batch", BatchObject),
-    BatchOperation(
-        f"{ONE_BATCH}/cancel", "post", f"end a batch that is not {', '.join(OVER)}", BatchObject, None, ("403", "409")
-    ),
-)
+class BatchList(OpenAiObject):
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,13 +1,18 @@
 """The routes of files and batches: OpenAI's, over a BatchStore. Batches are run elsewhere (``batch_runner``).
 
-routes = BatchRoutes(store, config.serving, client_of, owner_of).routes()
+Each handler stands under what the OpenAPI document says of it. One that is no coroutine function runs in a thread and
+returns JSON.
+
+    routes = batch_routes(store, config.serving, owner_of)
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import reprlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,163 +22,280 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from eagle_ray.config.serve import ServingConfig
-from eagle_ray.serve.batches.batch_body import BatchBody, listed, page_of
-from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_body import BatchBody
+from eagle_ray.serve.batches.batch_models import (
+    BATCH,
+    FILE,
+    OVER,
+    BatchList,
+    BatchObject,
+    BatchRecord,
+    FileDeleted,
+    FileList,
+    FileObject,
+    StoredFile,
+    is_id,
+)
 from eagle_ray.serve.batches.batch_store import KEY, BatchStore
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, StoredFile
+from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.batches.file_upload import PURPOSE, check_room, receive_upload
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
-Handler = Callable[[Request], Awaitable[Response]]
+Json = dict[str, Any]
+LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
+ORDERS = ("asc", "desc")
 MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it
+FILES, BATCHES = "/v1/files", "/v1/batches"
+UPLOAD: Json = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "additionalProperties": False,
+}
 
 
-class BatchRoutes:
-    """Handlers. store: None if the endpoint keeps no files; then every route says so."""
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A request with a known API key, and where its files and batches are."""
 
-    def __init__(self, store: BatchStore | None, serving: ServingConfig, owner_of: OwnerOf):
-        self._store, self._serving, self._owner_of = store, serving, owner_of
+    request: Request
+    store: BatchStore
+    owner: str
+    serving: ServingConfig
 
-    def routes(self) -> list[Route]:
-        return [
-            _route("/v1/files", POST=self.upload, GET=self.files),
-            _route("/v1/files/{id}", GET=self.file, DELETE=self.delete),
-            _route("/v1/files/{id}/content", GET=self.content),
-            _route("/v1/batches", POST=self.create, GET=self.batches),
-            _route("/v1/batches/{id}", GET=self.batch),
-            _route("/v1/batches/{id}/cancel", POST=self.cancel),
-        ]
+    @property
+    def files(self) -> FileStore:
+        return self.store.files(self.owner)
 
-    async def upload(self, request: Request) -> Response:
-        _, owner = self._enter(request)
-        _check_origin(request)
-        file = await receive_upload(request, self._files(owner), self._serving.batches)
-        return JSONResponse(file.as_json())
+    @property
+    def id(self) -> str:
+        return str(self.request.path_params["id"])
 
-    async def files(self, request: Request) -> Response:
-        _, owner = self._enter(request)
-        store, purpose = self._files(owner), request.query_params.get("purpose")
-        return JSONResponse(await asyncio.to_thread(_list_files, store, dict(request.query_params), purpose))
+    def file(self) -> StoredFile:
+        """Return the file that the path names. Raises ApiError."""
+        return self.files.get(self.id)
 
-    async def file(self, request: Request) -> Response:
-        return JSONResponse((await self._file(request)).as_json())
+    def shown(self, id: str) -> Json:
+        """Return a batch. Raises ApiError."""
+        record = self.store.get(self.owner, id)
+        return record.as_json(self.store.cancelling_at(record))
 
-    async def content(self, request: Request) -> Response:
-        file = await self._file(request)
-        parts = _in_thread(self._files(self._owner_of(request)).read(file))
-        headers = {"Content-Length": str(file.bytes)}
-        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+    def page(self, ids: list[str], prefix: str) -> tuple[list[str], int]:
+        """Return the ids that a list may show, in its order, and how many it shows at most.
 
-    async def delete(self, request: Request) -> Response:
-        store, owner = self._enter(request)
-        file = await self._file(request)
-        if user := await asyncio.to_thread(_user_of, store, owner, file.id):
-            message = f"{file.id} is the input of {user}, which is not over. Wait for it, or cancel it."
-            raise ApiError(409, message, "file_id", "file_in_use")
-        await asyncio.to_thread(self._files(owner).delete, file.id)
-        return JSONResponse({"id": file.id, "object": "file", "deleted": True})
-
-    async def create(self, request: Request) -> Response:
-        store, owner = self._enter(request)
-        body = parse(BatchBody, await read_body(request, min(MAX_BATCH_BODY_BYTES, self._serving.max_body_bytes)))
-        await asyncio.to_thread(self._check_input, owner, body.input_file_id)
-        limits = self._serving.batches
-        await asyncio.to_thread(check_room, self._files(owner), limits)
-        record = await asyncio.to_thread(store.create, owner, body.request(), limits.max_open)
-        return JSONResponse(record.as_json())
-
-    async def batches(self, request: Request) -> Response:
-        store, owner = self._enter(request)
-        return JSONResponse(await asyncio.to_thread(_list_batches, store, owner, dict(request.query_params)))
-
-    async def batch(self, request: Request) -> Response:
-        store, owner = self._enter(request)
-        return JSONResponse(await asyncio.to_thread(_shown, store, owner, request.path_params["id"]))
-
-    async def cancel(self, request: Request) -> Response:
-        store, owner = self._enter(request)
-        _check_origin(request)
-        return JSONResponse(await asyncio.to_thread(_cancelled, store, owner, request.path_params["id"]))
-
-    def _enter(self, request: Request) -> tuple[BatchStore, str]:
-        """Check the API key; return the store and the key's owner. Raises ApiError."""
-        owner = self._owner_of(request)
-        if self._store is None:
-            message = f"{request.scope['path']}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
-            raise ApiError(404, message, code="batches_off")
-        return self._store, owner
-
-    def _files(self, owner: str) -> FileStore:
-        assert self._store is not None
-        return self._store.files(owner)
-
-    async def _file(self, request: Request) -> StoredFile:
-        store, owner = self._enter(request)
-        return await asyncio.to_thread(store.files(owner).get, request.path_params["id"])
-
-    def _check_input(self, owner: str, id: str) -> None:
-        """Raise ApiError if the file cannot be a batch's input."""
-        try:
-            file = self._files(owner).get(id)
-        except ApiError:
-            message = f"input_file_id: there is no file {id!r} of this API key. Upload it first."
-            raise ApiError(400, message, "input_file_id", "file_not_found") from None
-        if file.purpose != PURPOSE:
-            message = f"input_file_id: {id} has the purpose {file.purpose!r}. Upload the file with purpose {PURPOSE!r}."
-            raise ApiError(400, message, "input_file_id", "bad_value")
+        ids: oldest first. Raises ApiError for a wrong parameter.
+        """
+        most, usual = LIST_LIMITS[prefix]
+        query = self.request.query_params
+        limit = query.get("limit", str(usual))
+        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most))
+        if not (is_number and 1 <= int(limit) <= most):
+            raise ApiError(400, f"limit: must be 1 to {most}, got {reprlib.repr(limit)}", "limit", "bad_value")
+        order = query.get("order", "desc")
+        if order not in ORDERS:
+            raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
+        after = query.get("after")
+        if after is not None and not is_id(after, prefix):
+            raise ApiError(400, f"after: must be an id of this list, got {after!r}", "after", "bad_value")
+        is_descending = order == "desc"
+        ordered = sorted(ids, reverse=is_descending)
+        return [id for id in ordered if after is None or (id < after if is_descending else id > after)], int(limit)
 
 
-def _route(path: str, **handlers: Handler) -> Route:
-    """Return one route with a handler for each method, so that a refusal names all of them (Allow)."""
-
-    async def handle(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, handle, methods=[*handlers])
+Handler = Callable[[Client], Any]
 
 
-def _list_files(store: FileStore, query: dict[str, str], purpose: str | None) -> dict[str, Any]:
-    ids, limit = page_of(store.ids(), query, FILE)
-    found: list[dict[str, Any]] = []
+@dataclass(frozen=True, slots=True)
+class BatchOperation:
+    """An operation of the OpenAPI document.
+
+    Attributes:
+        answer: None for bytes.
+        statuses: of its refusals, besides 401, 404, 500 and 503.
+        body: a request model, or a schema of a multipart form.
+        query: the schemas of its query's parameters, by name; none is required.
+    """
+
+    handler: Handler
+    method: str
+    path: str
+    summary: str
+    answer: type | None
+    statuses: tuple[str, ...]
+    body: type | Json | None
+    query: Json
+
+
+OPERATIONS: list[BatchOperation] = []
+
+
+def operation(
+    method: str,
+    path: str,
+    summary: str,
+    answer: type | None,
+    statuses: str = "",
+    body: type | Json | None = None,
+    query: Json | None = None,
+) -> Callable[[Handler], Handler]:
+    """Add the function below to OPERATIONS."""
+
+    def add(handler: Handler) -> Handler:
+        found = tuple(statuses.split())
+        OPERATIONS.append(BatchOperation(handler, method, path, summary, answer, found, body, query or {}))
+        return handler
+
+    return add
+
+
+def _page_query(prefix: str) -> Json:
+    """Return the parameters of a list of ids with this prefix (``Client.page`` reads them)."""
+    most, default = LIST_LIMITS[prefix]
+    return {
+        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
+        "after": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{27}}$"},
+        "order": {"enum": [*ORDERS], "default": "desc"},
+    }
+
+
+def _page(kind: type[FileList | BatchList], items: list[Json], has_more: bool) -> Json:
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    page = {"data": items, "first_id": first, "last_id": last, "has_more": has_more}
+    return kind.model_validate(page).model_dump()
+
+
+@operation("post", FILES, "store a file for a batch", FileObject, "400 403 408 413 415", UPLOAD)
+async def _upload(client: Client) -> Response:
+    _check_origin(client.request)
+    file = await receive_upload(client.request, client.files, client.serving.batches)
+    return JSONResponse(file.as_json())
+
+
+@operation(
+    "get",
+    FILES,
+    "the files, newest first",
+    FileList,
+    "400",
+    query=_page_query(FILE) | {"purpose": {"type": "string"}},
+)
+def _files(client: Client) -> Json:
+    ids, limit = client.page(client.files.ids(), FILE)
+    purpose = client.request.query_params.get("purpose")
+    found: list[Json] = []
     for id in ids:
         try:
-            file = store.get(id)
+            file = client.files.get(id)
         except ApiError:  # it has expired, or was deleted meanwhile
             continue
         if purpose is None or file.purpose == purpose:
             found.append(file.as_json())
         if len(found) > limit:
             break
-    return listed(found[:limit], len(found) > limit)
+    return _page(FileList, found[:limit], len(found) > limit)
 
 
-def _list_batches(store: BatchStore, owner: str, query: dict[str, str]) -> dict[str, Any]:
-    ids, limit = page_of(store.ids(owner), query, BATCH)
-    return listed([_shown(store, owner, id) for id in ids[:limit]], len(ids) > limit)
+@operation("get", FILES + "/{id}", "a file's description", FileObject)
+def _file(client: Client) -> Json:
+    return client.file().as_json()
 
 
-def _shown(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
-    record = store.get(owner, id)
-    return record.as_json(store.cancelling_at(record))
+@operation("delete", FILES + "/{id}", "delete a file", FileDeleted, "409")
+def _delete(client: Client) -> Json:
+    file = client.file()
+    for _, id in client.store.open_ids(client.owner):
+        user = client.store.find(client.owner, id)
+        if user is not None and user.input_file_id == file.id:
+            message = f"{file.id} is the input of {id}, which is not over. Wait for it, or cancel it."
+            raise ApiError(409, message, "file_id", "file_in_use")
+    client.files.delete(file.id)
+    return FileDeleted(id=file.id).model_dump()
 
 
-def _cancelled(store: BatchStore, owner: str, id: str) -> dict[str, Any]:
-    record: BatchRecord = store.get(owner, id)
+@operation("get", FILES + "/{id}/content", "a file's bytes", None)
+async def _content(client: Client) -> Response:
+    file = await asyncio.to_thread(client.file)
+    parts = _in_thread(client.files.read(file))
+    headers = {"Content-Length": str(file.bytes)}
+    return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+
+
+@operation("post", BATCHES, "answer every line of a file", BatchObject, "400 408 413 415 429", BatchBody)
+async def _create(client: Client) -> Response:
+    most = min(MAX_BATCH_BODY_BYTES, client.serving.max_body_bytes)
+    body = parse(BatchBody, await read_body(client.request, most))
+    record = await asyncio.to_thread(_created, client, body)
+    return JSONResponse(record.as_json())
+
+
+def _created(client: Client, body: BatchBody) -> BatchRecord:
+    """Return a new batch. Raises ApiError if the file cannot be its input, or if the client is at a limit."""
+    id, limits = body.input_file_id, client.serving.batches
+    try:
+        file = client.files.get(id)
+    except ApiError:
+        message = f"input_file_id: there is no file {id!r} of this API key. Upload it first."
+        raise ApiError(400, message, "input_file_id", "file_not_found") from None
+    if file.purpose != PURPOSE:
+        message = f"input_file_id: {id} has the purpose {file.purpose!r}. Upload the file with purpose {PURPOSE!r}."
+        raise ApiError(400, message, "input_file_id", "bad_value")
+    check_room(client.files, limits)
+    record = body.record(client.owner)
+    client.store.create(record, limits.max_open)
+    return record
+
+
+@operation("get", BATCHES, "the batches, newest first", BatchList, "400", query=_page_query(BATCH))
+def _batches(client: Client) -> Json:
+    ids, limit = client.page(client.store.ids(client.owner), BATCH)
+    return _page(BatchList, [client.shown(id) for id in ids[:limit]], len(ids) > limit)
+
+
+@operation("get", BATCHES + "/{id}", "a batch", BatchObject)
+def _batch(client: Client) -> Json:
+    return client.shown(client.id)
+
+
+@operation("post", BATCHES + "/{id}/cancel", f"end a batch that is not {', '.join(OVER)}", BatchObject, "403 409")
+def _cancel(client: Client) -> Json:
+    _check_origin(client.request)
+    record = client.store.get(client.owner, client.id)
     if record.is_over:
-        raise ApiError(409, f"{id} is {record.status}: only a batch that is not over can be cancelled.", "batch_id")
-    return record.as_json(store.cancel(record))
+        message = f"{record.id} is {record.status}: only a batch that is not over can be cancelled."
+        raise ApiError(409, message, "batch_id")
+    return record.as_json(client.store.cancel(record))
 
 
-def _user_of(store: BatchStore, owner: str, file_id: str) -> str | None:
-    """Return the id of a batch that reads the file, or None."""
-    for _, id in store.open_ids(owner):
-        record = store.find(owner, id)
-        if record is not None and record.input_file_id == file_id:
-            return id
-    return None
+def batch_routes(store: BatchStore | None, serving: ServingConfig, owner_of: OwnerOf) -> list[Route]:
+    """Return the routes. store: None if the endpoint keeps no files; then every route says so."""
+
+    def client_of(request: Request) -> Client:
+        """Raises ApiError for an unknown key."""
+        owner = owner_of(request)
+        if store is None:
+            message = f"{request.scope['path']}: this endpoint keeps no files and runs no batches. Start it with {KEY}."
+            raise ApiError(404, message, code="batches_off")
+        return Client(request, store, owner, serving)
+
+    async def handle(handlers: dict[str, Handler], request: Request) -> Response:
+        handler, client = handlers["GET" if request.method == "HEAD" else request.method], client_of(request)
+        if inspect.iscoroutinefunction(handler):
+            return await handler(client)
+        return JSONResponse(await asyncio.to_thread(handler, client))
+
+    by_path: dict[str, dict[str, Handler]] = {}
+    for each in OPERATIONS:
+        by_path.setdefault(each.path, {})[each.method.upper()] = each.handler
+    # one route with a handler for each method, so that a refusal names all of them (Allow)
+    return [Route(path, partial(handle, handlers), methods=[*handlers]) for path, handlers in by_path.items()]
 
 
 def _check_origin(request: Request) -> None:

@@ -1,8 +1,9 @@
 """BatchRunner: answer the lines of every open batch, and bring each batch to its end.
 
-A runner looks for open batches once a second and takes the lease of each that no process holds, so a restarted server
-goes on with what a killed one left. What is answered is in the batch's log (``answer_log``), which no kill can damage:
-the lines that are missing there are answered, and at the end the log is split into the output file and the error file.
+A batch that is not over has a run (``runs/run.py``). A runner looks for such batches once a second and takes the lease
+of each that no process holds, so a restarted server goes on with what a killed one left. What is answered is in the
+run's parts (``answer_log``), which no kill can damage: the lines that are missing there are answered, and at the end
+the parts are split into the output file and the error file.
 
 A line whose replica dies is answered again, alone: then a line that kills every replica is found, and becomes the error
 worker_died after MAX_LOST replicas, and its neighbours are answered.
@@ -16,23 +17,25 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, SharedExclusiveLock
+from eagle_ray.config.records import RunRecord
 from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.runs.lease import Lease
+from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
-from eagle_ray.serve.batches.batch_record import BatchRecord, Ending
+from eagle_ray.serve.batches.batch_models import BatchRecord, Ending, RequestCounts, made_at
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.batches.file_store import made_at
-from eagle_ray.serve.batches.runner_lease import RunnerLease
 
 log = logging.getLogger("eagle_ray")
+Line = tuple[str, dict[str, Any]]  # custom_id and body
 Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
 """Answer (owner, endpoint, body) with a status and a body. Raises ReplicaLost if a replica dies in the middle."""
 POLL_S = 1.0
@@ -56,10 +59,6 @@ class ReplicaLost(Exception):
     """The replica that had the line has died."""
 
 
-class LeaseLost(Exception):
-    """Another process has taken the batch."""
-
-
 class BatchRunner:
     """Runs batches until its task is cancelled.
 
@@ -77,9 +76,9 @@ class BatchRunner:
         knows: Callable[[str], bool] = lambda owner: True,
     ):
         self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
-        self.places = asyncio.Semaphore(window)  # of lines in flight
+        self.window, self.places = window, asyncio.Semaphore(window)  # of lines in flight
         self._isolation = SharedExclusiveLock()
-        self._leases: dict[str, RunnerLease] = {}
+        self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}  # by batch that failed for a reason of ours, on the monotonic clock
         self._swept_at = -SWEEP_EVERY_S
@@ -118,27 +117,43 @@ class BatchRunner:
         record = await asyncio.to_thread(self.store.find, owner, id)
         if record is None or (not self._knows(owner) and time.time() < record.expires_at):
             return
-        lease = self._leases.get(id) or RunnerLease(self.store.work(record) / "lease")
-        self._leases[id] = lease
-        if await asyncio.to_thread(lease.take):
+        lease = self._leases.setdefault(id, Lease.of(self.store.work(owner, id)))
+        if await asyncio.to_thread(lease.try_take):
             task = asyncio.ensure_future(self._run_batch(owner, id, lease))
+            lease.on_loss = _canceller(task)
             self._tasks[id] = task
             task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
-    async def _run_batch(self, owner: str, id: str, lease: RunnerLease) -> None:
+    async def _run_batch(self, owner: str, id: str, lease: Lease) -> None:
         """Run one batch to its end, or until it fails for a reason that is not its own."""
         try:
-            record = await asyncio.to_thread(self.store.find, owner, id)  # again: the last holder may have changed it
-            if record is not None:
-                await RunningBatch(self, record, lease).run()
-        except LeaseLost:
-            log.warning("batch %s: another process has taken it", id)
+            try:
+                is_over = await self._attempt(owner, id, lease)
+            finally:
+                await asyncio.to_thread(lease.release)
+            if is_over:
+                await asyncio.to_thread(self.store.close, owner, id)
+        except asyncio.CancelledError:
+            if lease.lost is None:
+                raise
+            log.warning("batch %s: %s", id, lease.lost)
         except Exception as error:
             self._not_before[id] = time.monotonic() + RETRY_AFTER_ERROR_S
             log.exception("batch %s: stopped, and tried again in %g s: %s", id, RETRY_AFTER_ERROR_S, error)
-        finally:
-            with suppress(OSError):
-                lease.release()
+
+    async def _attempt(self, owner: str, id: str, lease: Lease) -> bool:
+        """Bring the batch to its end, if its last holder has not. Returns whether there is such a batch."""
+        record = await asyncio.to_thread(self.store.find, owner, id)  # again: the last holder may have changed it
+        if record is not None and not record.is_over:
+            found = await asyncio.to_thread(Run.inspect, lease.output, RunRecord)
+            facts = {"name": id, "attempts": found.manifest["attempts"][-1:] if found.manifest else []}
+            claim = Run.claim(lease, found, facts)
+            run = await asyncio.to_thread(claim.__enter__)
+            try:
+                await RunningBatch(self, record, run).finish()
+            finally:
+                await asyncio.to_thread(claim.__exit__, *sys.exc_info())
+        return record is not None
 
     async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
         """Return the answer of one line, however long the replicas are busy or away."""
@@ -168,38 +183,35 @@ class RunningBatch:
 
     runner: BatchRunner
     record: BatchRecord
-    lease: RunnerLease
+    run: Run
     _log: AnswerLog = field(init=False)
+    _lines: Iterator[Line] = field(init=False)  # that have no answer
+    _block: list[Line] = field(default_factory=list)  # of them, read ahead, the last one first
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _new: list[LineAnswer] = field(default_factory=list)  # not in the log yet
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _flushed_at: float = 0.0
-    _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self._log = AnswerLog(self.runner.store.work(self.record))
+        self._log = AnswerLog(self.run)
 
-    async def run(self) -> None:
-        """Bring the batch to its end. Raises LeaseLost, OSError."""
-        if self.record.is_over:  # its last holder was killed between two deletions
-            await asyncio.to_thread(self.runner.store.close, self.record)
-            return
+    async def finish(self) -> None:
+        """Bring the batch to its end. Raises OSError, and JobError if another process has taken it."""
         if self.record.status == "validating" and not await self._validate():
             return
         await asyncio.to_thread(self._log.load)
         if self.record.status == "in_progress":
-            ending = self.record.ending or await self._answer_lines()
-            await self._begin_to_end(ending)
+            await self._finalize(self.record.ending or await self._answer_lines())
         await self._end()
 
     async def _validate(self) -> bool:
         """Check the input file. Returns whether the batch is in progress now, and not failed."""
         found = await asyncio.to_thread(self._checked)
+        self.record = self.record.changed(request_counts=RequestCounts(total=found.total, completed=0, failed=0))
         if found.errors:
-            over = self.record.moved("failed", errors=tuple(found.errors), total=found.total)
+            await self._save(self.record.moved("failed", errors={"object": "list", "data": found.errors}))
             log.info("batch %s: failed: %s", self.record.id, found.errors[0]["message"])
-            await asyncio.to_thread(self.runner.store.close, over)
             return False
-        await self._save(self.record.moved("in_progress", total=found.total, model=found.model))
+        await self._save(self.record.moved("in_progress", model=found.model))
         return True
 
     def _checked(self) -> CheckedLines:
@@ -209,68 +221,49 @@ class RunningBatch:
             found = CheckedLines()
             found.add("file_not_found", f"the input file {self.record.input_file_id} was deleted", "input_file_id")
             return found
-        return check_lines(files.open(file), self.record.endpoint, self.runner.limits.max_lines)
+        return check_lines(files.lines(file), self.record.endpoint, self.runner.limits.max_lines)
 
     async def _answer_lines(self) -> Ending:
         """Answer the lines that the log lacks. Returns how the batch ends: early if it expires or is cancelled."""
-        if (ending := await self._early_ending()) is not None:
-            return ending
-        feeding = asyncio.ensure_future(self._feed())
+        self._lines = self._unanswered()
+        tasks = [asyncio.ensure_future(self._answer_some()) for _ in range(self.runner.window)]
+        pending = set(tasks)
         try:
-            while not feeding.done():
-                if (ending := await self._early_ending()) is not None:
-                    return ending
+            while (ending := await self._early_ending()) is None and pending:
                 await self._flush()
-                await asyncio.wait([feeding], timeout=POLL_S)
-            feeding.result()
-            return "completed"
+                done, pending = await asyncio.wait(pending, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()  # an error is no answer but a fault of this process
+            return ending or "completed"
         finally:
-            for task in (feeding, *self._tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(feeding, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self) -> None:
-        """Start a task per line, as places become free, and wait for all of them."""
-        lines = self._unanswered()
-        while block := await asyncio.to_thread(lambda: list(islice(lines, LINES_AT_ONCE))):
-            for custom_id, body in block:
-                await self.runner.places.acquire()
-                self._raise_failure()
-                task = asyncio.ensure_future(self._answer_line(custom_id, body))
-                self._tasks.add(task)
-                task.add_done_callback(self._line_is_done)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-            await asyncio.sleep(0)  # for the callbacks
-            self._raise_failure()
+    async def _answer_some(self) -> None:
+        """Answer one line after the other until there are no more."""
+        while (line := await self._next_line()) is not None:
+            async with self.runner.places:
+                answer = await self.runner.answer(self.record, *line)
+            self._new.append(answer)
 
-    def _line_is_done(self, task: asyncio.Task[None]) -> None:
-        self.runner.places.release()
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
+    async def _next_line(self) -> Line | None:
+        async with self._reading:
+            if not self._block:
+                self._block = await asyncio.to_thread(lambda: list(islice(self._lines, LINES_AT_ONCE)))
+                self._block.reverse()
+            return self._block.pop() if self._block else None
 
-    def _raise_failure(self) -> None:
-        """Raise what a line's task raised, which is no answer but a fault of this process."""
-        if self._failure is not None:
-            raise self._failure
-
-    async def _answer_line(self, custom_id: str, body: dict[str, Any]) -> None:
-        answer = await self.runner.answer(self.record, custom_id, body)
-        self._new.append(answer)  # to the list that is current now
-
-    def _unanswered(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _unanswered(self) -> Iterator[Line]:
         files = self.runner.store.files(self.record.owner)
         file = files.find(self.record.input_file_id)
         if file is None:
             raise FileNotFoundError(f"the input file {self.record.input_file_id} is gone")
         answered = set(self._log.answered)
-        return ((id, body) for id, body in read_lines(files.open(file)) if id not in answered)
+        return ((id, body) for id, body in read_lines(files.lines(file)) if id not in answered)
 
     async def _early_ending(self) -> Ending | None:
-        """Look at the lease, the client's wish and the clock."""
-        if not await asyncio.to_thread(self.lease.renew):
-            raise LeaseLost
+        """Look whether the client has cancelled the batch, and at the clock."""
         if await asyncio.to_thread(self.runner.store.cancelling_at, self.record) is not None:
             return "cancelled"
         return "expired" if time.time() >= self.record.expires_at else None
@@ -287,54 +280,58 @@ class RunningBatch:
         if not is_last:
             await self._save(self.record)
 
-    async def _begin_to_end(self, ending: Ending) -> None:
-        """Record how the batch ends, and answer what is left with that."""
+    async def _finalize(self, ending: Ending) -> None:
+        """Record how the batch ends."""
         await self._flush(is_last=True)
-        if ending == "completed" and len(self._log.answered) != self.record.total:
-            raise RuntimeError(f"{len(self._log.answered)} of {self.record.total} lines have an answer")
-        times = self.record.times
+        num_answered, total = len(self._log.answered), self.record.request_counts["total"]
+        if ending == "completed" and num_answered != total:
+            raise RuntimeError(f"{num_answered} of {total} lines have an answer")
         if ending == "cancelled":
             at = await asyncio.to_thread(self.runner.store.cancelling_at, self.record)
-            times = times | {"cancelling": at or int(time.time())}
-        await self._save(replace(self.record, ending=ending, times=times))
-        if ending in ENDINGS:
-            await asyncio.to_thread(self._answer_the_rest, *ENDINGS[ending])
-        await self._save(self.record.moved("finalizing"))
+            self.record = self.record.changed(cancelling_at=at or int(time.time()))
+        await self._save(self.record.moved("finalizing", ending=ending))
+
+    async def _end(self) -> None:
+        """Answer the lines that are left with how the batch ends, and split the log into two files."""
+        assert self.record.ending is not None
+        if self.record.ending in ENDINGS:
+            await asyncio.to_thread(self._answer_the_rest, *ENDINGS[self.record.ending])
+        files = await asyncio.to_thread(self._write_files)
+        await self._save(self.record.moved(self.record.ending, **files))
+        log.info("batch %s: %s, %s", self.record.id, self.record.status, self.record.request_counts)
 
     def _answer_the_rest(self, code: str, message: str) -> None:
         lines = self._unanswered()
         while block := [error_answer(self.record.id, id, code, message) for id, _ in islice(lines, 4096)]:
             self._log.append(block)
 
-    async def _end(self) -> None:
-        """Split the log into two files and close the batch."""
-        assert self.record.ending is not None
-        files = await asyncio.to_thread(self._write_files)
-        over = self._counted(self.record).moved(self.record.ending, files=files)
-        await asyncio.to_thread(self.runner.store.close, over)
-        log.info("batch %s: %s, %d of %d lines failed", over.id, over.status, over.failed, over.total)
-
-    def _write_files(self) -> tuple[str, ...]:
+    def _write_files(self) -> dict[str, str]:
         """Write the output file and the error file, each if it has lines; return their ids."""
-        record, files, written = self.record, self.runner.store.files(self.record.owner), []
-        life = record.output_expires_after_s
+        record, life, written = self.record, self.record.output_expires_after_s, {}
         expires_at = None if life is None else int(time.time()) + life
-        for id, is_completed, count in (
-            (record.output_id, True, self._log.completed),
-            (record.error_id, False, self._log.failed),
-        ):
-            if count:
-                name = f"{record.id}_{'output' if is_completed else 'error'}.jsonl"
+        for kind, id, is_completed in (("output", record.output_id, True), ("error", record.error_id, False)):
+            if self._log.completed if is_completed else self._log.failed:
+                name = f"{record.id}_{kind}.jsonl"
+                files = self.runner.store.files(record.owner)
                 files.write(self._log.lines(is_completed), name, "batch_output", expires_at, id)
-                written.append(id)
-        return tuple(written)
+                written[f"{kind}_file_id"] = id
+        return written
 
     async def _save(self, record: BatchRecord) -> None:
-        self.record = self._counted(record)
-        await asyncio.to_thread(self.runner.store.save, self.record)
+        found = self._log
+        counts = record.request_counts | {"completed": found.completed, "failed": found.failed}
+        self.record = record.changed(request_counts=counts, usage=found.usage.batch_form())
+        await asyncio.to_thread(self.runner.store.save, self.record, self.run)
 
-    def _counted(self, record: BatchRecord) -> BatchRecord:
-        return replace(record, completed=self._log.completed, failed=self._log.failed, usage=self._log.usage)
+
+def _canceller(task: asyncio.Task[None]) -> Callable[[], None]:
+    """Return what cancels the task from another thread."""
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    return cancel
 
 
 def sweep(store: BatchStore) -> None:
@@ -355,5 +352,5 @@ def sweep(store: BatchStore) -> None:
         for id in files.unfinished_ids():
             if time.time() - made_at(id) > UPLOAD_WITHIN_S and id not in in_use:
                 files.discard(id)
-        for record in store.left_over(owner):
-            store.work(record).remove_tree()
+        for id in store.closed_ids(owner):
+            store.close(owner, id)

@@ -1,8 +1,8 @@
 """FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket.
 
 A file is a description (JSON) and numbered chunks of bytes. The description is written last, so a file exists whole or
-not at all, and no more than a chunk is ever in memory. Ids begin with their time, so names in order are files in order
-of creation. Owners have directories of their own: one key's client cannot name another key's file.
+not at all, and no more than a chunk is ever in memory. Owners have directories of their own: one key's client cannot
+name another key's file.
 
     OWNER/files/file-ID.json       the description
     OWNER/contents/file-ID/000000  the first chunk
@@ -14,62 +14,16 @@ of creation. Owners have directories of their own: one key's client cannot name 
 
 from __future__ import annotations
 
-import io
-import re
-import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Literal
 
+from eagle_ray.serve.batches.batch_models import FILE, StoredFile, is_id, new_id
 from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.storage.path import StoragePath, read_json_object, write_json
+from eagle_ray.storage.path import StoragePath, read_json_object
 
 CHUNK_BYTES = 8 << 20
 READ_BYTES = 1 << 20
-FILE, BATCH = "file-", "batch_"
-ID = re.compile(rf"({FILE}|{BATCH})[0-9a-f]{{27}}")
-TIME_DIGITS = 11  # hexadecimal, of milliseconds: until the year 2527
-
-
-def new_id(prefix: str) -> str:
-    """Return a new id: the time, then 64 random bits. prefix: FILE or BATCH."""
-    return f"{prefix}{time.time_ns() // 1_000_000:0{TIME_DIGITS}x}{secrets.token_hex(8)}"
-
-
-def is_id(text: str, prefix: str) -> bool:
-    return text.startswith(prefix) and ID.fullmatch(text) is not None
-
-
-def made_at(id: str) -> float:
-    """Return the time in an id, in seconds since 1970."""
-    return int(id[len(FILE) :][-27:][:TIME_DIGITS], 16) / 1000
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file's description. Times are seconds since 1970; expires_at None: it stays until it is deleted."""
-
-    id: str
-    bytes: int
-    num_chunks: int
-    created_at: int
-    filename: str
-    purpose: str
-    expires_at: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return OpenAI's file object."""
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-            "expires_at": self.expires_at,
-        }
 
 
 class FileStore:
@@ -102,14 +56,13 @@ class FileStore:
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
-        there = set(self.ids())
-        return [id for id in names_in(self._contents) if is_id(id, FILE) and id not in there]
+        return sorted(set(ids_in(self._contents, FILE)) - set(self.ids()))
 
     def write(
         self,
         parts: Iterable[bytes],
         filename: str,
-        purpose: str,
+        purpose: Literal["batch", "batch_output"],
         expires_at: int | None = None,
         id: str | None = None,
     ) -> StoredFile:
@@ -120,14 +73,23 @@ class FileStore:
             self.write_chunk(id, num_chunks, chunk)
             num_chunks += 1
             size += len(chunk)
-        return self.finish(StoredFile(id, size, num_chunks, int(time.time()), filename, purpose, expires_at))
+        file = StoredFile(
+            id=id,
+            bytes=size,
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+            expires_at=expires_at,
+            num_chunks=num_chunks,
+        )
+        return self.finish(file)
 
     def write_chunk(self, id: str, number: int, data: bytes) -> None:
         (self._contents / id / f"{number:06d}").write_atomic(data)
 
     def finish(self, file: StoredFile) -> StoredFile:
         """Write the description of a file whose chunks are there; from now on it exists."""
-        write_json(self._description(file.id), asdict(file))
+        self._description(file.id).write_atomic(file.model_dump_json().encode())
         return file
 
     def read(self, file: StoredFile) -> Iterator[bytes]:
@@ -137,9 +99,17 @@ class FileStore:
                 while part := chunk.read(READ_BYTES):
                     yield part
 
-    def open(self, file: StoredFile) -> BinaryIO:
-        """Return the file as a stream of lines. It can be read once, from its start."""
-        return io.BufferedReader(_Joined(self.read(file)), READ_BYTES)
+    def lines(self, file: StoredFile) -> Iterator[bytes]:
+        """Yield the file's lines, without their ends."""
+        line = bytearray()
+        for part in self.read(file):
+            *ended, rest = part.split(b"\n")
+            for piece in ended:
+                yield bytes(line + piece)
+                line.clear()
+            line += rest
+        if line:
+            yield bytes(line)
 
     def delete(self, id: str) -> None:
         self._description(id).remove()
@@ -151,36 +121,6 @@ class FileStore:
 
     def _description(self, id: str) -> StoragePath:
         return self._descriptions / f"{id}.json"
-
-
-class _Joined(io.RawIOBase):
-    """Parts as one stream."""
-
-    def __init__(self, parts: Iterator[bytes]):
-        self._parts, self._rest, self._position = parts, b"", 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Accept the position that is current already, which is where every reader begins."""
-        if whence != io.SEEK_END and offset == (self._position if whence == io.SEEK_SET else 0):
-            return self._position
-        raise io.UnsupportedOperation("a stored file is read from its start to its end")
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or next(self._parts, b"")
-        part = self._rest[: len(buffer)]
-        buffer[: len(part)] = part
-        self._rest = self._rest[len(part) :]
-        self._position += len(part)
-        return len(part)
 
 
 def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -195,9 +135,9 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-def names_in(directory: StoragePath) -> list[str]:
-    """Return the names in a directory, which need not exist."""
+def ids_in(directory: StoragePath, prefix: str) -> list[str]:
+    """Return the ids that names in a directory are, in a bucket of the first thousand. It need not exist."""
     try:
-        return directory.list_names()
+        return [name for name in directory.list_names() if is_id(name, prefix)]
     except FileNotFoundError:
         return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -18,11 +18,12 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FILE, FileStore, StoredFile, new_id
+from eagle_ray.serve.batches.batch_models import FILE, StoredFile, new_id
+from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FileStore
 from eagle_ray.serve.http_errors import ApiError, unsupported
 from eagle_ray.serve.parse import ClientDisconnected, check_encoding
 
-PURPOSE = "batch"
+PURPOSE: Final = "batch"
 EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's
 MIN_LIFE_S, MAX_LIFE_S = 3600, EXPIRES_S
 MAX_VALUE_BYTES = 4096  # of a field that is no file
@@ -176,7 +177,15 @@ async def receive_upload(request: Request, store: FileStore, limits: BatchesConf
             num_chunks += 1
         if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:  # others were uploaded meanwhile
             raise too_large
-        file = StoredFile(id, form.size, num_chunks, int(time.time()), form.filename or "", PURPOSE, expires_at)
+        file = StoredFile(
+            id=id,
+            bytes=form.size,
+            num_chunks=num_chunks,
+            created_at=int(time.time()),
+            filename=form.filename or "",
+            purpose=PURPOSE,
+            expires_at=expires_at,
+        )
         return await asyncio.to_thread(store.finish, file)
     except BaseException:
         await asyncio.to_thread(store.discard, id)

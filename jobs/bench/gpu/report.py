@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from html import escape
+from importlib.resources import files
 from typing import Any
 
-from eagle_ray.report.style import STYLE
 from eagle_ray.report.svg import Axis, Plot
 
 Found = dict[str, Any]
@@ -178,7 +178,8 @@ def page(found: Found) -> str:
     figures += [_break_even(found, shape) for shape in dict.fromkeys(s["shape"] for s in found["synthetic"])]
     body = f"<h1>Decoding on {escape(str(about.get('device')))}</h1><p class='soft'>{escape(_label(about))}</p>"
     shown = "".join(figures) or "<p>Nothing was measured yet.</p>"
-    head = f"<meta charset='utf-8'><title>GPU benchmark</title><style>{STYLE}</style>"
+    style = files("eagle_ray.report").joinpath("templates", "style.css").read_text("utf-8")
+    head = f"<meta charset='utf-8'><title>GPU benchmark</title><style>{style}</style>"
     main = f"<main>{body}<div class='pair'>{shown}</div></main>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{main}</body></html>"
 

@@ -134,7 +134,7 @@ def test_types_of_values(text, type_):
 def test_types_of_carried_columns_are_those_of_the_whole_file(tmp_path):
     content = "prompt,i,f,b,mixed,late,none,zip\n5,1,1,true,1,1,,01234\n6,2,0.5,False,true,2,,\n7,,,,,x,,99999\n"
     the_plan = plan(write(tmp_path / "a.csv", content))
-    types = {field.name: str(field.type) for field in the_plan.passthrough}
+    types = {field.name: str(field.type) for field in the_plan.carried_fields}
     texts = dict.fromkeys(["mixed", "late", "none", "zip"], "string")
     assert types == {"i": "int64", "f": "double", "b": "bool"} | texts
     first, second, third = ([row[name] for name in types] for row in request_rows(the_plan))

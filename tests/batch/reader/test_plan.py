@@ -78,7 +78,9 @@ def test_directories_of_hive_partitions_are_columns(tmp_path, suffix, caplog):
     for path in (root, root / f"**/*.{suffix}"):
         found = plan(path)
         assert "input.path: directories are read as columns: lang, y" in caplog.messages
-        assert {column.name: column.field.type for column in found.reader.passthrough_columns if column.name in "lang y"} == {
+        assert {
+            column.name: column.field.type for column in found.reader.carried_columns if column.name in "lang y"
+        } == {
             "lang": pa.string(),
             "y": pa.string(),
         }
@@ -268,7 +270,7 @@ def test_carried_types_are_fixed_over_all_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", rows)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "y", "number": 0.5, "mixed": "one", "late": "z"}])
     the_plan = plan(tmp_path)
-    types = {field.name: str(field.type) for field in the_plan.passthrough}
+    types = {field.name: str(field.type) for field in the_plan.carried_fields}
     texts = dict.fromkeys(["mixed", "nested", "nothing", "late"], "string")
     assert types == texts | {"number": "double", "flag": "bool"}
     first, second = request_rows(the_plan)
@@ -297,7 +299,7 @@ def test_parquet_types_of_every_input_column(tmp_path):
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     the_plan = plan(tmp_path / "a.parquet")
-    assert the_plan.passthrough == [pa.field("when", pa.timestamp("ns"))]
+    assert the_plan.carried_fields == [pa.field("when", pa.timestamp("ns"))]
     first, second, third = request_rows(the_plan)
     assert json.loads(first["messages"]) == [{"role": "user", "content": "Hi"}]
     assert (second["prompt_token_ids"], third["prompt"]) == ([1, 2], "Hi")
@@ -310,16 +312,16 @@ def test_parquet_types_of_every_input_column(tmp_path):
 def test_what_was_used_is_not_carried_again_but_what_a_path_reads_is(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"qid": 1, "turns": ["Hi", "So"], "temperature": 0.5, "category": "c"}])
     the_plan = plan(path, "input.columns.messages=turns[0]", "input.columns.id=qid")
-    assert [field.name for field in the_plan.passthrough] == ["turns", "category"]
+    assert [field.name for field in the_plan.carried_fields] == ["turns", "category"]
     [row] = request_rows(the_plan)
     assert (row["request_id"], row["turns"], row["temperature"]) == ("1", '["Hi", "So"]', 0.5)
     assert json.loads(row["messages"]) == [{"role": "user", "content": "Hi"}]
 
 
-def test_passthrough_none_and_a_list(tmp_path):
+def test_nothing_and_a_list_of_columns_are_carried(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    assert plan(path, "input.passthrough=none").passthrough == []
-    assert plan(path, "input.passthrough=[score]").passthrough == [pa.field("score", pa.float64())]
+    assert plan(path, "input.passthrough=none").carried_fields == []
+    assert plan(path, "input.passthrough=[score]").carried_fields == [pa.field("score", pa.float64())]
     with pytest.raises(ConfigError, match=r"no file has a column 'scor'; did you mean score\?"):
         plan(path, "input.passthrough=[scor]")
 
@@ -328,10 +330,10 @@ def test_a_column_named_like_one_of_the_jobs_is_renamed(tmp_path):
     row = {"prompt": "x", "text": "y", "input_text": "z", "score": 1, "status": "new", "messages": None}
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     [found] = request_rows(the_plan := plan(path, "input.columns.prompt=prompt"))
-    assert list(the_plan.passthrough_types) == ["input_text_2", "input_text", "score", "input_status", "input_messages"]
+    assert list(the_plan.carried_types) == ["input_text_2", "input_text", "score", "input_status", "input_messages"]
     assert (found["input_text_2"], found["input_text"], found["input_status"]) == ("y", "z", "new")
-    assert list(plan(path, "input.passthrough=[text]").passthrough_types) == ["input_text"]
-    assert list(plan(path, "input.passthrough=[prompt]").passthrough_types) == ["input_prompt"]
+    assert list(plan(path, "input.passthrough=[text]").carried_types) == ["input_text"]
+    assert list(plan(path, "input.passthrough=[prompt]").carried_types) == ["input_prompt"]
 
 
 def test_an_input_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
@@ -457,7 +459,7 @@ def test_parquet_types_are_carried_and_a_text_that_is_not_utf8_is_a_bad_row(tmp_
     pq.write_table(pa.table({"prompt": ["x", "y"]} | columns | {"note": bad}), tmp_path / "a.parquet")
     the_plan = plan(tmp_path / "a.parquet")
     stored = pq.read_schema(tmp_path / "a.parquet")
-    assert the_plan.passthrough == [stored.field(name) for name in columns]
+    assert the_plan.carried_fields == [stored.field(name) for name in columns]
     assert errors(the_plan) == [None, "bad_encoding"]
     [table] = request_tables(the_plan)
     assert table["note"].to_pylist() == [{"a": "ok"}, None] and table["blob"].to_pylist() == [b"\xff", None]

@@ -83,7 +83,7 @@ def test_values_that_ask_for_nothing_are_data(tmp_path, format_):
     off = [REFUSED[name].no_op[0] for name in names[:-1]] + [[]]
     rows = [{"prompt": "x"} | dict(zip(names, off, strict=True)), {"prompt": "y"} | dict.fromkeys(names)]
     the_plan = plan(WRITERS[format_](tmp_path / f"a.{format_}", rows))
-    assert [field.name for field in the_plan.passthrough] == names
+    assert [field.name for field in the_plan.carried_fields] == names
     assert [row["error_code"] for row in request_rows(the_plan)] == [None, None]
 
 

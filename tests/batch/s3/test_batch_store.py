@@ -1,15 +1,15 @@
-"""Files and batches of an endpoint in a bucket: the log, the lease and the end of a batch hold there too."""
+"""Files and batches of an endpoint in a bucket: the log, the run and the end of a batch hold there too."""
 
 import random
 
 import pytest
 
+from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.serve.batches import batch_runner
 from eagle_ray.serve.batches.answer_log import AnswerLog
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.batches.runner_lease import RunnerLease
 from tests.serve.batches.test_runner import Replicas, begin, finish, outcome, runner_of
-from tests.serve.batches.test_stores import answer
+from tests.serve.batches.test_stores import OLD, answer, claimed
 from tests.support.batch_kills import kill_servers
 
 
@@ -25,23 +25,33 @@ def test_a_batch_runs_to_its_end_in_a_bucket(store, monkeypatch):
     [record] = finish(store, runner_of(store, Replicas()), batch)
     done, failed = outcome(store, record)
     assert (record.status, len(done), len(failed)) == ("completed", 6, 1)
-    assert store.open_ids() == [] and not store.work(record).is_directory() and store.owners() == ["all"]
+    assert store.open_ids() == [] and not store.work("all", record.id).is_directory() and store.owners() == ["all"]
     files = store.files("all")
     assert len(files.ids()) == 3 and files.unfinished_ids() == []
     files.delete(record.output_id)
     assert files.find(record.output_id) is None and not (store.root / "all" / "contents" / record.output_id).glob("*")
 
 
-def test_two_writers_and_two_holders_in_a_bucket(store):
-    first, second = (AnswerLog(store.root / "log") for _ in range(2))
-    first.append([answer("a")])
-    second.append([answer("a"), answer("b")])
-    first.load()
+def test_two_writers_and_a_later_attempt_in_a_bucket(store):
+    with claimed(store.root / "log") as run:
+        first, second = (AnswerLog(run) for _ in range(2))
+        first.append([answer("a")])
+        second.append([answer("a"), answer("b")])
+        first.load()
     assert first.answered == second.answered == {"a", "b"} and (first.completed, second.completed) == (2, 2)
-    one, two = (RunnerLease(store.root / "lease") for _ in range(2))
-    assert one.take() and not two.take() and one.renew()
-    one.release()
-    assert two.take() and not one.take()
+    with claimed(store.root / "log"), pytest.raises(FencedError):
+        first.append([answer("c")])
+
+
+def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypatch):
+    monkeypatch.setattr(batch_runner, "POLL_S", 0.05)
+    for file in OLD.rglob("*"):
+        if file.is_file():
+            (store.root / file.relative_to(OLD).as_posix()).write_atomic(file.read_bytes())
+    batches = [store.find(*pair) for pair in store.open_ids()]
+    for record in finish(store, runner_of(store, Replicas()), *batches):
+        outcome(store, record)
+    assert len(batches) == 4 and not store.closed_ids("all")
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.worker.nested_rows import nest
-from eagle_ray.batch.worker.sink import AtomicParquetSink
+from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs import run as fencing
-from eagle_ray.runs.fence import remove_stale_files, wait_for_stale_writers
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import PROGRESS, RUN, SUCCESS, SUMMARY, open_run, read_manifest, record_outcome
+from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY
+from eagle_ray.runs.manifest import open_run
+from eagle_ray.runs.run import Run
 from tests.batch.s3.proxy import Refuse
 from tests.conftest import small_job, token_rows
 
@@ -81,7 +81,7 @@ def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
     monkeypatch.setattr("eagle_ray.runs.manifest._versions", slip_in)
     with pytest.raises(OutputLocked, match="is being written by another driver"):
         start(job())
-    assert second.attempt == first.attempt + 1 == read_manifest(first.output)["attempt"]
+    assert second.attempt == first.attempt + 1 == Run.inspect(first.output).manifest["attempt"]
     second.check_current()
 
 
@@ -95,9 +95,9 @@ def test_an_outcome_is_not_noted_over_a_newer_attempts_record(job, monkeypatch):
         start(job())
 
     monkeypatch.setattr(type(first), "check_current", slip_in)
-    with record_outcome(first):
+    with first.recorded_outcome():
         pass
-    found = read_manifest(first.output)
+    found = Run.inspect(first.output).manifest
     assert found["attempt"] == 2 and "outcome" not in found["attempts"][0]
 
 
@@ -109,7 +109,7 @@ def test_attempts_go_on_counting_over_a_damaged_record_and_late_files_of_the_old
     assert second.attempt == 2 and second.data.glob("**/*.parquet") == []
     (second.data / "part-001-000003.parquet").write_atomic(b"late")
     sink(second).write([block("a")], TASK)
-    remove_stale_files(second)
+    second.remove_stale_files()
     assert [file.name for file in second.data.glob("**/*.parquet")] == ["part-002-000007.parquet"]
 
 
@@ -140,13 +140,13 @@ def test_a_success_that_a_killed_attempt_wrote_late_is_removed_before_the_count(
     first = start(job())
     second = start(job())
     (first.output / SUCCESS).write_atomic(b"")
-    wait_for_stale_writers(second)
+    second.settle()
     assert not (first.output / SUCCESS).exists()
 
 
 def test_the_lock_holds_on_both(job):
     run = start(job())
-    with lock_output(run.output), pytest.raises(OutputLocked), lock_output(run.output):
+    with hold_output(run.output), pytest.raises(OutputLocked), hold_output(run.output):
         pass
 
 
@@ -155,11 +155,11 @@ def test_an_attempt_that_cannot_begin_leaves_no_success_that_is_not_true(bucket,
     run = start(small_job(tmp_path, token_rows(2), **output))
     sink(run).write([block("a")], TASK)
     (run.output / SUCCESS).write_atomic(b"")
-    record = read_manifest(run.output)
+    record = Run.inspect(run.output).manifest
     proxy.fail("DELETE", Refuse(403, "AccessDenied"), path=SUCCESS)
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output))
-    assert read_manifest(run.output) == record  # what it is true of
+    assert Run.inspect(run.output).manifest == record  # what it is true of
     proxy.fail("DELETE", Refuse(403, "AccessDenied"), path="part-")
     with pytest.raises(ConfigError, match="AccessDenied"):
         start(small_job(tmp_path, None, **output, **{"output.if_exists": "overwrite"}))

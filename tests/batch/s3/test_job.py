@@ -17,17 +17,18 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.run import run_job, run_to_completion
+from eagle_ray.batch.driver.claim import hold_output
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.runs import manifest
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
-from eagle_ray.runs.lease import LOCK, lock_output
+from eagle_ray.runs.lease import LOCK
 from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
 from tests.batch.s3.proxy import FaultProxy, Refuse
-from tests.conftest import small_job, token_rows
+from tests.conftest import exit_code, small_job, token_rows
 
 CATEGORIES = ("a", "b c/d", None)
 
@@ -67,7 +68,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     before = bucket.list_versions()
     assert f"output   {output} can be written; a run would start it" in validate(job)
     assert bucket.list_versions() == before
-    assert run_to_completion(job)["total"]["rows"] == 50
+    assert run_job(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
     assert {file.parent.name for file in (output / "data").glob("**/*.parquet")} == {
         "category=a",
@@ -81,16 +82,16 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
 
     twice, *kept = (output / "data").list_versions().items()
     (twice[0].parent / "part-001-999999.parquet").write_atomic(twice[0].read_bytes())  # a zombie's, after the recount
-    assert run_to_completion(job)["total"]["rows"] == 50
+    assert run_job(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
     assert (output / "data").list_versions().items() >= dict(kept).items()  # nothing else is written again
     assert "a run would resume run" in validate(job)
 
-    with lock_output(output), pytest.raises(OutputLocked, match="is being written by process"):
-        run_to_completion(job)
+    with hold_output(output), pytest.raises(OutputLocked, match="is being written by process"):
+        run_job(job)
     changed = (bucket / "in/a.jsonl").read_bytes().replace(b'"prompt_token_ids": [', b'"prompt_token_ids": [5, ', 1)
     (bucket / "in/a.jsonl").write_atomic(changed)
-    assert run_job(job) == 6
+    assert exit_code(job) == 6
 
 
 @pytest.mark.slow
@@ -98,10 +99,10 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
     ray_session, job, bucket, outside, monkeypatch
 ):
     output = bucket / "out"
-    run_to_completion(job)
+    run_job(job)
     lost, *kept = (output / "data").list_versions().items()
     lost[0].remove()
-    assert run_to_completion(job)["total"]["rows"] == 50
+    assert run_job(job)["total"]["rows"] == 50
     assert counted(outside, output) == [(id, 2) for id in IDS]
     assert (output / "data").list_versions().items() >= dict(kept).items()
 
@@ -115,19 +116,19 @@ def test_what_is_missing_is_made_and_late_files_of_an_overwritten_run_are_delete
 
     monkeypatch.setattr(fencing, "write_manifest", published_late)
     anew = job.model_copy(update={"output": job.output.model_copy(update={"if_exists": "overwrite"})})
-    assert run_to_completion(anew)["total"]["rows"] == 50
+    assert run_job(anew)["total"]["rows"] == 50
     assert not old.exists() and counted(outside, output) == [(id, 2) for id in IDS]
 
 
 def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeypatch):
     monkeypatch.setattr(fencing, "MAX_PUT_S", 3.0)
-    with lock_output(bucket / "out"):
+    with hold_output(bucket / "out"):
         manifest.open_run(job, {})  # and no outcome: killed
         run = manifest.open_run(job, {})
         began = time.monotonic()
         run.settle()
         assert time.monotonic() - began > 1  # of three, some of which have passed
-        with manifest.record_outcome(run):
+        with manifest.run.recorded_outcome():
             pass
 
 

@@ -7,11 +7,12 @@ import time
 
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs import lease as lock
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
-from eagle_ray.runs.lease import LOCK, Lease, lock_output
+from eagle_ray.runs.lease import LOCK, Lease
 from eagle_ray.storage import s3
 from tests.batch.s3.proxy import IgnoreConditions, Refuse
 
@@ -32,12 +33,12 @@ def holder(output):
 
 
 def test_a_second_driver_is_refused_while_the_first_lives_and_let_in_after(bucket):
-    with lock_output(bucket):
+    with hold_output(bucket):
         name = holder(bucket)
-        with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), lock_output(bucket):
+        with pytest.raises(OutputLocked, match=f"{bucket} is being written by {name}"), hold_output(bucket):
             pass
     assert holder(bucket) is None
-    with lock_output(bucket):
+    with hold_output(bucket):
         assert holder(bucket) == name
 
 
@@ -46,7 +47,7 @@ def test_a_silent_holder_is_taken_over_once_its_lease_is_stale(bucket, caplog):
     logging.getLogger("eagle_ray").addHandler(caplog.handler)
     (bucket / LOCK).write_atomic(DEAD)
     began = time.monotonic()
-    with lock_output(bucket):
+    with hold_output(bucket):
         assert time.monotonic() - began >= lock.LEASE_S
     said = dict.fromkeys(r.getMessage().split(": ")[-1] for r in caplog.records if r.name == "eagle_ray")
     assert list(said) == ["waiting 4 s for a sign of life", "taken over"]
@@ -73,7 +74,7 @@ def test_of_two_that_wait_for_a_dead_holder_one_gets_the_lease(bucket):
 
 
 def test_a_driver_whose_lease_was_taken_over_stops(bucket):
-    with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), lock_output(bucket):
+    with pytest.raises(FencedError, match=r"somebody else has taken .* over: this driver stops"), hold_output(bucket):
         (bucket / LOCK).write_atomic(b'{"holder": "somebody else", "token": "x", "beat": 1}')
         time.sleep(30)
     assert holder(bucket) == "somebody else"
@@ -85,10 +86,10 @@ def break_storage(proxy, times=100_000):
 
 
 def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_meanwhile(bucket, proxy):
-    with lock_output(bucket) as check:
-        check()
+    with hold_output(bucket) as lease:
+        lease.check()
         break_storage(proxy)
-        publishing = threading.Thread(target=check, daemon=True)
+        publishing = threading.Thread(target=lease.check, daemon=True)
         time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
         publishing.start()
         publishing.join(2.0)
@@ -96,18 +97,18 @@ def test_a_driver_waits_for_a_storage_that_comes_back_and_publishes_nothing_mean
         proxy.reset()
         publishing.join(60)
         assert not publishing.is_alive()
-        check()
+        lease.check()
     assert holder(bucket) is None
 
 
 def test_a_driver_that_was_taken_over_during_an_outage_stops_before_it_publishes(bucket, proxy):
-    with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), lock_output(bucket) as check:
+    with pytest.raises(FencedError, match=r"process 9 on elsewhere has taken .* over"), hold_output(bucket) as lease:
         break_storage(proxy)
         time.sleep(lock.SELF_FENCE_S + 2 * lock.POLL_S)
         proxy.reset()
         proxy.fail("PUT", Refuse(503, "SlowDown"), 100_000, path=LOCK)  # it can read again, and not yet write
         through(bucket / LOCK, b'{"holder": "process 9 on elsewhere", "token": "y", "beat": 1}', proxy)
-        check()
+        lease.check()
         time.sleep(30)
     assert holder(bucket) == "process 9 on elsewhere"
 
@@ -125,25 +126,25 @@ def through(file, data, proxy):
 def test_a_driver_whose_storage_stays_away_ends_with_a_transient_reason(bucket, proxy, monkeypatch):
     monkeypatch.setattr(lock, "OUTAGE_S", 5.0)
     says = r"_lock could not be written for 5 s: this driver stops"
-    with pytest.raises(StorageUnavailable, match=says) as stopped, lock_output(bucket):
+    with pytest.raises(StorageUnavailable, match=says) as stopped, hold_output(bucket):
         break_storage(proxy)
         time.sleep(60)
     assert outcome_of(stopped.value).code == 5
 
 
 def test_a_lease_that_was_deleted_ends_its_driver(bucket):
-    with pytest.raises(OutputDamaged, match="_lock was deleted"), lock_output(bucket):
+    with pytest.raises(OutputDamaged, match="_lock was deleted"), hold_output(bucket):
         (bucket / LOCK).remove()
         time.sleep(60)
 
 
 def test_a_bucket_that_is_gone_for_a_moment_is_no_deleted_lease(bucket, proxy):
-    with lock_output(bucket) as check:
+    with hold_output(bucket) as lease:
         proxy.fail("GET", Refuse(404, "NoSuchBucket"), 2, path=LOCK)
         before = len(proxy.seen)
         while sum(request.method == "GET" for request in proxy.seen[before:]) < 4:
             time.sleep(0.05)
-        check()
+        lease.check()
     assert holder(bucket) is None
 
 
@@ -152,20 +153,20 @@ def test_a_late_put_of_a_dead_driver_is_no_sign_of_life(bucket):
     late = threading.Timer(1.0, (bucket / LOCK).write_atomic, [DEAD.replace(b"7", b"8")])
     late.start()
     began = time.monotonic()
-    with lock_output(bucket):
+    with hold_output(bucket):
         assert time.monotonic() - began >= 1.0 + lock.LEASE_S  # the clock began anew
 
 
 def test_a_server_that_ignores_conditions_is_refused(bucket, proxy):
     proxy.fail("PUT", IgnoreConditions(), 100)
     says = f"{bucket} at {proxy.url}: the server ignores If-None-Match"
-    with pytest.raises(ConfigError, match=says), lock_output(bucket):
+    with pytest.raises(ConfigError, match=says), hold_output(bucket):
         pass
     assert bucket.list_versions() == {}
 
 
 def test_a_few_failed_beats_are_survived(bucket, proxy):
-    with lock_output(bucket):
+    with hold_output(bucket):
         proxy.fail("PUT", Refuse(500, "InternalError"), 5, path=LOCK)
         time.sleep(lock.SELF_FENCE_S + 1)
     assert holder(bucket) is None

@@ -17,7 +17,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
 from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import CACHE, RUN
-from eagle_ray.runs.manifest import RunHandle
+from eagle_ray.runs.run import Run
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
 from tests.kernels.test_triton_cache import make_entry
@@ -205,7 +205,7 @@ def test_a_csv_is_read_in_parts_from_where_a_shard_starts(bucket, proxy):
 
 
 def test_a_run_in_a_bucket_keeps_what_its_starts_made(bucket, tmp_path, monkeypatch):
-    run = RunHandle(bucket / "out", "run", 1, "hash")
+    run = Run(bucket / "out", "run", 1, "hash")
     write_json(run.output / RUN, {"run_id": "run", "attempt": 1})
     found = []
     for machine in ("a", "b"):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pyarrow.dataset
 import pytest
 
+from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards
-from eagle_ray.batch.driver.run import run_to_completion
+from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch
-from eagle_ray.runs.lease import lock_output
-from eagle_ray.runs.manifest import SUCCESS, output_of
+from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath, json_bytes
 from tests.batch.test_starts import Killed, engine, reads, rows, scans
@@ -45,32 +45,32 @@ def test_two_shards_in_a_bucket_lock_start_again_grow_and_are_finished(bucket, s
     output = bucket / "out"
     engine.max_files = 1
     with pytest.raises(Killed):
-        run_to_completion(first)
+        run_job(first)
     engine.max_files = None
-    with lock_output(output_of(first)):
-        run_to_completion(second)  # they share no lock
+    with hold_output(output_of(first)):
+        run_job(second)  # they share no lock
         with pytest.raises(OutputLocked):
-            run_to_completion(first)
+            run_job(first)
         with pytest.raises(OutputLocked, match="shard 1/2 is running"):
             finish_shards(output)
     with pytest.raises(Incomplete, match="shard 1/2 is not complete"):
         finish_shards(output)
-    run_to_completion(first)
+    run_job(first)
     assert sorted(engine.made) == sorted(NAMES)  # nothing twice
     assert finish_shards(output)["total"]["rows"] == 20 and (output / SUCCESS).exists()
     assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES}
     assert all((output_of(config) / INDEX / "input.json").exists() for config in shards)
 
     made, read, scanned = len(engine.made), len(reads), len(scans)
-    assert run_to_completion(first)["attempt"] == 3
+    assert run_job(first)["attempt"] == 3
     assert (made, read, scanned) == (len(engine.made), len(reads), len(scans))
     assert not (output / SUCCESS).exists()  # until it is finished again
 
     write_input(bucket, rows(*NAMES, *ADDED))  # an object is replaced: its rows are compared
-    run_to_completion(first)
+    run_job(first)
     with pytest.raises(OutputMismatch, match="since shard 2/2 read it"):
         finish_shards(output)
-    run_to_completion(second)
+    run_job(second)
     assert sorted(engine.made) == sorted(NAMES + ADDED)
     assert finish_shards(output)["total"]["rows"] == 28 and (output / SUCCESS).exists()
     assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES + ADDED}

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.batches import batch_models, file_store, file_upload, runner_lease
+from eagle_ray.serve.batches import batch_models, file_store, file_upload
 from eagle_ray.serve.batches.batch_routes import MAX_BATCH_BODY_BYTES
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
@@ -340,9 +340,8 @@ def test_a_batchs_answers_are_the_endpoints(service, kept, store):
     assert ask(kept, "DELETE", f"/v1/files/{file}").json["deleted"]
 
 
-def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path, monkeypatch):
+def test_a_store_of_an_earlier_version_is_shown_and_continued(service, tmp_path):
     """Answers that its killed server has stored stay as they are; every other line is answered once."""
-    monkeypatch.setattr(runner_lease, "LEASE_S", 0.2)
     shutil.copytree(OLD / "store", tmp_path / "kept")
     store = BatchStore.open(str(tmp_path / "kept"))
     app, shown = build_app(service, store=store), json.loads((OLD / "shown.json").read_text())

@@ -1,26 +1,29 @@
-"""What keeps files and batches: whole files or none, a log that answers each id once, a lease with one holder."""
+"""What keeps files and batches: whole files or none, a log that answers each id once."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from eagle_ray.config.records import RunRecord
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.serve.batches import file_store, runner_lease
+from eagle_ray.runs.job_errors import FencedError
+from eagle_ray.runs.lease import hold
+from eagle_ray.runs.run import Run
+from eagle_ray.serve.batches import file_store
 from eagle_ray.serve.batches.answer_log import AnswerLog, error_answer, response_answer
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
-from eagle_ray.serve.batches.batch_record import BatchRecord
+from eagle_ray.serve.batches.batch_models import BATCH, FILE, BatchRecord, is_id, made_at, new_id
 from eagle_ray.serve.batches.batch_runner import sweep
-from eagle_ray.serve.batches.batch_store import BatchRequest, BatchStore
-from eagle_ray.serve.batches.file_store import BATCH, FILE, FileStore, is_id, made_at, new_id
-from eagle_ray.serve.batches.runner_lease import RunnerLease
+from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.storage.path import StoragePath
+
+OLD = Path(__file__).parents[2] / "goldens" / "batch_store" / "store"
 
 
 @pytest.fixture
@@ -28,8 +31,11 @@ def root(tmp_path):
     return StoragePath.of(tmp_path / "kept")
 
 
-def request_of(file_id="file-x", window_s=60, **more):
-    return BatchRequest("/v1/completions", file_id, f"{window_s}s", window_s, **more)
+def create(store, file_id="file-x", owner="all", max_open=9, **more):
+    asked = {"endpoint": "/v1/completions", "input_file_id": file_id, "completion_window": "60s"}
+    record = BatchRecord.new(60, owner=owner, **asked, **more)
+    store.create(record, max_open)
+    return record
 
 
 def test_a_store_is_for_its_owner_alone(tmp_path):
@@ -39,11 +45,11 @@ def test_a_store_is_for_its_owner_alone(tmp_path):
         store = BatchStore.open(str(tmp_path / name))
         store.salt()
         store.files("all").write([b"x"], "in.jsonl", "batch")
-        record = store.create("all", request_of(), max_open=9)
-        AnswerLog(store.work(record)).append([error_answer(record.id, "a", "b", "c")])
-        RunnerLease(store.work(record) / "lease").take()
+        record = create(store)
+        with claimed(store.work("all", record.id)) as run:
+            AnswerLog(run).append([error_answer(record.id, "a", "b", "c")])
         paths = [tmp_path / name, *(tmp_path / name).rglob("*")]
-        assert len(paths) > 10
+        assert len(paths) > 12
         assert {path.stat().st_mode & 0o777 for path in paths if path.is_dir()} == {0o700}
         assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600}
 
@@ -74,9 +80,9 @@ def test_a_file_is_read_as_it_was_written_in_chunks(root, monkeypatch):
     file = store.write(lines, "in.jsonl", "batch")
     assert (file.bytes, file.num_chunks) == (len(b"".join(lines)), 3)
     assert b"".join(store.read(file)) == b"".join(lines)
-    assert list(store.open(store.get(file.id))) == [b"first line\n", b"second line\n", b"third"]
+    assert list(store.lines(store.get(file.id))) == [b"first line", b"second line", b"third"]
     empty = store.write([], "none", "batch")
-    assert (empty.bytes, list(store.open(empty)), store.ids()) == (0, [], [file.id, empty.id])
+    assert (empty.bytes, list(store.lines(empty)), store.ids()) == (0, [], [file.id, empty.id])
     with pytest.raises(ApiError, match="there is no file"):
         FileStore(root, "key-other").get(file.id)
     store.delete(file.id)
@@ -90,7 +96,7 @@ def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(ro
     assert store.find(old) is None and set(store.unfinished_ids()) == {old, new}
     expired = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
     used = store.write([b"x"], "in.jsonl", "batch", expires_at=int(time.time()) - 1)
-    BatchStore(root).create("all", request_of(used.id), max_open=1)
+    create(BatchStore(root), used.id)
     with pytest.raises(ApiError, match="there is no file"):
         store.get(expired.id)
     sweep(BatchStore(root))
@@ -104,14 +110,25 @@ def answer(id, status=200, usage=(3, 4)):
     return response_answer("batch_1", id, status, json.dumps(body).encode())
 
 
+@contextmanager
+def claimed(directory):
+    """A run in the directory."""
+    with hold(directory) as lease, Run.claim(lease, Run.inspect(directory, RunRecord), {}) as run:
+        yield run
+
+
 def test_a_log_holds_each_id_once_whoever_writes(root):
-    first, second = AnswerLog(root), AnswerLog(root)
+    with claimed(root) as run:
+        first, second = AnswerLog(run), AnswerLog(run)
+        check_two_writers(first, second, AnswerLog(run))
+
+
+def check_two_writers(first, second, again):
     first.append([answer("a"), answer("é", 400)])
     second.append([answer("a"), answer("b")])  # it has not read what the first one wrote
     first.append([answer("b"), error_answer("batch_1", "c", "batch_expired", "too late")])
     first.append([answer("a"), answer("c")])
     second.load()
-    again = AnswerLog(root)
     again.load()
     for log in (first, second, again):
         assert log.answered == {"a", "b", "é", "c"} and (log.completed, log.failed, log.usage) == (2, 2, (6, 8, 4, 2))
@@ -123,14 +140,27 @@ def test_a_log_holds_each_id_once_whoever_writes(root):
     assert done[0]["id"] == json.loads(answer("a").line)["id"] != done[1]["id"]
 
 
+def test_a_log_of_an_earlier_attempt_can_add_nothing(root):
+    with claimed(root) as run:
+        old = AnswerLog(run)
+        old.append([answer("a")])
+    with claimed(root) as run:
+        with pytest.raises(FencedError):
+            old.append([answer("b")])
+        log = AnswerLog(run)
+        log.load()
+        assert log.answered == {"a"}
+
+
 def test_usage_has_the_names_of_either_endpoint_and_old_records_are_read():
     details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
     body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
     assert response_answer("batch_1", "a", 200, json.dumps(body).encode()).usage == (3, 4, 2, 1)
-    stored = BatchRecord("b", "all", "/v1/completions", "f", "24h", 1, 2, "o", "e").stored()
-    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4]}))).as_json()["usage"]
+    [file] = (OLD / "all" / "batches").glob("batch_1a21cdd036d0*.json")
+    stored = json.loads(file.read_text())
+    usage = BatchRecord(**stored | {"usage": [3, 4]}).usage
     assert usage["total_tokens"] == 7 and usage["input_tokens_details"] == {"cached_tokens": 0}
-    usage = BatchRecord.of(json.loads(json.dumps(stored | {"usage": [3, 4, 2, 1]}))).as_json()["usage"]
+    usage = BatchRecord(**stored | {"usage": [3, 4, 2, 1]}).usage
     assert usage["input_tokens_details"] == {"cached_tokens": 2}
     assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
 
@@ -145,7 +175,7 @@ def line(id="a", **changes):
 
 def checked(root, *lines, max_lines=100):
     store = FileStore(root, "all")
-    return check_lines(store.open(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
+    return check_lines(store.lines(store.write([lines_of(*lines)], "f", "batch")), "/v1/completions", max_lines)
 
 
 def test_right_lines_are_counted(root):
@@ -183,10 +213,11 @@ def test_files_without_lines_and_with_too_many_are_refused(root):
 
 def test_a_record_is_stored_and_shown_as_openais(root):
     store = BatchStore(root)
-    made = store.create("all", request_of(metadata={"a": "b"}), max_open=2)
-    running = made.moved("in_progress", total=3, completed=1)
-    store.save(running)
-    assert store.find("all", made.id) == running == BatchRecord.of(running.stored())
+    made = create(store, metadata={"a": "b"})
+    running = made.moved("in_progress", request_counts={"total": 3, "completed": 1, "failed": 0})
+    with claimed(store.work("all", made.id)) as run:
+        store.save(running, run)
+    assert store.find("all", made.id) == running
     shown = running.as_json()
     assert shown["status"] == "in_progress" and shown["in_progress_at"] and shown["completed_at"] is None
     assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0} and shown["metadata"] == {"a": "b"}
@@ -195,23 +226,25 @@ def test_a_record_is_stored_and_shown_as_openais(root):
     assert running.as_json(store.cancelling_at(running))["status"] == "cancelling" and at == store.cancelling_at(
         running
     )
-    over = running.moved("completed", files=(running.output_id,))
-    store.close(over)
-    assert store.open_ids() == [] and not store.work(over).is_directory()
-    assert store.cancel(over) and not store.work(over).is_directory()
+    over = running.moved("completed", output_file_id=running.output_id)
+    with claimed(work := store.work("all", made.id)) as run:
+        store.save(over, run)
+    store.close("all", made.id)
+    assert store.open_ids() == [] and not work.is_directory()
+    assert store.cancel(over) and not work.is_directory()
     assert over.as_json()["output_file_id"] == over.output_id and over.as_json()["error_file_id"] is None
 
 
 def test_open_batches_are_limited_by_owner(root):
     store = BatchStore(root)
-    one, two = (store.create("all", request_of(), max_open=2) for _ in range(2))
+    one, two = (create(store, max_open=2) for _ in range(2))
     with pytest.raises(ApiError, match="2 batches that are not over") as refused:
-        store.create("all", request_of(), max_open=2)
+        create(store, max_open=2)
     assert refused.value.status == 429 and store.ids("all") == [one.id, two.id]
-    other = store.create("key-1", request_of(), max_open=2)
+    other = create(store, owner="key-1", max_open=2)
     assert store.open_ids() == [("all", one.id), ("all", two.id), ("key-1", other.id)]
-    store.close(one.moved("cancelled"))
-    store.create("all", request_of(), max_open=2)
+    store.close("all", one.id)
+    create(store, max_open=2)
     assert store.find("key-1", one.id) is None and store.find("all", other.id) is None
 
 
@@ -228,38 +261,3 @@ def test_owners_stay_the_same_with_the_stores_salt(root):
 def test_a_path_that_cannot_be_written_is_refused_by_its_key(path):
     with pytest.raises(ConfigError, match=r"serving\.batches\.path: cannot write"):
         BatchStore.open(path)
-
-
-def test_a_lease_has_one_holder_until_it_is_given_back(root):
-    one, two = RunnerLease(root / "lease"), RunnerLease(root / "lease")
-    assert one.take() and not two.take() and one.renew()
-    two.release()  # not its own
-    assert not two.take()
-    one.release()
-    assert two.take() and not one.take()
-
-
-def test_a_lease_that_stays_the_same_is_taken_over_and_its_holder_notices(root, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(runner_lease.time, "monotonic", lambda: now[0])
-    one, two = RunnerLease(root / "lease"), RunnerLease(root / "lease")
-    assert one.take() and not two.take()
-    now[0] += 20
-    assert one.renew() and not two.take()
-    now[0] += 29
-    assert not two.take()
-    now[0] += 2
-    assert two.take() and not one.renew() and two.renew()
-
-
-def test_the_lease_of_a_killed_process_is_free_at_once(root):
-    program = "import sys, time; from eagle_ray.serve.batches.runner_lease import RunnerLease\n"
-    program += "from eagle_ray.storage.path import StoragePath\n"
-    program += "print(RunnerLease(StoragePath.of(sys.argv[1])).take(), flush=True); time.sleep(60)"
-    holder = subprocess.Popen([sys.executable, "-c", program, str(root / "lease")], stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"True\n"
-    mine = RunnerLease(root / "lease")
-    assert not mine.take()
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
-    assert mine.take()

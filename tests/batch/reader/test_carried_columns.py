@@ -93,6 +93,7 @@ def test_nested_types_join_where_one_type_holds_both_and_are_json_otherwise():
     assert join(pa.list_(pa.int64()), pa.list_(pa.string())) == JSON
     assert join(pa.list_(pa.int64()), pa.int64()) == JSON
     assert join(pa.dictionary(pa.int8(), pa.string()), pa.string()) == pa.string()
+    assert join(pa.dictionary(pa.int8(), pa.string()), JSON) == JSON
     assert join(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
 
 

@@ -1,33 +1,27 @@
-"""The pipeline: one Ray Data stream of requests through a pool of engine actors into Parquet files.
+"""Execute: one Ray Data stream of the missing requests through a pool of engine actors into Parquet files.
 
-generate(config, plan, run, found.done, num_rows=80)
+execute(held, held.missing())
 """
 
 from __future__ import annotations
 
 import logging
-import re
 
-import numpy as np
 import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.driver.cluster import plan_workers
-from eagle_ray.batch.driver.input_plan import InputPlan
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.cluster import plan_workers, reason_of
+from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.batch.reader.source import read_requests
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import AtomicParquetSink
-from eagle_ray.config import JobConfig
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.slot_limits import usual_slots
-from eagle_ray.runs.job_errors import ClusterError, JobError, WorkerDefect, outcome_of
-from eagle_ray.runs.manifest import RunHandle
 from eagle_ray.runs.part_files import next_schema
-from eagle_ray.runs.partitions import Partitions
 
 log = logging.getLogger("eagle_ray")
 
@@ -36,41 +30,35 @@ BATCHES_PER_ACTOR = 64  # for more, batches grow: each costs Ray some millisecon
 MAX_ROWS_PER_SLOT = 4  # rows of a batch
 WINDOW_ROWS_PER_SLOT = 32  # rows that an engine holds and orders; with 4 it gained 1 % (jobs/results/order.md)
 MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
-EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
 EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
-def generate(
-    config: JobConfig, plan: InputPlan, run: RunHandle, done: np.ndarray, num_rows: int, spare: str | None = None
-) -> None:
+def execute(held: Claim, missing: Completeness) -> None:
     """Answer every request except those that are done. Ray must be connected.
-
-    Args:
-        done: for each row of the input, in its order, whether it is done.
-        num_rows: output rows that will be made.
-        spare: the address of a SpareEngine. Only a worker without a GPU adopts it: the driver's CUDA sees all GPUs.
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
         ConfigError: a model is missing.
     """
+    config, plan, run = held.plan.config, held.plan.input, held.run
+    num_rows = missing.num_rows - missing.num_done_rows
     workers = plan_workers(config, num_rows)
     progress = start_progress(workers.min_workers)
     max_starts = workers.max_workers * STARTS_PER_WORKER + EXTRA_STARTS_FOR_CRASHES
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
-    partitions = Partitions.of(config.output.partition_by, plan.passthrough_types)
-    schema = next_schema(run.data, plan.passthrough)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, partitions, progress)
+    schema = next_schema(run.data, plan.carried_fields)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, held.plan.partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
     batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
     calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
-    requests = read_requests(plan.reader, plan.slices, done, rows_per_block=batch_size)
-    actor_args = (config, run, plan.passthrough, workers.threads, progress, None if workers.num_gpus else spare)
+    requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
+    spare = None if workers.num_gpus else held.plan.spare.address  # its environment is not that of one of the GPUs
+    actor_args = (config, run, plan.carried_fields, workers.threads, progress, spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)
@@ -107,33 +95,7 @@ def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
     try:
         dataset.write_datasink(sink)
     except RayError as error:
-        reason = _root_cause(error)
-        if isinstance(reason, (JobError, ConfigError)):
-            raise type(reason)(str(reason).partition("\n")[0]) from None
-        raise _error_class(reason)(f"a worker failed: {_describe_error(reason)}") from error
-
-
-def _error_class(error: Exception) -> type[Exception]:
-    """Return the exception class for what a task raised. A RayError itself is a lost worker, node or object."""
-    if isinstance(error, OSError) and not outcome_of(error).is_transient:
-        return ConfigError
-    return ClusterError if isinstance(error, (RayError, OSError)) else WorkerDefect
-
-
-def _root_cause(error: Exception) -> Exception:
-    """Return the exception that was raised first; Ray wraps it several times."""
-    while isinstance(cause := getattr(error, "cause", None), Exception):
-        error = cause
-    return error
-
-
-def _describe_error(error: Exception) -> str:
-    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if not isinstance(error, RayError):
-        return f"{type(error).__name__}: {lines[0]}"
-    raised = [line for line in lines if EXCEPTION_LINE.match(line)]
-    return raised[-1] if raised else lines[0]
+        raise reason_of(error) from error
 
 
 def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:

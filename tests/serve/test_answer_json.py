@@ -5,8 +5,8 @@ import json
 import random
 import threading
 
-from eagle_ray.serve import json_parts as parts
-from eagle_ray.serve.json_parts import json_bytes, json_parts
+from eagle_ray.serve import answer_json as parts
+from eagle_ray.serve.answer_json import json_bytes, json_parts
 from eagle_ray.serve.parse import parse
 from tests.serve.client import get, post
 

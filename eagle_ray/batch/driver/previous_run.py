@@ -1,8 +1,9 @@
-"""The record of a finished run: for which input its output was found complete, so that a second start reads no row.
+"""What earlier attempts at an output left: the index of their input, and for which input they were found complete.
 
-It names the plan by its key and the files in data/ by their states. It holds only while both are unchanged.
+The record of a finished run names its plan by its key and the files in data/ by their states. It holds only while both
+are unchanged, and then a second start reads no row.
 
-    finished_key(StoragePath.of("runs/a"))      # '5f0c2a91d3b7'
+    previous_run(config).finished_key      # '5f0c2a91d3b7'
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 
-from eagle_ray.batch.driver.input_plan import PreviousRun
+from eagle_ray.batch.driver.input_index import PreviousRun
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.runs.layout import data_of
-from eagle_ray.runs.manifest import read_manifest
+from eagle_ray.runs.layout import data_of, output_of
 from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.row_index import INDEX, read_index_file, write_facts
+from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 FILE = "finished.json"
 
 
-def previous_run(output: StoragePath, config: JobConfig) -> PreviousRun:
-    """Return what earlier attempts left, nothing but the input's index if they are overwritten."""
+def previous_run(config: JobConfig) -> PreviousRun:
+    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten."""
+    output = output_of(config)
     if config.output.if_exists != "overwrite":
         with suppress(OSError, JobError):  # opening the run names what is wrong
-            if manifest := read_manifest(output):
+            if manifest := Run.inspect(output).manifest:
                 return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
     return PreviousRun(output / INDEX)
 

@@ -1,4 +1,4 @@
-"""Passthrough columns from input to output Parquet: types, values and names, over two files and two samples."""
+"""Carried columns from input to output Parquet: types, values and names, over two files and two samples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.run import run_job
-from tests.conftest import small_job, token_rows
+from tests.conftest import exit_code, small_job, token_rows
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 6
@@ -41,7 +40,7 @@ def done(ray_session, tmp_path_factory) -> tuple[pa.Table, pa.Table]:
     for i in range(2):
         pq.write_table(table.slice(i * 3, 3), directory / f"{i}.parquet")
     settings = {"input.path": str(directory / "*.parquet"), "output.partition_by": ["category"], "sampling.n": 2}
-    assert run_job(small_job(directory, None, **settings)) == 0
+    assert exit_code(small_job(directory, None, **settings)) == 0
     return table, read_output(directory / "out" / "data").sort_by("request_id")
 
 

@@ -1,0 +1,180 @@
+"""EngineSizes and SequenceLengths: the numbers on which the memory of an engine depends, weights left out.
+
+sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, explicit_scores=False)
+lengths = SequenceLengths.of(speculative, vocab_size, max_model_len=8192, guaranteed=4096)
+lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_ray.attention.metadata import MAX_SCORES
+from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config.methods import OWN_PLANNERS
+from eagle_ray.core.slot_limits import Auto, usual_slots
+from eagle_ray.drafters.draft_buffers import DraftShape
+from eagle_ray.drafters.eagle import tree_columns
+from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
+from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models.model_probe import KVSpec
+from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.registry import feature_layers
+from eagle_ray.sampling.sampler import SLICE_ROWS
+
+CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
+USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
+PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
+SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
+COPIES_OF_LOGITS = 3  # of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
+SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
+SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLengths:
+    """Tokens of sequences, prompt and output.
+
+    Attributes:
+        max_model_len: of the longest sequence.
+        tree_columns: positions that a step needs besides.
+        guaranteed: of a sequence that every engine takes, whatever its cache holds; None is max_model_len.
+    """
+
+    max_model_len: int
+    tree_columns: int
+    guaranteed: int | None = None
+
+    @classmethod
+    def of(
+        cls, speculative: SpeculativeConfig, vocab_size: int, max_model_len: int, guaranteed: int | None = None
+    ) -> SequenceLengths:
+        """Return the lengths with the positions of the method's trees."""
+        if speculative.method == "none":
+            return cls(max_model_len, 1, guaranteed)
+        width = min(speculative.top_k, vocab_size)
+        return cls(max_model_len, tree_columns(speculative.max_nodes, speculative.max_depth, width), guaranteed)
+
+    @property
+    def full(self) -> int:
+        """Return the positions of a slot that can hold any sequence, in whole blocks."""
+        return self._positions(self.max_model_len)
+
+    @property
+    def usual(self) -> int:
+        """Return the positions that a slot needs for a sequence of USUAL_TOKENS, in whole blocks."""
+        return self._positions(USUAL_TOKENS)
+
+    @property
+    def of_guaranteed(self) -> int:
+        """Return the positions that a slot needs for a sequence of the guaranteed length, in whole blocks."""
+        return self._positions(self.guaranteed or self.max_model_len)
+
+    def on_cpu(self, slots: int | Auto, kv_tokens: int | Auto | None) -> tuple[int, int | None]:
+        """Return the slots and KV tokens of an engine on a CPU for these settings; None lets each slot be full."""
+        slots = usual_slots(slots, on_gpu=False)
+        if kv_tokens != "auto":
+            return slots, kv_tokens
+        tokens = max(slots * self.of_guaranteed, self._positions(CPU_SEQUENCE_TOKENS))
+        return slots, None if tokens >= slots * self.full else tokens
+
+    def that_fit(self, kv_tokens: int | None) -> int:
+        """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
+        if kv_tokens is None:
+            return self.max_model_len
+        held = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
+        return min(self.max_model_len, max(held, self.guaranteed or self.max_model_len))
+
+    def _positions(self, tokens: int) -> int:
+        return -(-(min(self.max_model_len, tokens) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The numbers of a target and its drafters on which an engine's memory depends, weights and passes left out.
+
+    Attributes:
+        itemsize: bytes of a number.
+        vocab_size, hidden_size: of the target.
+        layer_kv: numbers in the keys and values of one token in one layer of the target.
+        kv: the same in all layers of target and drafters.
+        feature: numbers of a token's feature.
+        num_drafters: those that queue features.
+        drafts: of one sequence; None if nothing is drafted.
+        tree_rows: rows of logits that each slot adds to a pass if trees have a fixed size; otherwise one budget bounds
+            the rows of the batch.
+        explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
+    """
+
+    itemsize: int
+    vocab_size: int
+    hidden_size: int
+    layer_kv: int
+    kv: int
+    feature: int
+    num_drafters: int = 0
+    drafts: DraftShape | None = None
+    tree_rows: int = 0
+    explicit_scores: bool = False
+
+    @classmethod
+    def of(
+        cls, shape: Any, parts: Sequence[object], speculative: SpeculativeConfig, itemsize: int, explicit_scores: bool
+    ) -> EngineSizes:
+        """Return the sizes.
+
+        Args:
+            shape: the target's config.
+            parts: the drafts, loaded or as check_weights returns them.
+            itemsize: bytes of a number of the models.
+        """
+        method, vocab_size = speculative.method, shape.vocab_size
+        layer_kv = kv_elements_per_token(shape)
+        top_k = min(speculative.top_k, vocab_size)
+        is_fixed = method != "none" and (speculative.budget != "global" or method in OWN_PLANNERS)
+        return cls(
+            itemsize=itemsize,
+            vocab_size=vocab_size,
+            hidden_size=shape.hidden_size,
+            layer_kv=layer_kv,
+            kv=shape.num_hidden_layers * layer_kv + sum(map(_kv_numbers, parts)),
+            feature=shape.hidden_size * len(feature_layers(parts, shape.num_hidden_layers) or [0]),
+            num_drafters=len(parts),
+            drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
+            tree_rows=1 + speculative.max_nodes if is_fixed else 0,
+            explicit_scores=explicit_scores,
+        )
+
+    @property
+    def kv_per_token(self) -> int:
+        """Return the bytes of a token's keys and values."""
+        return self.itemsize * self.kv
+
+    @property
+    def feature_per_token(self) -> int:
+        """Return the bytes, for each token of the cache, of the feature that its block keeps of its last token."""
+        return self.itemsize * -(-self.feature // BLOCK_SIZE)
+
+    @property
+    def per_slot(self) -> int:
+        """Return the bytes of queued features, of a draft and of logits."""
+        queued = QUEUE_WINDOW * self.feature * self.itemsize
+        drafted = 0 if self.drafts is None else self.drafts.num_bytes(self.hidden_size, self.itemsize)
+        logits = COPIES_OF_LOGITS * self.tree_rows * self.vocab_size * self.itemsize
+        return self.num_drafters * (queued + drafted) + logits
+
+    def temporary(self, max_model_len: int) -> int:
+        """Return the bytes of gathered contexts, of copied logits and of scores."""
+        longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)  # chunks of a step that are too long for a chain
+        gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv * self.itemsize
+        copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
+        return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
+
+
+def _kv_numbers(part: object) -> int:
+    """Return the numbers of a token's keys and values in all layers of a draft; Medusa heads keep none."""
+    spec = part if isinstance(part, KVSpec) else getattr(part, "kv_spec", None)
+    return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim)

@@ -1,0 +1,102 @@
+"""JobPlan: what a job will do, read and checked before its output is touched.
+
+plan = plan_job(load_config("job.yaml"))
+plan.input.num_rows        # 480
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
+from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
+from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
+from eagle_ray.batch.reader.parallel_scan import ParallelScan
+from eagle_ray.batch.worker.spare_engine import SpareEngine
+from eagle_ray.config import JobConfig
+from eagle_ray.config.methods import plain_decoding_note
+from eagle_ray.runs.layout import output_of, root_of
+from eagle_ray.runs.partitions import Partitions
+from eagle_ray.storage.path import StoragePath
+
+log = logging.getLogger("eagle_ray")
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What a job will do.
+
+    Attributes:
+        output: the directory of the run's record, that of the shard if the job has one.
+        retry_errors: drop error rows first, so that they are generated again.
+        spare: the process that checks the models, and that an actor adopts.
+    """
+
+    config: JobConfig
+    output: StoragePath
+    input: InputPlan
+    retry_errors: bool = False
+    spare: SpareEngine = field(default_factory=SpareEngine)
+
+    @property
+    def overwrites(self) -> bool:
+        return self.config.output.if_exists == "overwrite"
+
+    @property
+    def partitions(self) -> Partitions:
+        return Partitions.of(self.config.output.partition_by, self.input.carried_types)
+
+    def check_models(self) -> None:
+        """Join the cluster, and refuse models that cannot work here, in one line, and not in every worker."""
+        if not self.spare.is_checked:
+            check_models(self.config, self.spare)
+
+    def log_settings(self) -> None:
+        """Log what a user may not expect of the rows that will be generated."""
+        if (line := row_settings_line(self.input)) is not None:
+            log.info("%s", line)
+        if (note := plain_decoding_note(self.config.speculative.method, self.config.model.drafts)) is not None:
+            log.info("%s: %s", self.config.model.target, note)
+
+
+def plan_job(config: JobConfig, retry_errors: bool = False) -> JobPlan:
+    """Scan the input and check it against the output. Raises ConfigError for what cannot work."""
+    log.info("reading the input")
+    output = output_of(config)
+    check_disjoint(config.input.path, root_of(output))
+    previous = previous_run(config)
+    found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
+    return _checked(JobPlan(config, output, found, retry_errors), previous.finished_key)
+
+
+def plan_first_run(config: JobConfig) -> JobPlan:
+    """Do what plan_job does in this process, as if no earlier attempt had left anything."""
+    output = output_of(config)
+    check_disjoint(config.input.path, root_of(output))
+    return _checked(JobPlan(config, output, plan_input(config)), None)
+
+
+def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
+    check_not_empty(plan.input, plan.config)
+    if plan.input.key != finished_key:
+        plan.partitions.check_values(request_rows(plan.input))
+    check_not_run_output(plan.input.files, root_of(plan.output))
+    return plan
+
+
+def check_models(config: JobConfig, spare: SpareEngine) -> None:
+    """Raise ConfigError for models that cannot work here. Meanwhile the cluster is joined."""
+    spare.start(config)
+    join_cluster(config)
+    spare.check_models()
+
+
+def join_cluster(config: JobConfig) -> None:
+    """Join the cluster that the configuration names, or start one on this machine."""
+    log.info("getting Ray ready")
+    address = prepare_ray_environment(config.execution.ray_address)
+    from eagle_ray.batch.driver.cluster import connect  # Ray takes seconds to import
+
+    connect(address)

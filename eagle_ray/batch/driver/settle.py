@@ -1,0 +1,105 @@
+"""Settle: the end of a run. Its rows are counted again, duplicates removed, checks made, and summary and ``_SUCCESS``
+written.
+
+    settle(held)["total"]["rows"]      # 480
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.batch.driver.input_plan import sample_ids
+from eagle_ray.batch.driver.job_plan import join_cluster
+from eagle_ray.batch.driver.previous_run import files_key, record_finished
+from eagle_ray.batch.driver.run_summary import facts_of_attempt, store_report, stored_summary, summarize_run
+from eagle_ray.config import JobConfig
+from eagle_ray.runs.job_errors import Incomplete, TooManyErrors
+from eagle_ray.runs.layout import SUMMARY
+from eagle_ray.runs.run import Run
+from eagle_ray.storage.path import json_bytes
+
+log = logging.getLogger("eagle_ray")
+CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
+
+
+def settle(held: Claim) -> dict[str, Any]:
+    """Complete the output and return what ``_summary.json`` holds. Raises Incomplete, TooManyErrors, InputChanged."""
+    config, plan, run = held.plan.config, held.plan.input, held.run
+    run.check_current()  # an output that was deleted has no manifest to read
+    run.settle()
+    there = stored_summary(run.output) or {}  # removed before rows are generated
+    counted = None
+    if held.is_finished and there:
+        log.info("all ids that are asked for are answered, in %d rows", there["total"]["rows"])
+        summary = there | facts_of_attempt(run, there["total"])
+    else:
+        counted = remove_duplicates(held)
+        plan.check_unchanged()
+        summary = there | summarize_run(run)
+    summary |= _checks(held, there)
+    end_run(config, run, summary, held.at_end)
+    if counted is not None:
+        record_finished(run.output, plan.key, counted)
+    return summary
+
+
+def end_run(config: JobConfig, run: Run, summary: dict[str, Any], at_end: ExitStack) -> None:
+    """Write the summary of rows that were counted, then ``_SUCCESS``, and the report at the end.
+
+    Raises TooManyErrors. A share of few rows says little: ``finish`` judges all shards together.
+    """
+    run.publish(SUMMARY, json_bytes(summary))
+    if config.execution.shard is None:
+        check_error_rate(summary["total"], config.execution.max_error_rate)
+    run.commit({})
+    if config.report.html:
+        at_end.callback(store_report, run, summary)
+
+
+def remove_duplicates(held: Claim) -> str:
+    """Count the ids in the files, and remove second rows. Return the key of the files as they were counted.
+
+    Raises Incomplete if ids are missing.
+    """
+    plan, run = held.plan.input, held.run
+    while True:
+        counted = files_key(run.output)
+        found = held.count()
+        for file, ids in found.excess.items():
+            log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
+            run.remove_rows(file, ids, held.plan.config.output.compression)
+        if found.num_missing:
+            names = sample_ids(found.missing, plan)
+            raise Incomplete(f"{found.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
+        if not found.excess:
+            return counted
+
+
+def _checks(held: Claim, there: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of CHECKS that are asked for and not in this summary already."""
+    config = held.plan.config
+    wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
+    if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
+        return {}
+    join_cluster(config)
+    from eagle_ray.batch.driver.verification import run_checks  # imports Ray
+
+    return run_checks(config, held.plan.input, held.run, wanted)
+
+
+def check_error_rate(counts: dict[str, Any], max_error_rate: float) -> None:
+    """Raise TooManyErrors for the counts of a run."""
+    codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
+    if counts["rows"] and counts["errors"] == counts["rows"]:
+        raise TooManyErrors(
+            f"all {counts['rows']} rows are errors ({codes}). error_message names each cause. Write corrected rows, "
+            "with the same ids, to another file, and run the command with -i THAT_FILE --retry-errors."
+        )
+    if counts["errors"] > max_error_rate * counts["rows"]:
+        raise TooManyErrors(
+            f"{counts['errors']} of {counts['rows']} rows are errors ({codes}); execution.max_error_rate is "
+            f"{max_error_rate:g}"
+        )
