@@ -33,11 +33,13 @@ WITH_RAY = (
 WITHOUT_RAY = (
     "batch/reader/",
     "batch/test_baseline.py",
+    "batch/test_engine_",
     "batch/test_finish.py",
     "batch/test_ipc.py",
     "batch/test_on_finish.py",
     "batch/test_repair.py",
     "batch/test_run_input.py",
+    "batch/test_spare_engine.py",
     "batch/test_worker",
 )
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer

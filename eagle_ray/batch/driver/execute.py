@@ -57,7 +57,8 @@ def execute(held: Claim, missing: Completeness) -> None:
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
-    actor_args = (config, run, plan.carried_fields, workers.threads, progress)
+    spare = None if workers.num_gpus else held.plan.spare.address  # its environment is not that of one of the GPUs
+    actor_args = (config, run, plan.carried_fields, workers.threads, progress, spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         _write(answers, sink)
