@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
-from eagle_ray.batch.driver.input_plan import request_columns
+from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.parquet import arrow_rows
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError

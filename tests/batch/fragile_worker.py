@@ -24,7 +24,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
@@ -36,7 +36,7 @@ class FragileWorker(Worker):
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)
         self._is_buggy = config.name == IS_BUGGY
-        super().__init__(config, run, passthrough, threads)
+        super().__init__(config, run, carried, threads)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         prompts = [row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None]

@@ -176,4 +176,4 @@ def test_answered_rows_keep_their_carried_columns_and_the_log_says_so(make_job: 
     path = tmp_path / "in.jsonl"
     path.write_text(path.read_text().replace("one", "two"))
     run_job(config)
-    assert "in.jsonl has changed" in caplog.text and "answered ones keep their carried columns" in caplog.text
+    assert "in.jsonl was rewritten" in caplog.text and "answered ones keep their carried columns" in caplog.text

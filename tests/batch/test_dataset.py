@@ -17,7 +17,8 @@ from eagle_ray import ConfigError, SamplingParams
 from eagle_ray.api.python_config import job_config
 from eagle_ray.batch.driver.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
 from eagle_ray.batch.driver.dataset_job import input_table
-from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows, requests_of
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
+from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.parquet import arrow_rows
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.requests.row_schema import REQUEST

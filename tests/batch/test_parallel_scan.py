@@ -13,27 +13,35 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.input_plan import plan_input, request_columns, request_rows
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.reader import parallel_scan as module
 from eagle_ray.batch.reader.files import InputFile, find_files
+from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
-from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner
+from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner, UnreadValue
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import FIRST, RowPosition
 from eagle_ray.storage.path import FileVersion, StoragePath
 
+OVERRIDES = {"output.path": "unused", "input.on_unknown": "carry"}
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> JobConfig:
-    """A JSONL file with blank and malformed lines and rows without ids, a Parquet file of row groups, a CSV file."""
-    lines = [json.dumps({"prompt": "x" * (i % 40), "score": i if i < 50 else i / 2}) for i in range(90)]
+    """A JSONL file with blank and malformed lines, rows without ids and an unread parameter, a Parquet file of row
+    groups, a CSV file.
+    """
+    rows = [{"prompt": "x" * (i % 40), "score": i if i < 50 else i / 2} for i in range(90)]
+    rows[61] |= {"top_a": 3}
+    rows[75] |= {"top_a": 4}
+    lines = [json.dumps(row) for row in rows]
     lines[7], lines[8], lines[40] = "", "  ", '{"prompt": '
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     columns = {"id": [f"q{i}" for i in range(60)], "prompt": ["x"] * 60}
     pq.write_table(pa.table(columns), tmp_path / "b.parquet", row_group_size=7)
     (tmp_path / "c.csv").write_text("id,prompt\nc1,x\nc2,y\n")
-    return load_config(None, env={}, overrides={"input.path": str(tmp_path), "output.path": "unused"})
+    return load_config(None, env={}, overrides=OVERRIDES | {"input.path": str(tmp_path)})
 
 
 def here(function, arguments):
@@ -42,21 +50,23 @@ def here(function, arguments):
         yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(each)))))
 
 
-def described(config: JobConfig, piece_bytes: int) -> tuple:
-    """The plan and the rows that a scan in pieces of this size leads to."""
-    scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
+def described(config: JobConfig, piece_bytes: int | None = None) -> tuple:
+    """The plan and the rows that a scan leads to: in pieces of this size, or of whole files."""
+    scan_with = None
+    if piece_bytes is not None:
+        scan_with = lambda scanner: ParallelScan(scanner, lambda: None, min_bytes=0, piece_bytes=piece_bytes)  # noqa: E731
     plan = plan_input(config, scan_with=scan_with)
     [rows] = plan.rows.by_range(1)
-    return list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
+    unread = [plan.index.files[file.path].unread for file in plan.files]
+    return list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist(), unread
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
 def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
     monkeypatch.setattr(module, "_in_tasks", here)
-    plan = plan_input(config)
-    [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = described(config)
     assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
+    assert whole[-1] == [{"top_a": UnreadValue(number=59, row=61, line=62, text="3")}, {}, {}]
     assert described(config, piece_bytes) == whole
 
 
@@ -154,7 +164,5 @@ def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
 
 
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):
-    plan = plan_input(config)
-    [rows] = plan.rows.by_range(1)
-    whole = list(request_rows(plan)), plan.carried_types, rows["id"].tolist(), rows["place"].tolist()
+    whole = described(config)
     assert described(config, 500) == whole

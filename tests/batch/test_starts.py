@@ -291,6 +291,16 @@ def test_rows_without_ids_keep_theirs_as_the_file_grows(make_job: MakeJob, engin
     assert answered(tmp_path) == {"in.jsonl:0": "a", "in.jsonl:1": "b", "in.jsonl:3": "c"}
 
 
+def test_an_unread_parameter_in_a_row_that_is_added_is_refused_in_the_one_scan(make_job, engine, scans, tmp_path):
+    config = make_job(rows("a", "b"))
+    run_job(config)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('{"id": "c", "prompt": "Hi c", "top_a": 3}\n')
+    with pytest.raises(plan_module.ConfigError, match=r"in\.jsonl, line 3: column 'top_a' \(3\) is a request param"):
+        run_job(config)
+    assert len(scans) == 2 and engine.made == ["a", "b"]
+
+
 def test_an_id_that_is_added_twice_is_refused(make_job: MakeJob, engine, tmp_path):
     config = make_job(rows("a", "b"))
     run_job(config)

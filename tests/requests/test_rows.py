@@ -6,10 +6,9 @@ from decimal import Decimal
 
 import pytest
 
-from eagle_ray.batch.driver.input_plan import PROMPTS
 from eagle_ray.config import SamplingConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import ColumnPath, RequestColumns, RowLocation, RowPosition
+from eagle_ray.requests.columns import PROMPTS, ColumnPath, RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.row_schema import REQUEST, SAMPLING_FIELDS, table_of
 from eagle_ray.requests.rows import parse_row
 

@@ -213,7 +213,7 @@ class Doors:
     def worker(self) -> Worker:
         if self._worker is None:
             run = Run(StoragePath.of(str(self._directory / "out")), "run", 1, "hash")
-            self._worker = Worker(self._job("in.jsonl"), run, passthrough=[], threads=1)
+            self._worker = Worker(self._job("in.jsonl"), run, carried=[], threads=1)
         return self._worker
 
     def spell(self, token: int) -> str:

@@ -25,9 +25,9 @@ from eagle_ray.batch.driver.dataset import (
     with_added_columns,
     with_sampling_params,
 )
-from eagle_ray.batch.driver.input_plan import ROW_SETTINGS, request_columns, template_of
 from eagle_ray.batch.driver.job_plan import join_cluster
 from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.reader.input_columns import ROW_SETTINGS, request_columns, template_of
 from eagle_ray.batch.reader.parquet import JSON_VALUES, arrow_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError

@@ -9,7 +9,6 @@ ids. A file that the run's index describes as it is now is not scanned again (``
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,22 +28,22 @@ from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, out
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
+from eagle_ray.batch.reader.input_columns import (
+    ROW_SETTINGS,
+    carried_names,
+    check_columns_exist,
+    request_columns,
+    settings_line,
+    template_of,
+)
 from eagle_ray.batch.reader.jsonl import detect_batch
-from eagle_ray.batch.reader.run_input import CONTEXT, RUN_ID
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
 from eagle_ray.batch.reader.source import RequestReader
-from eagle_ray.config import ColumnsConfig, InputConfig, JobConfig
+from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.columns import (
-    PROMPTS,
-    ColumnPath,
-    PromptTemplate,
-    RequestColumns,
-    RowLocation,
-    RowPosition,
-)
+from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.requests.request import Request
-from eagle_ray.requests.row_schema import RESERVED, ROW_FIELDS
+from eagle_ray.requests.row_schema import RESERVED
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
@@ -52,7 +51,6 @@ from eagle_ray.runs.row_index import Digests, digests, isin
 
 log = logging.getLogger("eagle_ray")
 MAX_NAMES = 3  # in a message
-ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)  # columns that override `sampling` and `chat`
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +197,9 @@ def plan_input(
         join_into(types, entry.types)
         slices += entry.slices_of(file)
     if types:
-        _check_columns(config.input.columns, columns, types)
+        check_columns_exist(config.input.columns, columns, types)
     nonnull_columns = [name for name, type_ in types.items() if not pa.types.is_null(type_)]
-    names = output_names(_carried_names(config.input, columns, types), RESERVED)
+    names = output_names(carried_names(config.input, columns, types), RESERVED)
     carried = tuple(CarriedColumn(source, name, types.get(source, pa.null())) for source, name in names.items())
     plan = InputPlan(
         reader=RequestReader(files, columns, carried, job_shard),
@@ -298,12 +296,6 @@ def row_settings_line(plan: InputPlan) -> str | None:
     return settings_line(names & ROW_SETTINGS)
 
 
-def settings_line(names: Iterable[str]) -> str | None:
-    """Return one line that names the columns that are taken for parameters of their rows, or None if there are none."""
-    listed = ", ".join(sorted(names))
-    return f"columns that set parameters of their rows: {listed}. Rename a column that is data." if listed else None
-
-
 def check_not_empty(plan: InputPlan, config: JobConfig) -> None:
     """Raise ConfigError if there are no rows and input.allow_empty is not set."""
     if plan.num_rows == 0 and not config.input.allow_empty:
@@ -335,65 +327,6 @@ def request_tables(plan: InputPlan) -> Iterator[pa.Table]:
     return chain.from_iterable(map(plan.reader.tables, plan.slices))
 
 
-def request_columns(
-    config: ColumnsConfig, template: PromptTemplate | None = None, of_run: bool = False
-) -> RequestColumns:
-    """Return the configured columns. Without a configured prompt, every default prompt column of the rows is read.
-
-    of_run: the rows are those of another run, which have ids that are made for them, and no prompt of their own.
-    """
-    names = (*PROMPTS, "turns")
-    configured = {name: _path(name, text) for name in names if (text := getattr(config, name)) is not None}
-    if template is not None and configured:
-        raise ConfigError(f"input.template: input.columns.{next(iter(configured))} is set too. Keep one of them.")
-    if of_run and template is None and not configured:
-        raise ConfigError(
-            "input.template: missing. The rows of a run (input.path run:DIR) are asked something about with a template "
-            f"of their columns, {', '.join(CONTEXT)} or a carried one; or name a prompt column in input.columns."
-        )
-    id_column = _path("id", config.id or (RUN_ID if of_run else "id"))
-    defaults = {} if template is not None else {name: _path(name, name) for name in PROMPTS}
-    return RequestColumns(id_column, configured or defaults, template)
-
-
-def template_of(config: InputConfig) -> PromptTemplate | None:
-    """Return the parsed input.template. Raises ConfigError."""
-    given = config.template
-    if given is None:
-        return None
-    try:
-        return PromptTemplate.of(given if isinstance(given, str) else [dict(message) for message in given])
-    except ValueError as error:
-        raise ConfigError(f"input.template: {error}") from None
-
-
-def _path(name: str, text: str) -> ColumnPath:
-    try:
-        return ColumnPath.of(text)
-    except ValueError as error:
-        raise ConfigError(f"input.columns.{name}: {error}") from None
-
-
-def _check_columns(config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> None:
-    """Check that configured columns exist in some file, and that there is a prompt."""
-    for name, path in [("id", columns.id), *columns.prompts.items()]:
-        if path.text in ROW_SETTINGS:
-            raise ConfigError(
-                f"input.columns.{name}: column {path.text!r} is a setting of its row. Rename the column, and the key."
-            )
-        if getattr(config, name) is not None and path.column_in(types) is None:
-            raise ConfigError(f"input.columns.{name}: no file has a column {path.text!r}{_near(path.text, types)}")
-    for path in columns.template.fields if columns.template is not None else ():
-        if path.column_in(types) is None:
-            raise ConfigError(f"input.template: no file has a column {path.text!r}{_near(path.text, types)}")
-    if columns.template is None and not any(path.column_in(types) for path in columns.prompts.values()):
-        raise ConfigError(
-            f"input.columns: no file has a column {', '.join(PROMPTS[:2])} or {PROMPTS[2]}. Name the one that holds "
-            "the prompts with input.columns.prompt, .messages, .prompt_token_ids or .turns, or make prompts with "
-            f"input.template; columns: {', '.join(types)}"
-        )
-
-
 def _check_unread(plan: InputPlan, on_unknown: str) -> None:
     """Raise ConfigError for columns that are parameters which rows cannot set, or log them, as on_unknown says."""
     if on_unknown == "carry":
@@ -412,22 +345,6 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
         raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in found.items()))
     for problem in found.values():
         log.warning("%s. It is treated as data.", problem)
-
-
-def _carried_names(config: InputConfig, columns: RequestColumns, types: dict[str, pa.DataType]) -> list[str]:
-    if config.passthrough == "none":
-        return []
-    if config.passthrough == "all":
-        return [name for name in types if name not in columns.fully_used]
-    for name in config.passthrough:
-        if types and name not in types:
-            raise ConfigError(f"input.passthrough: no file has a column {name!r}{_near(name, types)}")
-    return list(dict.fromkeys(config.passthrough))
-
-
-def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1)
-    return f"; did you mean {near[0]}?" if near else f"; columns: {', '.join(names)}"
 
 
 def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice, ...]:

@@ -44,8 +44,8 @@ class EngineActor:
 
     _report: WorkerReport
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int, progress: ActorHandle):
-        self._worker_arguments = (config, run, passthrough, threads)
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int, progress: ActorHandle):
+        self._worker_arguments = (config, run, carried, threads)
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         crash_log = self._progress.report_start()
         self._use(self._start_engine())

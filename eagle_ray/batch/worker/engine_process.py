@@ -6,7 +6,7 @@ the parent needs neither torch nor its memory. Both ends of the pipe between the
 flight at a time. If the child ends, pending requests get an EngineError that says how it ended; if the parent ends, the
 child finds the pipe closed and ends too.
 
-    engine = EngineProcess(config, run, passthrough=[], threads=2)
+    engine = EngineProcess(config, run, carried=[], threads=2)
     engine.wait_until_ready()
     table = await engine.answer(requests)
 """
@@ -112,7 +112,7 @@ class EngineProcess:
         self,
         config: JobConfig,
         run: Run,
-        passthrough: list[pa.Field],
+        carried: list[pa.Field],
         threads: int,
         on_log: Callable[[LogLine], None],
     ):
@@ -128,7 +128,7 @@ class EngineProcess:
         self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
         _, self._ready = self._register_request()
         self._listener.start()
-        self._send((config, run, passthrough, threads))
+        self._send((config, run, carried, threads))
 
     def wait_until_ready(self) -> None:
         """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or WorkerError for other

@@ -3,7 +3,7 @@
 A bad row becomes an error row. A row that holds a slot longer than its timeout becomes an error row too; the clock
 starts when the engine admits the sequence, so time in the queue does not count. Only a dead engine raises.
 
-    worker = Worker(config, run, passthrough=[], threads=2)
+    worker = Worker(config, run, carried=[], threads=2)
     table = await worker.answer(requests)
 """
 
@@ -66,31 +66,31 @@ log = logging.getLogger("eagle_ray")
 
 
 class Worker:
-    """passthrough: input columns to pass through. threads: CPU threads for torch.
+    """carried: fields of the carried columns. threads: CPU threads for torch.
 
     Raises ConfigError if a model is missing, EngineError if target and head do not fit.
     """
 
-    def __init__(self, config: JobConfig, run: Run, passthrough: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
         with start_cache(run):
             bundle = build_engine_bundle(config, threads)
         self.worker_id = process_name(os.getpid())
         self._config, self._tokenizer = config, bundle.tokenizer
         self._engine = AsyncEngine(bundle.engine)
         self._schema = output_schema([])
-        self._passthrough = [field.name for field in passthrough]
+        self._carried = [field.name for field in carried]
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
         self._rows = OutputRows(config, bundle.tokenizer, constants, time.time() - time.monotonic())
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
-        columns = [*REQUEST.names, *(name for name in self._passthrough if name == CATEGORY)]
+        columns = [*REQUEST.names, *(name for name in self._carried if name == CATEGORY)]
         asked = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
         answers = await asyncio.gather(*(self._answer(request) for request in asked))
         table = self._tables(asked, answers)
         request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
-        carried = requests.select(self._passthrough).take(pa.array(request_of_row, pa.int64()))
-        for name in self._passthrough:
+        carried = requests.select(self._carried).take(pa.array(request_of_row, pa.int64()))
+        for name in self._carried:
             table = table.append_column(name, carried[name])
         return table.combine_chunks()
 
