@@ -1,4 +1,4 @@
-"""The engine's process that a driver starts before Ray: it checks the models, and one actor adopts it."""
+"""The process that a driver starts before Ray: it checks the models, and engines' processes are forked from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from eagle_ray.batch.worker import spare_engine
 from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
-from eagle_ray.batch.worker.spare_engine import SpareEngine, adopt
+from eagle_ray.batch.worker.spare_engine import SpareEngine, fork_engine
 from eagle_ray.build import check_models
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
@@ -26,22 +26,24 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
         yield spare
 
 
-def test_one_actor_adopts_it_and_gets_the_rows_of_a_process_of_its_own(spare, make_job, monkeypatch):
+def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(spare, make_job):
     config = make_job(token_rows(6))
     spare.start(config)
     spare.check_models()
-    monkeypatch.setenv("ONLY_THE_ACTOR_HAS", "this")
-    child = adopt(spare.address)
-    assert child is not None and adopt(spare.address) is None
-    worker = EngineProcess(*arguments_of(config), ignore, child)
-    worker.wait_until_ready()
-    spare.close()  # what a driver does whose rows are done, or that has ended
-    (table,) = answered(worker, *batches_of(config))
-    assert outputs(table.to_pylist()) == outputs(answers(config))
-    os.kill(pid_of(worker.worker_id), signal.SIGKILL)
-    (error,) = answered(worker, *batches_of(config))
-    worker.close()
+    first, second = (EngineProcess(*arguments_of(config), ignore, child=fork_engine(spare.address)) for _ in range(2))
+    for engine in (first, second):
+        engine.wait_until_ready()
+    assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
+    os.kill(pid_of(first.worker_id), signal.SIGKILL)
+    (error,) = answered(first, *batches_of(config))
     assert isinstance(error, ProcessEnded) and str(error) == "the engine's process was ended by signal 9"
+    spare.close()
+    until(lambda: is_gone(spare.pid))
+    (table,) = answered(second, *batches_of(config))
+    assert outputs(table.to_pylist()) == outputs(answers(config))
+    for engine in (first, second):
+        engine.close()
+    until(lambda: is_gone(pid_of(second.worker_id)))
 
 
 def test_models_are_refused_as_in_the_driver_and_the_process_ends_with_it(spare, make_job, tmp_path):
@@ -54,7 +56,7 @@ def test_models_are_refused_as_in_the_driver_and_the_process_ends_with_it(spare,
     assert str(there.value) == str(here.value)
     spare.close()
     until(lambda: is_gone(spare.pid))
-    assert adopt(spare.address) is None
+    assert fork_engine(spare.address) is None
 
 
 def test_its_end_before_the_models_are_checked_is_no_defect(spare, make_job):
@@ -64,5 +66,5 @@ def test_its_end_before_the_models_are_checked_is_no_defect(spare, make_job):
         spare.check_models()
 
 
-def test_without_a_spare_process_there_is_nothing_to_adopt():
-    assert adopt(None) is None and adopt("eagle-ray-no-such-name") is None and SpareEngine().address is None
+def test_without_a_spare_process_there_is_nothing_to_fork_engine():
+    assert fork_engine(None) is None and fork_engine("eagle-ray-no-such-name") is None and SpareEngine().address is None

@@ -31,7 +31,7 @@ class JobPlan:
     Attributes:
         output: the directory of the run's record, that of the shard if the job has one.
         retry_errors: drop error rows first, so that they are generated again.
-        spare: the process that checks the models, and that an actor adopts.
+        spare: the process that checks the models, and from which engines' processes are forked.
     """
 
     config: JobConfig
@@ -90,6 +90,8 @@ def check_models(config: JobConfig, spare: SpareEngine) -> None:
     """Raise ConfigError for models that cannot work here. Meanwhile the cluster is joined."""
     spare.start(config)
     join_cluster(config)
+    import ray.data  # noqa: F401  # a second, while the models are checked
+
     spare.check_models()
 
 

@@ -27,7 +27,7 @@ from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, clas
 from eagle_ray.batch.worker.metrics import JobMetrics
 from eagle_ray.batch.worker.progress import WorkerReport
 from eagle_ray.batch.worker.sink import nest
-from eagle_ray.batch.worker.spare_engine import adopt
+from eagle_ray.batch.worker.spare_engine import fork_engine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.slot_limits import usual_slots
@@ -97,7 +97,7 @@ class EngineActor:
     def _start_engine(self) -> EngineProcess:
         """Return a process that is ready. Ends this one if there is none: Ray starts it again, perhaps elsewhere."""
         try:
-            engine = EngineProcess(*self._worker_arguments, self._progress.log, adopt(self._spare))
+            engine = EngineProcess(*self._worker_arguments, self._progress.log, fork_engine(self._spare))
             engine.wait_until_ready()
         except ProcessEnded as error:
             self._exit(engine.worker_id, error)

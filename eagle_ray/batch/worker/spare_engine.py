@@ -1,27 +1,28 @@
-"""SpareEngine: an engine's process that the driver starts while Ray starts, and that an actor adopts.
+"""SpareEngine: a process that the driver starts while Ray starts, and from which engines' processes are forked.
 
-An engine's process imports torch and transformers, which takes seconds. The driver starts one before Ray. It checks the
-models there, so the driver itself imports neither library. Then the process waits at a socket that only processes of
-this user on this machine reach. The first EngineProcess that connects adopts it: the child takes over that actor's
-environment, directory and output streams, and serves its pipe. All other actors start processes of their own.
+An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
+checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
+processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
+an actor, and those that replace a lost one. The child takes over the actor's environment, directory and output streams,
+and serves its pipe. Actors on other machines start processes of their own.
 
     with SpareEngine() as spare:
         spare.start(config)
         ...                                  # start Ray
         spare.check_models()                 # raises ConfigError as build.check_models does
-        EngineProcess(config, run, passthrough, threads, on_log, adopt(spare.address))
+        EngineProcess(config, run, passthrough, threads, on_log, fork_engine(spare.address))
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from contextlib import suppress
@@ -114,7 +115,7 @@ class SpareEngine:
         self._is_checked = True
 
     def close(self) -> None:
-        """End the process, unless an actor has adopted it."""
+        """End the process. Those that were forked from it go on until their actors end them."""
         if self._pipe is not None:
             self._pipe.close()
 
@@ -130,8 +131,8 @@ class SpareEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Adoption:
-    """What a child takes over with an actor's pipe.
+class Surroundings:
+    """What a forked process takes over from its actor, in addition to its output streams.
 
     Attributes:
         worker_class: what it runs, as MODULE:CLASS.
@@ -142,8 +143,8 @@ class Adoption:
     worker_class: str
 
 
-class AdoptedProcess:
-    """A child of another process of this machine, with the methods of Popen that an EngineProcess needs."""
+class ForkedProcess:
+    """A child of the spare process, with the methods of Popen that an EngineProcess needs."""
 
     def __init__(self, pid: int):
         self.pid = pid
@@ -153,7 +154,7 @@ class AdoptedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Wait until it has ended and return its exit code, or None if its parent has fetched that already."""
+        """Wait until it has ended and return its exit code, or None if the spare process has ended, too."""
         deadline = time.monotonic() + EXIT_WITHIN_S
         while time.monotonic() < deadline:
             try:
@@ -166,8 +167,8 @@ class AdoptedProcess:
         return None
 
 
-def adopt(address: str | None) -> tuple[Connection, AdoptedProcess] | None:
-    """Return the pipe to the spare process and the process, or None if there is none here, or none any more."""
+def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
+    """Return the pipe to a process forked for this one, and the process. None if no spare process is there."""
     if address is None:
         return None
     with socket.socket(socket.AF_UNIX) as end, suppress(OSError, EOFError):
@@ -177,9 +178,8 @@ def adopt(address: str | None) -> tuple[Connection, AdoptedProcess] | None:
             return None
         socket.send_fds(end, [b"\0"], STREAMS)
         pipe = Connection(os.dup(end.fileno()))
-        pipe.send(Adoption(dict(os.environ), os.getcwd(), engine_process.WORKER))
-        assert pipe.recv() is None, "it is ready"
-        return pipe, AdoptedProcess(pid)
+        pipe.send(Surroundings(dict(os.environ), os.getcwd(), engine_process.WORKER))
+        return pipe, ForkedProcess(pipe.recv())
     return None
 
 
@@ -188,28 +188,38 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Run the child's end. Its command line has the names of the job and the socket, and the driver's pipe."""
+    """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
-        listener.listen(1)
-        config = driver.recv()
-        is_adopted = threading.Event()
-        threading.Thread(target=_end_with_driver, args=(driver, is_adopted), daemon=True).start()
-        driver.send(_check(config, driver))
+        listener.listen()
+        try:
+            driver.send(_check(driver.recv(), driver))
+        except (EOFError, OSError):  # the driver has ended
+            return
         import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
 
-        pipe, worker_class = _wait_for_actor(listener)
-        is_adopted.set()
-    EngineChild(pipe).run(worker_class)
+        while driver not in select.select([listener, driver], [], [])[0]:
+            with listener.accept()[0] as end:
+                if _other_end(end)[1] == os.getuid() and _fork() == 0:
+                    listener.close()
+                    driver.close()
+                    engine, worker_class = _take_over(end)
+                    break
+        else:
+            return
+    engine.run(worker_class)
 
 
-def _end_with_driver(driver: Connection, is_adopted: threading.Event) -> None:
-    """End this process at once if the driver ends or closes its pipe before an actor has adopted it."""
-    with suppress(EOFError, OSError):
-        driver.recv()
-    if not is_adopted.is_set():
-        os._exit(0)
+def _fork() -> int:
+    """Fork this process, which has no other threads, and return the child's pid, or 0 in the child.
+
+    Children that have ended are kept until the next one starts, since their actors look at how they ended.
+    """
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return os.fork()
 
 
 def _check(config: JobConfig, driver: Connection) -> Exception | None:
@@ -229,20 +239,19 @@ def _check(config: JobConfig, driver: Connection) -> Exception | None:
     return None
 
 
-def _wait_for_actor(listener: socket.socket) -> tuple[Connection, str]:
-    """Wait until an actor adopts this process, take over what it has, and return its pipe and what to run."""
-    while True:
-        with listener.accept()[0] as end, suppress(OSError, EOFError):
-            if _other_end(end)[1] != os.getuid():
-                continue
-            _, streams, _, _ = socket.recv_fds(end, 1, len(STREAMS))
-            pipe = Connection(os.dup(end.fileno()))
-            adoption: Adoption = pipe.recv()
-            for stream, own in zip(streams, STREAMS, strict=True):
-                os.dup2(stream, own)
-                os.close(stream)
-            os.environ.clear()
-            os.environ.update(adoption.environment)
-            os.chdir(adoption.directory)
-            pipe.send(None)
-            return pipe, adoption.worker_class
+def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
+    """Take over what the actor has, and return its engine and what to run. Ends this process if the actor is gone."""
+    try:
+        _, streams, _, _ = socket.recv_fds(end, 1, len(STREAMS))
+        pipe = Connection(os.dup(end.fileno()))
+        surroundings: Surroundings = pipe.recv()
+        for stream, own in zip(streams, STREAMS, strict=True):
+            os.dup2(stream, own)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(surroundings.environment)
+        os.chdir(surroundings.directory)
+        pipe.send(os.getpid())
+    except (EOFError, OSError):
+        os._exit(1)
+    return EngineChild(pipe), surroundings.worker_class
