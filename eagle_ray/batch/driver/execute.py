@@ -161,7 +161,8 @@ class Coordinator(default_autoscaling_coordinator._AutoscalingCoordinatorActor):
 
 @cache
 def _statistics() -> LocalActor:
-    return LocalActor(stats._StatsActor.__ray_metadata__.modified_class())
+    actor_class: Any = stats._StatsActor
+    return LocalActor(actor_class.__ray_metadata__.modified_class())
 
 
 @contextmanager
@@ -173,13 +174,18 @@ def _without_actors_of_ray_data() -> Iterator[None]:
     if not is_own_cluster():
         yield
         return
-    before = stats.get_or_create_stats_actor, default_autoscaling_coordinator.get_or_create_autoscaling_coordinator
-    stats.get_or_create_stats_actor = _statistics
-    default_autoscaling_coordinator.get_or_create_autoscaling_coordinator = lambda: LocalActor(Coordinator())
+    ours = (
+        (stats, "get_or_create_stats_actor", _statistics),
+        (default_autoscaling_coordinator, "get_or_create_autoscaling_coordinator", lambda: LocalActor(Coordinator())),
+    )
+    before = [getattr(module, name) for module, name, _ in ours]
+    for module, name, replacement in ours:
+        setattr(module, name, replacement)
     try:
         yield
     finally:
-        stats.get_or_create_stats_actor, default_autoscaling_coordinator.get_or_create_autoscaling_coordinator = before
+        for (module, name, _), original in zip(ours, before, strict=True):
+            setattr(module, name, original)
 
 
 def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:

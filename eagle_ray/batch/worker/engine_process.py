@@ -120,6 +120,7 @@ class EngineProcess:
         child: tuple[Connection, Any] | None = None,
     ):
         self._on_log = on_log
+        self._process: Any  # a Popen, or what has its pid, kill and wait
         self._pipe, self._process = child or start_child(COMMAND, config.name, WORKER)
         self.worker_id = process_name(self._process.pid)
         self._counters: EngineCounters | None = None
@@ -209,7 +210,7 @@ def start_child(
     with there, _sigint_blocked():
         process = subprocess.Popen(
             [sys.executable, "-c", command, name, argument, str(there.fileno())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {}),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
             start_new_session=is_apart,

@@ -4,7 +4,7 @@ An engine's process imports torch and transformers, which takes seconds. The dri
 checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
 processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
 an actor, and those that replace a lost one. The child takes over the actor's environment, directory and output streams,
-and serves its pipe. Actors on other machines start processes of their own.
+and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
 
     with SpareEngine() as spare:
         spare.start(config)
@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.engine_process import (
@@ -199,7 +200,11 @@ def main() -> None:
             return
         import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
 
-        while driver not in select.select([listener, driver], [], [])[0]:
+        ends: list[Any] = [driver, listener]
+        if not can_fork():
+            listener.close()  # actors start processes of their own
+            ends.remove(listener)
+        while driver not in select.select(ends, [], [])[0]:
             with listener.accept()[0] as end:
                 if _other_end(end)[1] == os.getuid() and _fork() == 0:
                     listener.close()
@@ -209,6 +214,15 @@ def main() -> None:
         else:
             return
     engine.run(worker_class)
+
+
+def can_fork() -> bool:
+    """Return whether a child of this process can run an engine: CUDA does not work in a child of a process that has
+    looked for devices.
+    """
+    import torch
+
+    return torch.cuda.device_count() == 0
 
 
 def _fork() -> int:
