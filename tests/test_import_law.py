@@ -41,7 +41,6 @@ evaluation
 batch.worker
 batch batch.driver training
 api doctor serve
-serve.responses_api
 serve.batches
 cli lm_eval
 """
@@ -55,7 +54,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "serve.batches.batch_routes": ("the application adds all routes", "serve.app serve.openapi"),
     "serve.batches.batch_runner": ("the deployment starts the runner", "serve.deployment"),
     "serve.batches.batch_store": ("the deployment opens the store", "serve.app serve.deployment"),
-    "serve.responses_api.response_events": ("the application adds all routes", "serve.app serve.service"),
 }
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls

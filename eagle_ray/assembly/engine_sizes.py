@@ -1,6 +1,6 @@
 """EngineSizes and SequenceLengths: the numbers on which the memory of an engine depends, weights left out.
 
-sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, explicit_scores=False)
+sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True)
 lengths = SequenceLengths.of(speculative, vocab_size, max_model_len=8192, guaranteed=4096)
 lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
 """
@@ -29,7 +29,8 @@ CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has roo
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
 SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
-COPIES_OF_LOGITS = 3  # of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
+CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more where they are sampled
+COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
 SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
 SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
 
@@ -104,8 +105,8 @@ class EngineSizes:
         feature: numbers of a token's feature.
         num_drafters: those that queue features.
         drafts: of one sequence; None if nothing is drafted.
-        tree_rows: rows of logits that each slot adds to a pass if trees have a fixed size; otherwise one budget bounds
-            the rows of the batch.
+        logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
+        logit_bytes: of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
     """
 
@@ -117,12 +118,19 @@ class EngineSizes:
     feature: int
     num_drafters: int = 0
     drafts: DraftShape | None = None
-    tree_rows: int = 0
+    logit_rows: int = 0
+    logit_bytes: int = 0
     explicit_scores: bool = False
 
     @classmethod
     def of(
-        cls, shape: Any, parts: Sequence[object], speculative: SpeculativeConfig, itemsize: int, explicit_scores: bool
+        cls,
+        shape: Any,
+        parts: Sequence[object],
+        speculative: SpeculativeConfig,
+        itemsize: int,
+        on_gpu: bool,
+        explicit_scores: bool = False,
     ) -> EngineSizes:
         """Return the sizes.
 
@@ -134,6 +142,7 @@ class EngineSizes:
         method, vocab_size = speculative.method, shape.vocab_size
         layer_kv = kv_elements_per_token(shape)
         top_k = min(speculative.top_k, vocab_size)
+        tree_rows = 1 if method == "none" else 1 + speculative.max_nodes
         is_fixed = method != "none" and (speculative.budget != "global" or method in OWN_PLANNERS)
         return cls(
             itemsize=itemsize,
@@ -144,7 +153,8 @@ class EngineSizes:
             feature=shape.hidden_size * len(feature_layers(parts, shape.num_hidden_layers) or [0]),
             num_drafters=len(parts),
             drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
-            tree_rows=1 + speculative.max_nodes if is_fixed else 0,
+            logit_rows=tree_rows if is_fixed or not on_gpu else 0,
+            logit_bytes=COPIES_OF_LOGITS * itemsize if on_gpu else itemsize + CPU_LOGIT_BYTES,
             explicit_scores=explicit_scores,
         )
 
@@ -163,7 +173,7 @@ class EngineSizes:
         """Return the bytes of queued features, of a draft and of logits."""
         queued = QUEUE_WINDOW * self.feature * self.itemsize
         drafted = 0 if self.drafts is None else self.drafts.num_bytes(self.hidden_size, self.itemsize)
-        logits = COPIES_OF_LOGITS * self.tree_rows * self.vocab_size * self.itemsize
+        logits = self.logit_rows * self.vocab_size * self.logit_bytes
         return self.num_drafters * (queued + drafted) + logits
 
     def temporary(self, max_model_len: int) -> int:

@@ -14,7 +14,6 @@ of the guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +42,6 @@ GPU_SHARE = 0.9  # of a GPU's free memory that layers may take; the rest is for 
 KV_MARGIN = 1.2  # of several GPUs: the head's own cache and the trees' columns come on top of the target's
 GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs and some more; 0 to 8 MiB each for an 8B on an H200
 LOGIT_ROWS = 1024  # of the largest pass that decodes
-CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more where they are sampled
 PROFILE_PROMPTS = 8
 LM_HEAD = "lm_head.weight"
 
@@ -126,10 +124,11 @@ class MemoryPlan:
         device, parts = causal_lm.device, parts_of(weights)
         shape = causal_lm.config.get_text_config(decoder=True)
         dtype = input_embedding(causal_lm).weight.dtype
-        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, explicit_scores=not use_triton(device))
+        on_gpu = device.type == "cuda"
+        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, not use_triton(device))
         target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
-        if device.type != "cuda":
-            return cls.on_cpu(sizes, speculative, lengths, target, draft).sized(slots, kv_tokens)
+        if not on_gpu:
+            return cls.of(sizes, lengths, target, draft, None).sized(slots, kv_tokens)
         if "auto" in (slots, kv_tokens):
             of_pass = profile_pass(causal_lm, feature_layers(parts, shape.num_hidden_layers), prefill_tokens)
         else:
@@ -139,7 +138,7 @@ class MemoryPlan:
         others_room = weight_bytes(causal_lm, outside=device)
         memory = DeviceMemory(total, free + target - others_room + draft, others_room)
         try:
-            return cls.on_gpu(sizes, lengths, target, draft, of_pass, memory).sized(slots, kv_tokens)
+            return cls.of(sizes, lengths, target, draft, of_pass, memory).sized(slots, kv_tokens)
         except EngineError as error:
             raise UnfitDevice(str(error)) from error
 
@@ -178,55 +177,37 @@ class MemoryPlan:
         parts = check_weights(speculative, drafts, shape) if drafts else []
         on_gpu = device == "cuda"
         explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
-        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, explicit_scores)
+        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
+        of_pass = None
         if on_gpu:
             tokens = PREFILL_TOKENS["cuda"] if execution.prefill_tokens == "auto" else execution.prefill_tokens
             of_pass = _estimated_pass(shape, dtype.itemsize, tokens)
-            plan = cls.on_gpu(sizes, lengths, target_bytes, draft_bytes, of_pass, memory)
         else:
             target_bytes += _packed_copy(target, shape, dtype)
-            plan = cls.on_cpu(sizes, speculative, lengths, target_bytes, draft_bytes, memory, process)
+        plan = cls.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
         try:
             return plan.sized(execution.slots, execution.kv_tokens)
         except EngineError:  # it is seen by `fits`
             return plan.sized(1, None)
 
     @classmethod
-    def on_cpu(
+    def of(
         cls,
         sizes: EngineSizes,
-        speculative: SpeculativeConfig,
         lengths: SequenceLengths,
         target: int,
         draft: int,
+        of_pass: int | None,
         memory: DeviceMemory | None = None,
         process: int = 0,
     ) -> MemoryPlan:
-        """Return the plan of an engine on a CPU, for one slot. Arguments are the fields of a plan."""
-        rows = 1 if speculative.method == "none" else 1 + speculative.max_nodes
-        logits = rows * sizes.vocab_size * (sizes.itemsize + CPU_LOGIT_BYTES)
-        of_slot = replace(sizes, tree_rows=0).per_slot + logits
+        """Return the plan for one slot. of_pass: bytes of a pass's tensors on a GPU; None on a CPU."""
+        passes = graphs = 0
+        if of_pass is not None:
+            passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
+            graphs = GRAPH_BYTES
         kv, feature = sizes.kv_per_token, sizes.feature_per_token
-        return cls(lengths, target, draft, kv, feature, of_slot, process=process, memory=memory)
-
-    @classmethod
-    def on_gpu(
-        cls,
-        sizes: EngineSizes,
-        lengths: SequenceLengths,
-        target: int,
-        draft: int,
-        of_pass: int,
-        memory: DeviceMemory | None,
-    ) -> MemoryPlan:
-        """Return the plan of an engine on a GPU, for one slot.
-
-        Args:
-            of_pass: bytes of the tensors of the largest pass.
-        """
-        passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)  # graphs keep a pass's tensors too
-        kv, feature = sizes.kv_per_token, sizes.feature_per_token
-        return cls(lengths, target, draft, kv, feature, sizes.per_slot, passes, GRAPH_BYTES, memory=memory)
+        return cls(lengths, target, draft, kv, feature, sizes.per_slot, passes, graphs, process, memory)
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
         """Return the plan for these settings, which are kept where they are not auto.
@@ -258,10 +239,8 @@ class MemoryPlan:
         return (self.for_slots - slots * self.per_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
 
     def tokens_that_fit(self, slots: int) -> int:
-        """Return the most KV tokens, in whole blocks, with which this many slots fit if they are set."""
-        blocks = range(max(self.tokens_left_by(slots) // BLOCK_SIZE, 0) + 1)
-        num_fitting = bisect_left(blocks, True, key=lambda n: not self.sized(slots, n * BLOCK_SIZE).fits)
-        return max(num_fitting - 1, 0) * BLOCK_SIZE
+        """Return the most KV tokens with which this many slots fit if both are set; 0 if none do."""
+        return max(int(self.tokens_left_by(slots) / self.margin) - BLOCK_SIZE, 0)
 
     def with_slots(self, slots: int) -> MemoryPlan:
         """Return the plan with this many slots, each of which can hold a sequence of the guaranteed length."""
@@ -310,8 +289,12 @@ class MemoryPlan:
         """Return whether the worker fits into its memory."""
         if self.memory is None or self.is_planned:
             return True
-        margin = (KV_MARGIN - 1) * self.pool if self.memory.others_room else 0
-        return self.total - self.elsewhere + margin <= self.memory.room
+        return self.total - self.elsewhere + (self.margin - 1) * self.pool <= self.memory.room
+
+    @property
+    def margin(self) -> float:
+        """Return the factor by which the first of several GPUs reserves more for KV tokens that are set."""
+        return KV_MARGIN if self.memory is not None and self.memory.others_room else 1.0
 
     @property
     def capacity(self) -> str:

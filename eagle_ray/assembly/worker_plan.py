@@ -146,15 +146,15 @@ def _plan(
             "model.device or execution.gpus_per_actor."
         )
     room = sum(math.floor(of_node / num_gpus + ROUNDING) for of_node in gpus) if num_gpus else None
-    least, most = _range_of(settings, room, cpus)
-    if room is not None and least > room and not (settings.can_wait and (room or not sum(gpus))):
-        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(settings, gpus, num_gpus, room, least))
-    sharing = least if settings.number == "auto" else most
+    min_workers, max_workers = _range_of(settings, room, cpus)
+    if room is not None and min_workers > room and not (settings.can_wait and (room or not sum(gpus))):
+        raise (ClusterError if room else ClusterUnfit)(_too_few_gpus(settings, gpus, num_gpus, room, min_workers))
+    sharing = min_workers if settings.number == "auto" else max_workers
     if num_rows is not None:
-        most = max(1, min(most, num_rows))
+        max_workers = max(1, min(max_workers, num_rows))
         sharing = min(sharing, num_rows)
     share = max(1, cpus // sharing)
-    return WorkerPlan(min(least, most), most, num_gpus, min(share, max_threads or share), kind)
+    return WorkerPlan(min(min_workers, max_workers), max_workers, num_gpus, min(share, max_threads or share), kind)
 
 
 def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
@@ -197,7 +197,7 @@ def _range_of(settings: _Settings, room: int | None, cpus: int) -> tuple[int, in
     return max(1, room), settings.growth * max(1, room)
 
 
-def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, room: int, least: int) -> str:
+def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, room: int, min_workers: int) -> str:
     """Describe the GPUs wanted and available, and the settings or the machine that would work."""
     if not sum(gpus):
         return (
@@ -209,7 +209,7 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
         is_range = isinstance(settings.number, ActorRange)
         key = f"{settings.number_key}.min" if is_range else settings.number_key
         each = f"{counted(num_gpus, 'GPU')} of one node each"
-        return f"{key}: {least} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
+        return f"{key}: {min_workers} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
     return (
         f"{settings.gpus_key}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set it to "
         f"{max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs."

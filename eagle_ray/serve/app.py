@@ -43,7 +43,7 @@ from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.keys import AllowedHosts
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.parse import ClientDisconnected, read_body
-from eagle_ray.serve.responses_api.response_events import response_events
+from eagle_ray.serve.response_events import response_events
 from eagle_ray.serve.service import Service, body_of
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]

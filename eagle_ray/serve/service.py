@@ -51,7 +51,7 @@ from eagle_ray.serve.generation_request import (
 from eagle_ray.serve.http_errors import ApiError, api_error
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.parse import body_too_large, check_containers, parse
-from eagle_ray.serve.responses_api.response_events import response_body
+from eagle_ray.serve.response_events import response_body
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 

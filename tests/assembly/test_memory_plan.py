@@ -122,7 +122,7 @@ def test_what_an_engine_allocates_is_what_was_planned():
     run(ours, [[5, 6, 7] * 20, [8, 9]], [SamplingParams(max_tokens=9, ignore_eos=True)] * 2)
     target, drafter = ours.target, ours.drafter
     speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
-    sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, explicit_scores=False)
+    sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, on_gpu=True)
     caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
     kept = ours.prefiller._blocks._last_features.nbytes
     tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
@@ -143,7 +143,7 @@ def test_contexts_and_copies_of_logits_are_counted():
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied
     assert replace(sizes, explicit_scores=True).temporary(8192) == gathered + copied + 10 * (1 << 26)
     memory, lengths = DeviceMemory(80 * GB, 76 * GB), SequenceLengths(8192, 61)
-    plan = MemoryPlan.on_gpu(sizes, lengths, 15 * GB, GB, of_pass=GB, memory=memory)
+    plan = MemoryPlan.of(sizes, lengths, 15 * GB, GB, of_pass=GB, memory=memory)
     assert plan.for_slots == 72 * GB - 20 * GB - 2 * GB - gathered - copied - 70 * (10 << 20)
 
 
@@ -162,7 +162,7 @@ def test_trees_of_a_fixed_size_take_rows_of_logits_for_every_slot():
     shape, nodes = llama().config, 60
 
     def of_slot(**settings: object) -> int:
-        return EngineSizes.of(shape, [], SpeculativeConfig(max_nodes=nodes, **settings), 4, False).per_slot
+        return EngineSizes.of(shape, [], SpeculativeConfig(max_nodes=nodes, **settings), 4, on_gpu=True).per_slot
 
     assert of_slot(budget="uniform") == 3 * (1 + nodes) * 97 * 4
     assert of_slot(method="sequoia") > 0

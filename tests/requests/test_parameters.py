@@ -26,7 +26,7 @@ OTHER_LISTS = {
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "requests/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
-    "serve/responses_api/response_events.py": "keys of a response",
+    "serve/response_events.py": "keys of a response",
     "text/chat_options.py": "arguments of transformers that are no values of a template",
 }
 

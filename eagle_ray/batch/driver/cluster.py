@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
-from eagle_ray.batch.driver.ray_environment import LOCAL
+from eagle_ray.batch.driver.ray_environment import ANSWERS_WITHIN_S, LOCAL
 from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, one_line
@@ -32,7 +32,6 @@ from eagle_ray.core.start_log import log_while_waiting
 from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
-ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
 JOIN_WITHIN_S = 90.0
 MEMORY_MESSAGE = re.compile(r"memory pressure|\bOOM\b|out of memory", re.IGNORECASE)
@@ -242,6 +241,12 @@ def nodes() -> list[Mapping[str, float]]:
 def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
     """Return the workers of a job on the connected cluster. Arguments and errors are WorkerPlan.of_job's."""
     return WorkerPlan.of_job(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
+
+
+def is_own_cluster() -> bool:
+    """Return whether this process has started the cluster, which then has one node."""
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
 
 
 def check_alive() -> None:

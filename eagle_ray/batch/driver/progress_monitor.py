@@ -152,9 +152,7 @@ class ProgressMonitor:
         self._every_s, self._limits = every_s, limits
         self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
         self._num_start_lines = 0
-        self._choices: set[str] = set()  # workers whose choice of a method was logged
-        self._planner_errors: set[str] = set()  # workers whose planner's failure was logged
-        self._fallbacks: set[tuple[str, str]] = set()  # what does not run and why, as it was logged
+        self._logged: set[tuple[str, str]] = set()  # what was told of workers
         self._started, self._ready_at = time.monotonic(), None
         self._latest = Progress()  # what the workers last reported
         self._num_rows_seen, self._advanced_at = 0, self._started
@@ -225,35 +223,33 @@ class ProgressMonitor:
         for note in progress.notes[self._num_notes :]:
             log.warning(note)
         self._num_notes = len(progress.notes)  # fewer than before where the actor itself was started again
-        self._log_choices(progress)
-        self._log_planner_errors(progress)
-        self._log_fallbacks(progress)
+        self._log_workers(progress)
         if self._ready_at is None:
             self._ready_at = progress.ready_at
         self._check_limits(progress)
         return progress
 
-    def _log_choices(self, progress: Progress) -> None:
-        """Log what speculative.method auto chose, once for each worker."""
-        for name in progress.method_choices.keys() - self._choices:
+    def _log_workers(self, progress: Progress) -> None:
+        """Log once what speculative.method auto chose in each worker, that its planner failed, and each kernel or CUDA
+        graph that does not run on a CUDA device.
+        """
+        for name in progress.method_choices:
             report = progress.workers[name]
-            log.info("worker %s: %s", name, choice_text(report.method or "", report.method_rates))
-            self._choices.add(name)
-
-    def _log_planner_errors(self, progress: Progress) -> None:
-        """Warn of each worker whose planner failed, once."""
-        for name in progress.planner_errors.keys() - self._planner_errors:
-            error = progress.planner_errors[name]
-            log.warning("worker %s drafts nothing from now on: its planner failed (%s)", name, error)
-            self._planner_errors.add(name)
-
-    def _log_fallbacks(self, progress: Progress) -> None:
-        """Warn of kernels or CUDA graphs that do not run on CUDA devices, once for each reason."""
+            choice = choice_text(report.method or "", report.method_rates)
+            self._log_once(logging.INFO, (name, "choice"), f"worker {name}: {choice}")
+        for name, error in progress.planner_errors.items():
+            line = f"worker {name} drafts nothing from now on: its planner failed ({error})"
+            self._log_once(logging.WARNING, (name, "planner"), line)
         for name, reasons in progress.fallbacks.items():
-            for part, reason in reasons.items() - self._fallbacks:
-                self._fallbacks.add((part, reason))
+            for part, reason in reasons.items():
                 if not any(reason in line for _, line in progress.start_lines):  # else the worker warned at its start
-                    log.warning("worker %s runs without %s: %s", name, FALLBACK_NAMES[part], reason)
+                    line = f"worker {name} runs without {FALLBACK_NAMES[part]}: {reason}"
+                    self._log_once(logging.WARNING, (part, reason), line)
+
+    def _log_once(self, level: int, key: tuple[str, str], line: str) -> None:
+        if key not in self._logged:
+            self._logged.add(key)
+            log.log(level, "%s", line)
 
     def _count_files(self) -> None:
         """Count the rows in the files themselves, since reports are lost if the ProgressActor is."""

@@ -33,7 +33,7 @@ LOOPBACK_VARIABLES = {
 }  # else Ray takes 127.0.0.1 for the machine's own address
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ELSEWHERE = ("10.255.255.255", 9)  # any address beyond this machine; nothing is sent to it
-ANSWERS_WITHIN_S = 5.0
+ANSWERS_WITHIN_S = 5.0  # a connection, not a cluster: Ray itself waits for minutes and then ends the process
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below the temporary directory
 MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
 MAX_TMPDIR_BYTES = MAX_SOCKET_BYTES - len(SOCKET)

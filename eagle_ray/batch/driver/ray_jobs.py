@@ -27,7 +27,7 @@ import yaml
 
 import eagle_ray
 from eagle_ray.assembly.worker_plan import RAY_JOB_VARIABLE
-from eagle_ray.batch.driver.ray_environment import QUIET_VARIABLES
+from eagle_ray.batch.driver.ray_environment import LOOPBACK_HOSTS, QUIET_VARIABLES
 from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.batch.reader.files import RUN_PREFIX, is_run
 from eagle_ray.config import JobConfig
@@ -42,7 +42,6 @@ INTERRUPTED_EXIT_CODE = 130
 DASHBOARD_REMEDY = "give the dashboard's address, such as http://127.0.0.1:8265"
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
 EXCLUDED_FILES = ["**/__pycache__/**"]
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def submit(config: JobConfig, address: str | None, flags: list[str], follow: bool) -> int:

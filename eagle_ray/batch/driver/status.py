@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -69,19 +69,18 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
     cannot be read.
     """
-    manifest = Run.inspect(output).manifest
+    found = Run.inspect(output)
+    manifest = found.manifest
     if manifest is None:
         raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
-    last = manifest["attempts"][-1]
+    last = found.last_attempt
     progress = read_derived_record(output / PROGRESS, ProgressRecord, "it is left out")
     if progress and (progress.get("run_id"), progress.get("attempt")) != (manifest["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     last_sign_at = (progress or {}).get("written_at") or last["started_at"]
     quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(last_sign_at)).total_seconds()
-    process = last.get("process")
-    is_known = isinstance(process, dict)  # a number in older records
-    driver = Process(**{each.name: process[each.name] for each in fields(Process)}) if is_known else None
-    is_done = (output / SUCCESS).exists()
+    driver = found.process
+    is_done = found.is_complete
     max_quiet_s = max(MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"])
     return RunStatus(
         output=str(output),

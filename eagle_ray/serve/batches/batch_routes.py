@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import reprlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -113,9 +113,9 @@ class Client:
 Handler = Callable[[Client], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchOperation:
-    """An operation of the OpenAPI document.
+    """An operation of the OpenAPI document, which decorates its handler.
 
     Attributes:
         answer: None for bytes.
@@ -124,36 +124,22 @@ class BatchOperation:
         query: the schemas of its query's parameters, by name; none is required.
     """
 
-    handler: Handler
     method: str
     path: str
     summary: str
     answer: type | None
-    statuses: tuple[str, ...]
-    body: type | Json | None
-    query: Json
+    statuses: tuple[str, ...] = ()
+    body: type | Json | None = None
+    query: Json = field(default_factory=dict)
+    handler: Handler = field(init=False)
+
+    def __call__(self, handler: Handler) -> Handler:
+        self.handler = handler
+        OPERATIONS.append(self)
+        return handler
 
 
 OPERATIONS: list[BatchOperation] = []
-
-
-def operation(
-    method: str,
-    path: str,
-    summary: str,
-    answer: type | None,
-    statuses: str = "",
-    body: type | Json | None = None,
-    query: Json | None = None,
-) -> Callable[[Handler], Handler]:
-    """Add the function below to OPERATIONS."""
-
-    def add(handler: Handler) -> Handler:
-        found = tuple(statuses.split())
-        OPERATIONS.append(BatchOperation(handler, method, path, summary, answer, found, body, query or {}))
-        return handler
-
-    return add
 
 
 def _page_query(prefix: str) -> Json:
@@ -172,19 +158,19 @@ def _page(kind: type[FileList | BatchList], items: list[Json], has_more: bool) -
     return kind.model_validate(page).model_dump()
 
 
-@operation("post", FILES, "store a file for a batch", FileObject, "400 403 408 413 415", UPLOAD)
+@BatchOperation("post", FILES, "store a file for a batch", FileObject, ("400", "403", "408", "413", "415"), UPLOAD)
 async def _upload(client: Client) -> Response:
     _check_origin(client.request)
     file = await receive_upload(client.request, client.files, client.serving.batches)
     return JSONResponse(file.as_json())
 
 
-@operation(
+@BatchOperation(
     "get",
     FILES,
     "the files, newest first",
     FileList,
-    "400",
+    ("400",),
     query=_page_query(FILE) | {"purpose": {"type": "string"}},
 )
 def _files(client: Client) -> Json:
@@ -203,12 +189,12 @@ def _files(client: Client) -> Json:
     return _page(FileList, found[:limit], len(found) > limit)
 
 
-@operation("get", FILES + "/{id}", "a file's description", FileObject)
+@BatchOperation("get", FILES + "/{id}", "a file's description", FileObject)
 def _file(client: Client) -> Json:
     return client.file().as_json()
 
 
-@operation("delete", FILES + "/{id}", "delete a file", FileDeleted, "409")
+@BatchOperation("delete", FILES + "/{id}", "delete a file", FileDeleted, ("409",))
 def _delete(client: Client) -> Json:
     file = client.file()
     for _, id in client.store.open_ids(client.owner):
@@ -220,7 +206,7 @@ def _delete(client: Client) -> Json:
     return FileDeleted(id=file.id).model_dump()
 
 
-@operation("get", FILES + "/{id}/content", "a file's bytes", None)
+@BatchOperation("get", FILES + "/{id}/content", "a file's bytes", None)
 async def _content(client: Client) -> Response:
     file = await asyncio.to_thread(client.file)
     parts = _in_thread(client.files.read(file))
@@ -228,7 +214,9 @@ async def _content(client: Client) -> Response:
     return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
 
-@operation("post", BATCHES, "answer every line of a file", BatchObject, "400 408 413 415 429", BatchBody)
+@BatchOperation(
+    "post", BATCHES, "answer every line of a file", BatchObject, ("400", "408", "413", "415", "429"), BatchBody
+)
 async def _create(client: Client) -> Response:
     most = min(MAX_BATCH_BODY_BYTES, client.serving.max_body_bytes)
     body = parse(BatchBody, await read_body(client.request, most))
@@ -253,18 +241,20 @@ def _created(client: Client, body: BatchBody) -> BatchRecord:
     return record
 
 
-@operation("get", BATCHES, "the batches, newest first", BatchList, "400", query=_page_query(BATCH))
+@BatchOperation("get", BATCHES, "the batches, newest first", BatchList, ("400",), query=_page_query(BATCH))
 def _batches(client: Client) -> Json:
     ids, limit = client.page(client.store.ids(client.owner), BATCH)
     return _page(BatchList, [client.shown(id) for id in ids[:limit]], len(ids) > limit)
 
 
-@operation("get", BATCHES + "/{id}", "a batch", BatchObject)
+@BatchOperation("get", BATCHES + "/{id}", "a batch", BatchObject)
 def _batch(client: Client) -> Json:
     return client.shown(client.id)
 
 
-@operation("post", BATCHES + "/{id}/cancel", f"end a batch that is not {', '.join(OVER)}", BatchObject, "403 409")
+@BatchOperation(
+    "post", BATCHES + "/{id}/cancel", f"end a batch that is not {', '.join(OVER)}", BatchObject, ("403", "409")
+)
 def _cancel(client: Client) -> Json:
     _check_origin(client.request)
     record = client.store.get(client.owner, client.id)

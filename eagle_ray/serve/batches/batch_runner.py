@@ -119,9 +119,12 @@ class BatchRunner:
             return
         lease = self._leases.setdefault(id, Lease.of(self.store.work(owner, id)))
         if await asyncio.to_thread(lease.try_take):
-            task = asyncio.ensure_future(self._run_batch(owner, id, lease))
-            lease.on_loss = _canceller(task)
-            self._tasks[id] = task
+            loop, task = asyncio.get_running_loop(), asyncio.ensure_future(self._run_batch(owner, id, lease))
+
+            def cancel() -> None:
+                loop.call_soon_threadsafe(task.cancel)
+
+            lease.on_loss, self._tasks[id] = cancel, task
             task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
     async def _run_batch(self, owner: str, id: str, lease: Lease) -> None:
@@ -205,7 +208,12 @@ class RunningBatch:
 
     async def _validate(self) -> bool:
         """Check the input file. Returns whether the batch is in progress now, and not failed."""
-        found = await asyncio.to_thread(self._checked)
+        asked = self.record.endpoint, self.runner.limits.max_lines
+        try:
+            found = await asyncio.to_thread(lambda: check_lines(self._input(), *asked))
+        except FileNotFoundError as error:
+            found = CheckedLines()
+            found.add("file_not_found", str(error), "input_file_id")
         self.record = self.record.changed(request_counts=RequestCounts(total=found.total, completed=0, failed=0))
         if found.errors:
             await self._save(self.record.moved("failed", errors={"object": "list", "data": found.errors}))
@@ -214,14 +222,13 @@ class RunningBatch:
         await self._save(self.record.moved("in_progress", model=found.model))
         return True
 
-    def _checked(self) -> CheckedLines:
+    def _input(self) -> Iterator[bytes]:
+        """Return the lines of the input file. Raises FileNotFoundError if it was deleted."""
         files = self.runner.store.files(self.record.owner)
         file = files.find(self.record.input_file_id)
         if file is None:
-            found = CheckedLines()
-            found.add("file_not_found", f"the input file {self.record.input_file_id} was deleted", "input_file_id")
-            return found
-        return check_lines(files.lines(file), self.record.endpoint, self.runner.limits.max_lines)
+            raise FileNotFoundError(f"the input file {self.record.input_file_id} was deleted")
+        return files.lines(file)
 
     async def _answer_lines(self) -> Ending:
         """Answer the lines that the log lacks. Returns how the batch ends: early if it expires or is cancelled."""
@@ -255,12 +262,8 @@ class RunningBatch:
             return self._block.pop() if self._block else None
 
     def _unanswered(self) -> Iterator[Line]:
-        files = self.runner.store.files(self.record.owner)
-        file = files.find(self.record.input_file_id)
-        if file is None:
-            raise FileNotFoundError(f"the input file {self.record.input_file_id} is gone")
         answered = set(self._log.answered)
-        return ((id, body) for id, body in read_lines(files.lines(file)) if id not in answered)
+        return ((id, body) for id, body in read_lines(self._input()) if id not in answered)
 
     async def _early_ending(self) -> Ending | None:
         """Look whether the client has cancelled the batch, and at the clock."""
@@ -322,16 +325,6 @@ class RunningBatch:
         counts = record.request_counts | {"completed": found.completed, "failed": found.failed}
         self.record = record.changed(request_counts=counts, usage=found.usage.batch_form())
         await asyncio.to_thread(self.runner.store.save, self.record, self.run)
-
-
-def _canceller(task: asyncio.Task[None]) -> Callable[[], None]:
-    """Return what cancels the task from another thread."""
-    loop = asyncio.get_running_loop()
-
-    def cancel() -> None:
-        loop.call_soon_threadsafe(task.cancel)
-
-    return cancel
 
 
 def sweep(store: BatchStore) -> None:

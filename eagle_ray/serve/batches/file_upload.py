@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from python_multipart import MultipartParser
@@ -41,9 +42,10 @@ class UploadForm:
     """
 
     def __init__(self, boundary: bytes, max_bytes: int, too_large: ApiError):
-        names = ("part_begin", "part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
+        names = ("part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
-        self._parser = _parser_of(boundary, callbacks)
+        with _form_errors():
+            self._parser = MultipartParser(boundary, callbacks)
         self._max_bytes, self._too_large = max_bytes, too_large
         self._num_fed = 0
         self._header = self._header_value = b""
@@ -57,10 +59,8 @@ class UploadForm:
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises ApiError."""
-        try:
+        with _form_errors():
             self._parser.write(data)
-        except FormParserError as error:
-            raise _bad_form(error) from None
         self._num_fed += len(data)
         if self._num_fed - self.size > MAX_OTHER_BYTES:
             message = f"the form has more than {MAX_OTHER_BYTES} bytes that are not the file's. Send the file alone."
@@ -77,10 +77,6 @@ class UploadForm:
         found = self._values.get(name)
         return None if found is None else found.decode("utf-8", "replace")
 
-    def _on_part_begin(self) -> None:
-        self._disposition = {}
-        self._header = self._header_value = b""
-
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
 
@@ -93,13 +89,14 @@ class UploadForm:
         self._header = self._header_value = b""
 
     def _on_headers_finished(self) -> None:
-        self._field = self._disposition.get(b"name", b"").decode("utf-8", "replace")
+        disposition, self._disposition = self._disposition, {}
+        self._field = disposition.get(b"name", b"").decode("utf-8", "replace")
         if self._field not in FIELDS:
             raise unsupported(self._field or "a field without a name", f"an upload has {', '.join(FIELDS)}")
         if self._field in self._values or (self._field == "file" and self.filename is not None):
             raise ApiError(400, f"{self._field}: given more than once", self._field, "bad_value")
         if self._field == "file":
-            self.filename = self._disposition.get(b"filename", b"").decode("utf-8", "replace") or "upload"
+            self.filename = disposition.get(b"filename", b"").decode("utf-8", "replace") or "upload"
         else:
             self._values[self._field] = bytearray()
 
@@ -118,16 +115,13 @@ class UploadForm:
         self.is_whole = True
 
 
-def _parser_of(boundary: bytes, callbacks: Any) -> MultipartParser:
-    """Return the parser. Raises ApiError for a boundary that is too long."""
+@contextmanager
+def _form_errors() -> Iterator[None]:
+    """Turn an error of the parser into an ApiError."""
     try:
-        return MultipartParser(boundary, callbacks)
+        yield
     except FormParserError as error:
-        raise _bad_form(error) from None
-
-
-def _bad_form(error: FormParserError) -> ApiError:
-    return ApiError(400, f"the body is no multipart form: {error}", code="bad_form")
+        raise ApiError(400, f"the body is no multipart form: {error}", code="bad_form") from None
 
 
 def check_room(store: FileStore, limits: BatchesConfig) -> int:

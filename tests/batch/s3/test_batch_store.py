@@ -1,16 +1,19 @@
 """Files and batches of an endpoint in a bucket: the log, the run and the end of a batch hold there too."""
 
+import asyncio
+import json
 import random
 
 import pytest
 
 from eagle_ray.runs.job_errors import FencedError
+from eagle_ray.runs.lease import LOCK
 from eagle_ray.serve.batches import batch_runner
 from eagle_ray.serve.batches.answer_log import AnswerLog
 from eagle_ray.serve.batches.batch_store import BatchStore
-from tests.serve.batches.test_runner import Replicas, begin, finish, outcome, runner_of
+from tests.serve.batches.test_runner import Replicas, begin, finish, num_completed, outcome, run_until, runner_of
 from tests.serve.batches.test_stores import OLD, answer, claimed
-from tests.support.batch_kills import kill_servers
+from tests.support.batch_kills import kill_servers, quicken
 
 
 @pytest.fixture
@@ -52,6 +55,24 @@ def test_a_store_of_an_earlier_version_in_a_bucket_is_continued(store, monkeypat
     for record in finish(store, runner_of(store, Replicas()), *batches):
         outcome(store, record)
     assert len(batches) == 4 and not store.closed_ids("all")
+
+
+def test_a_runner_that_loses_its_lease_stops_and_the_batch_goes_on_once_the_lease_is_free(store, monkeypatch):
+    quicken(monkeypatch.setattr)
+    replicas = Replicas(seconds=0.1)
+    batch = begin(store, [f"p{i}" for i in range(60)])
+    lock, stops = store.work("all", batch.id) / LOCK, []
+
+    def is_over():
+        if not stops and num_completed(store, batch) >= 4:
+            lock.write_atomic(json.dumps({"holder": "another", "token": "another"}).encode())
+            stops.append(False)
+        stops.extend([True] * (bool(stops) and replicas.now == 0))
+        return not store.open_ids()
+
+    asyncio.run(run_until(runner_of(store, replicas), is_over))
+    outcome(store, store.find("all", batch.id))
+    assert stops[1:]
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
