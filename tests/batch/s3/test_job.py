@@ -128,7 +128,7 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         began = time.monotonic()
         run.settle()
         assert time.monotonic() - began > 1  # of three, some of which have passed
-        with manifest.run.recorded_outcome():
+        with run.recorded_outcome():
             pass
 
 
