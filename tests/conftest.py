@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
+from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig, load_config
 from tests.helpers.messages import messages  # noqa: F401
 
@@ -33,11 +35,13 @@ WITH_RAY = (
 WITHOUT_RAY = (
     "batch/reader/",
     "batch/test_baseline.py",
+    "batch/test_engine_",
     "batch/test_finish.py",
     "batch/test_ipc.py",
     "batch/test_on_finish.py",
     "batch/test_repair.py",
     "batch/test_run_input.py",
+    "batch/test_spare_engine.py",
     "batch/test_worker",
 )
 PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
@@ -90,7 +94,7 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def ray_session(s3_endpoint) -> Iterator[None]:
+def ray_session(s3_endpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Ray for the whole session: it takes seconds to start. Ends only what it started."""
     prepare_ray_environment(LOCAL)
     import ray
@@ -104,8 +108,20 @@ def ray_session(s3_endpoint) -> Iterator[None]:
         _node_ip_address="127.0.0.1",
         _system_config={"metrics_report_interval_ms": 1000},  # what a test waits for
     )
-    yield
+    with spare_engine(tmp_path_factory.mktemp("spare")):
+        yield
     ray.shutdown()
+
+
+@contextmanager
+def spare_engine(directory: Path) -> Iterator[None]:
+    """Fork the engines of all jobs in this process from one that has imported torch: it takes seconds of CPU."""
+    with SpareEngine() as spare, pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as start:
+            start.setattr("eagle_ray.batch.worker.spare_engine.has_torch", lambda: False)
+            spare.start(small_job(directory))
+        patch.setattr(SpareEngine, "address", spare.address)
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ of the guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -240,10 +239,8 @@ class MemoryPlan:
         return (self.for_slots - slots * self.per_slot) // self.per_token // BLOCK_SIZE * BLOCK_SIZE
 
     def tokens_that_fit(self, slots: int) -> int:
-        """Return the most KV tokens, in whole blocks, with which this many slots fit if they are set."""
-        blocks = range(max(self.tokens_left_by(slots) // BLOCK_SIZE, 0) + 1)
-        num_fitting = bisect_left(blocks, True, key=lambda n: not self.sized(slots, n * BLOCK_SIZE).fits)
-        return max(num_fitting - 1, 0) * BLOCK_SIZE
+        """Return the most KV tokens with which this many slots fit if both are set; 0 if none do."""
+        return max(int(self.tokens_left_by(slots) / self.margin) - BLOCK_SIZE, 0)
 
     def with_slots(self, slots: int) -> MemoryPlan:
         """Return the plan with this many slots, each of which can hold a sequence of the guaranteed length."""
@@ -292,8 +289,12 @@ class MemoryPlan:
         """Return whether the worker fits into its memory."""
         if self.memory is None or self.is_planned:
             return True
-        margin = (KV_MARGIN - 1) * self.pool if self.memory.others_room else 0
-        return self.total - self.elsewhere + margin <= self.memory.room
+        return self.total - self.elsewhere + (self.margin - 1) * self.pool <= self.memory.room
+
+    @property
+    def margin(self) -> float:
+        """Return the factor by which the first of several GPUs reserves more for KV tokens that are set."""
+        return KV_MARGIN if self.memory is not None and self.memory.others_room else 1.0
 
     @property
     def capacity(self) -> str:

@@ -63,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is None:
             ignore_until_exit()
+            _end_ray()
+
+
+def _end_ray() -> None:
+    """End or leave the cluster, if Ray was imported. Ray itself would first wait for log lines that we do not show."""
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 def _exit_code_of(args: argparse.Namespace) -> int:

@@ -288,7 +288,7 @@ class Run:
             (self.output / SUCCESS).remove()
         self.remove_stale_files()
 
-    def commit(self, records: Mapping[str, bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes] | Mapping[StoragePath, bytes]) -> None:
         """Publish records of what was counted after ``settle``, and then ``_SUCCESS``. Raises as check_current does."""
         for name, data in records.items():
             self.publish(name, data)

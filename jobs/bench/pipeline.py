@@ -57,7 +57,7 @@ WIDE = ModelShape(
 )
 TOY = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 KINDS = {  # by the command line, which in Ray's processes is a title
-    "engine": re.compile(r"batch\.worker\.engine_process"),
+    "engine": re.compile(r"batch\.worker\.(engine_process|spare_engine)"),
     "engine actor": re.compile(r"ray::.*EngineActor"),
     "driver": re.compile(r"eagle_ray\.cli run"),
     "other workers": re.compile(r"ray::"),

@@ -46,8 +46,7 @@ from eagle_ray.batch.driver import job_plan, run
 from eagle_ray.config import load_config
 def stop(held, missing):
     raise KeyboardInterrupt
-job_plan.check_models = lambda config: None
-run.join_cluster = lambda config: None
+job_plan.check_models = lambda config, spare: None
 job_plan.ParallelScan = lambda scanner, connect: scanner  # all of it in this process, whose CPU is counted
 if sys.argv[2] == "stop":
     from eagle_ray.batch.driver import execute

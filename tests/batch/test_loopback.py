@@ -49,6 +49,7 @@ def test_every_process_of_a_job_listens_on_loopback_alone(start, tmp_path, monke
     try:
         watched.look_until(lambda: any((tmp_path / "out" / "data").glob("*.parquet")), process)
         assert list((tmp_path / "out" / "data").glob("*.parquet")), process.communicate()
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the driver takes seconds to import it"
     finally:
         process.terminate()
         process.communicate(timeout=120)

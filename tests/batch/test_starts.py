@@ -18,7 +18,6 @@ import pytest
 
 from eagle_ray.batch.driver import execute, job_plan
 from eagle_ray.batch.driver import input_plan as plan_module
-from eagle_ray.batch.driver import run as run_module
 from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.input_plan import plan_input
@@ -73,8 +72,7 @@ class ToyEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
     toy = ToyEngine()
     monkeypatch.setattr(execute, "execute", toy.execute)
-    monkeypatch.setattr(run_module, "join_cluster", lambda config: None)
-    monkeypatch.setattr(job_plan, "check_models", lambda config: None)
+    monkeypatch.setattr(job_plan, "check_models", lambda config, spare: None)
     return toy
 
 

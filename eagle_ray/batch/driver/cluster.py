@@ -243,6 +243,12 @@ def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
     return WorkerPlan.of_job(config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ))
 
 
+def is_own_cluster() -> bool:
+    """Return whether this process has started the cluster, which then has one node."""
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
+
+
 def check_alive() -> None:
     """Raise ClusterError if a process of our own local cluster is gone.
 

@@ -65,7 +65,13 @@ class ExpectedRows:
 
     def contains(self, ids: Digests) -> np.ndarray:
         """Return for each id whether the input asks for it."""
-        return self._rows(ids) > 0
+        found = np.zeros(len(ids), bool)
+        for table in self.index.tables if len(ids) else ():
+            first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
+            for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
+                here = np.flatnonzero(first + offset < behind)
+                found[here] |= self._is_asked(take(table, first[here] + offset))
+        return found
 
     def duplicates(self) -> Digests:
         """Return the ids that occur more than once, sorted."""
@@ -80,18 +86,6 @@ class ExpectedRows:
     def _is_asked(self, table: Table) -> np.ndarray:
         is_asked = table["row"] < self.allowed[table["file"]]
         return is_asked if self.shard is None else is_asked & self.shard.holds(table["id"])
-
-    def _rows(self, ids: Digests) -> np.ndarray:
-        """Return the number of rows of each id, 0 if the input does not ask for it."""
-        counts = np.zeros(len(ids), np.int64)
-        for table in self.index.tables if len(ids) else ():
-            first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
-            for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
-                here = np.flatnonzero(first + offset < behind)
-                found = take(table, first[here] + offset)
-                is_asked = self._is_asked(found)
-                counts[here[is_asked]] = found["rows"][is_asked]
-        return counts
 
 
 def _joined(tables: list[Table]) -> Table:

@@ -6,14 +6,21 @@ execute(held, held.missing())
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
+from ray.data._internal import stats
+from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.cluster import plan_workers, reason_of
+from eagle_ray.batch.driver.cluster import is_own_cluster, plan_workers, reason_of
 from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
 from eagle_ray.batch.reader.source import read_requests
@@ -32,6 +39,7 @@ WINDOW_ROWS_PER_SLOT = 32  # rows that an engine holds and orders; with 4 it gai
 MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
 EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
+ROWS_FOR_WRITERS = 1_000  # of a job whose rows are written by several tasks; each starts a process, for a second of CPU
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
@@ -57,10 +65,11 @@ def execute(held: Claim, missing: Completeness) -> None:
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
-    actor_args = (config, run, plan.carried_fields, workers.threads, progress)
+    spare = None if workers.num_gpus else held.plan.spare.address  # its environment is not that of one of the GPUs
+    actor_args = (config, run, plan.carried_fields, workers.threads, progress, spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
-        _write(answers, sink)
+        _write(answers, sink, 1 if num_rows < ROWS_FOR_WRITERS else None)
 
 
 def map_engine(
@@ -89,10 +98,14 @@ def map_engine(
     )
 
 
-def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink) -> None:
-    """Execute the stream. Ray wraps what a worker raised; raise the reason itself in one line."""
+def _write(dataset: ray.data.Dataset, sink: AtomicParquetSink, writers: int | None) -> None:
+    """Execute the stream. Ray wraps what a worker raised; raise the reason itself in one line.
+
+    writers: tasks that write at a time at most; None: as many as there are CPUs.
+    """
     try:
-        dataset.write_datasink(sink)
+        with _without_actors_of_ray_data():
+            dataset.write_datasink(sink, concurrency=writers)
     except RayError as error:
         raise reason_of(error) from error
 
@@ -127,6 +140,52 @@ def plan_calls(order: str, slots: int, batch_size: int, actors: int, num_rows: i
 
 def _rows_per_file(wanted: int, num_rows: int) -> int:
     return max(1, min(wanted, num_rows // MIN_FILES))
+
+
+class LocalActor:
+    """An object of this process in the place of an actor's handle: calls run at once and return references."""
+
+    def __init__(self, instance: object):
+        self._instance = instance
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._instance, name)
+        return SimpleNamespace(remote=lambda *args, **named: ray.put(method(*args, **named)))
+
+
+class Coordinator(default_autoscaling_coordinator._AutoscalingCoordinatorActor):
+    """Ray Data's record of reserved resources. A cluster of one node needs no thread that refreshes it."""
+
+    TICK_INTERVAL_S = 1 << 30
+
+
+@cache
+def _statistics() -> LocalActor:
+    actor_class: Any = stats._StatsActor
+    return LocalActor(actor_class.__ray_metadata__.modified_class())
+
+
+@contextmanager
+def _without_actors_of_ray_data() -> Iterator[None]:
+    """Keep Ray Data's statistics, and its record of resources, in this process if it started the cluster.
+
+    As actors they take two seconds of CPU to start, and no task runs before the second.
+    """
+    if not is_own_cluster():
+        yield
+        return
+    ours = (
+        (stats, "get_or_create_stats_actor", _statistics),
+        (default_autoscaling_coordinator, "get_or_create_autoscaling_coordinator", lambda: LocalActor(Coordinator())),
+    )
+    before = [getattr(module, name) for module, name, _ in ours]
+    for module, name, replacement in ours:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for (module, name, _), original in zip(ours, before, strict=True):
+            setattr(module, name, original)
 
 
 def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:

@@ -7,13 +7,14 @@ plan.input.num_rows        # 480
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
 from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.driver.previous_run import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
+from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
@@ -30,12 +31,14 @@ class JobPlan:
     Attributes:
         output: the directory of the run's record, that of the shard if the job has one.
         retry_errors: drop error rows first, so that they are generated again.
+        spare: the process that checks the models, and from which engines' processes are forked.
     """
 
     config: JobConfig
     output: StoragePath
     input: InputPlan
     retry_errors: bool = False
+    spare: SpareEngine = field(default_factory=SpareEngine)
 
     @property
     def overwrites(self) -> bool:
@@ -46,8 +49,9 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Refuse models that cannot work here, in one line, and not in every worker."""
-        check_models(self.config)
+        """Join the cluster, and refuse models that cannot work here, in one line, and not in every worker."""
+        if not self.spare.is_checked:
+            check_models(self.config, self.spare)
 
     def log_settings(self) -> None:
         """Log what a user may not expect of the rows that will be generated."""
@@ -82,11 +86,13 @@ def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
     return plan
 
 
-def check_models(config: JobConfig) -> None:
-    """Raise ConfigError for models that cannot work here."""
-    from eagle_ray.build import check_models  # torch: only where there is work left
+def check_models(config: JobConfig, spare: SpareEngine) -> None:
+    """Raise ConfigError for models that cannot work here. Meanwhile the cluster is joined."""
+    spare.start(config)
+    join_cluster(config)
+    import ray.data  # noqa: F401  # a second, while the models are checked
 
-    check_models(config.model, config.speculative)
+    spare.check_models()
 
 
 def join_cluster(config: JobConfig) -> None:

@@ -1,7 +1,7 @@
 """Run a batch job: from a configuration to an output directory that holds every row, and an exit code.
 
 A job is planned, claimed, executed and settled (``job_plan``, ``claim``, ``execute``, ``settle``). Ray is imported only
-if rows are missing, and torch only in workers and model checks, so a finished job ends in a second.
+if rows are missing, and torch only in engines' processes, so a finished job ends in a second.
 
     run_to_end(load_config("configs/demo.yaml")).outcome.code      # 0
 """
@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.batch.driver.claim import claim
-from eagle_ray.batch.driver.job_plan import join_cluster, plan_job
+from eagle_ray.batch.driver.job_plan import plan_job
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.run_summary import counted_rows, log_error_rows
 from eagle_ray.batch.driver.settle import settle
@@ -64,9 +64,8 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     """Do what run_job does. Raises IndexDamaged, too."""
     plan = plan_job(config, retry_errors)
-    with claim(plan) as held:
+    with plan.spare, claim(plan) as held:
         if (missing := held.missing()) is not None:
-            join_cluster(config)
             from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
 
             execute(held, missing)

@@ -27,6 +27,7 @@ from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, clas
 from eagle_ray.batch.worker.metrics import JobMetrics
 from eagle_ray.batch.worker.progress import WorkerReport
 from eagle_ray.batch.worker.sink import nest
+from eagle_ray.batch.worker.spare_engine import fork_engine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.slot_limits import usual_slots
@@ -40,12 +41,25 @@ FLUSH_S = 1.0
 
 
 class EngineActor:
-    """One engine of the job as a Ray actor. progress is the ProgressActor's handle; the rest goes to the Worker."""
+    """One engine of the job as a Ray actor.
+
+    progress is the ProgressActor's handle, spare the address of a SpareEngine, which may be on another machine; the
+    rest goes to the Worker.
+    """
 
     _report: WorkerReport
 
-    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int, progress: ActorHandle):
+    def __init__(
+        self,
+        config: JobConfig,
+        run: Run,
+        carried: list[pa.Field],
+        threads: int,
+        progress: ActorHandle,
+        spare: str | None = None,
+    ):
         self._worker_arguments = (config, run, carried, threads)
+        self._spare = spare
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         crash_log = self._progress.report_start()
         self._use(self._start_engine())
@@ -83,7 +97,7 @@ class EngineActor:
     def _start_engine(self) -> EngineProcess:
         """Return a process that is ready. Ends this one if there is none: Ray starts it again, perhaps elsewhere."""
         try:
-            engine = EngineProcess(*self._worker_arguments, self._progress.log)
+            engine = EngineProcess(*self._worker_arguments, self._progress.log, fork_engine(self._spare))
             engine.wait_until_ready()
         except ProcessEnded as error:
             self._exit(engine.worker_id, error)
@@ -95,7 +109,7 @@ class EngineActor:
         config, run, *_ = self._worker_arguments
         self._engine = engine
         self._metrics = JobMetrics(config.name, run.run_id, engine.worker_id)
-        self._report: WorkerReport = WorkerReport.of(engine.worker_id, engine.counters())
+        self._report = WorkerReport.of(engine.worker_id, engine.counters())
         self._publish(None)
 
     def _publish(self, answers: pa.Table | None) -> None:

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -105,6 +105,8 @@ def _as_bytes(table: pa.Table) -> pa.Buffer:
 class EngineProcess:
     """The parent's end. Args are the Worker's, and on_log, which is called with each line logged while it starts.
 
+    child: the pipe to a child that runs already, and its process; None starts one.
+
     worker_id names the engine's own process, which holds the device.
     """
 
@@ -115,9 +117,11 @@ class EngineProcess:
         carried: list[pa.Field],
         threads: int,
         on_log: Callable[[LogLine], None],
+        child: tuple[Connection, Any] | None = None,
     ):
         self._on_log = on_log
-        self._pipe, self._process = _start(config.name)
+        self._process: Any  # a Popen, or what has its pid, kill and wait
+        self._pipe, self._process = child or start_child(COMMAND, config.name, WORKER)
         self.worker_id = process_name(self._process.pid)
         self._counters: EngineCounters | None = None
         self._numbers = itertools.count(STARTUP_REQUEST)
@@ -172,7 +176,7 @@ class EngineProcess:
             while True:
                 self._handle_reply(*receive(self._pipe))
         except EOFError:
-            error: EngineError = ProcessEnded(f"the engine's process {_describe_exit(self._process.wait())}")
+            error: EngineError = ProcessEnded(f"the engine's process {describe_exit(self._process.wait())}")
         except Exception as fault:  # such as no memory for the table: no later reply can be read
             error = EngineError(f"an answer was lost: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
@@ -189,18 +193,27 @@ class EngineProcess:
         _resolve(self._pending.pop(reply.number), table, reply.error)
 
 
-def _start(name: str) -> tuple[Connection, subprocess.Popen]:
+def start_child(
+    command: str, name: str, argument: str, environment: Mapping[str, str] | None = None, is_apart: bool = False
+) -> tuple[Connection, subprocess.Popen]:
     """Start a Python process with this one's module path and output streams; return the pipe to it, too.
 
-    name: shown by ``ps``. The child is the only other holder of its end, so the end of either process closes the pipe.
+    The child is the only other holder of its end, so the end of either process closes the pipe.
+
+    Args:
+        command: Python code.
+        name: shown by ``ps``.
+        environment: variables in addition to this process's own.
+        is_apart: the child gets no signals of this process's terminal.
     """
     here, there = Pipe()
     with there, _sigint_blocked():
         process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, name, WORKER, str(there.fileno())],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            [sys.executable, "-c", command, name, argument, str(there.fileno())],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
+            start_new_session=is_apart,
         )
     return here, process
 
@@ -224,7 +237,10 @@ def _resolve(future: Future[pa.Table | None], table: pa.Table | None, error: Exc
         future.set_result(table)
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int | None) -> str:
+    """Return how a process ended. code: as Popen has it, or None if it is not known."""
+    if code is None:
+        return "ended"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -242,11 +258,12 @@ class EngineChild:
 
     def run(self, worker_class: str) -> None:
         """Run a worker of the class, named as MODULE:CLASS, and answer requests until the pipe closes."""
+        log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
         arguments, _ = receive(self._pipe)
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
         module, _, name = worker_class.partition(":")
         try:
-            with self._log_to_parent():
+            with log_to(self._send_line):  # whose user waits for this process to start
                 self._worker = getattr(import_module(module), name)(*arguments)
         except Exception as error:  # whatever it is, it is reported in one line and not in a page of a traceback
             self._send(EngineReply(STARTUP_REQUEST, error=_portable_error(error)))
@@ -275,19 +292,8 @@ class EngineChild:
             log.exception("a batch cannot be answered")
             self._send(EngineReply(number, error=WorkerDefect(f"a worker failed: {classify_error(error).line}")))
 
-    @contextmanager
-    def _log_to_parent(self) -> Iterator[None]:
-        """Send log records to the parent, whose user waits for this process to start."""
-        handler = logging.Handler(logging.INFO)
-        handler.emit = self._send_line  # type: ignore[method-assign]
-        log.addHandler(handler)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
-
-    def _send_line(self, record: logging.LogRecord) -> None:
-        self._send(EngineReply(STARTUP_REQUEST, line=LogLine(record.levelno, record.getMessage())))
+    def _send_line(self, line: LogLine) -> None:
+        self._send(EngineReply(STARTUP_REQUEST, line=line))
 
     def _send(self, reply: EngineReply, table: pa.Table | None = None) -> None:
         with suppress(EOFError), self._send_lock:  # the listener sees it too
@@ -300,11 +306,27 @@ def _portable_error(error: Exception) -> Exception:
     return ConfigError(str(error)) if is_everywhere else WorkerError(classify_error(error))
 
 
-def main() -> None:
-    """Run the child's end. Its command line has the job's name, the worker's class and the number of the pipe."""
+@contextmanager
+def log_to(send_line: Callable[[LogLine], None]) -> Iterator[None]:
+    """Pass on what is logged here, from level INFO."""
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: send_line(LogLine(record.levelno, record.getMessage()))  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def set_up_child() -> Connection:
+    """Set up a child, and return its end of the pipe, whose number ends the command line."""
     faulthandler.enable()  # as in Ray's own workers
     log.setLevel(logging.INFO)
-    log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
     pipe = Connection(int(sys.argv[-1]))
     os.set_inheritable(pipe.fileno(), False)  # processes started here do not keep it open
-    EngineChild(pipe).run(sys.argv[-2])
+    return pipe
+
+
+def main() -> None:
+    """Run the child's end. Its command line has the job's name, the worker's class and the number of the pipe."""
+    EngineChild(set_up_child()).run(sys.argv[-2])

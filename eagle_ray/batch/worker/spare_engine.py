@@ -1,0 +1,271 @@
+"""SpareEngine: a process that the driver starts while Ray starts, and from which engines' processes are forked.
+
+An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
+checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
+processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
+an actor, and those that replace a lost one. The child takes over the actor's environment, directory and output streams,
+and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
+
+    with SpareEngine() as spare:
+        spare.start(config)
+        ...                                  # start Ray
+        spare.check_models()                 # raises ConfigError as build.check_models does
+        EngineProcess(config, run, passthrough, threads, on_log, fork_engine(spare.address))
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from eagle_ray.batch.worker import engine_process
+from eagle_ray.batch.worker.engine_process import (
+    EngineChild,
+    LogLine,
+    describe_exit,
+    log_to,
+    set_up_child,
+    start_child,
+)
+from eagle_ray.config import JobConfig
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.runs.job_errors import ClusterError
+
+log = logging.getLogger("eagle_ray")
+COMMAND = f"from {__name__} import main; main()"
+CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
+STREAMS = [1, 2]  # stdout and stderr
+EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
+THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
+
+
+def has_torch() -> bool:
+    """Return whether this process has imported torch, so that a check here takes no time."""
+    return "torch" in sys.modules
+
+
+class SpareEngine:
+    """The driver's end. Where torch is imported already, no process is started, and the models are checked here."""
+
+    def __init__(self) -> None:
+        self._name = f"eagle-ray-{uuid.uuid4().hex}"
+        self._config: JobConfig | None = None
+        self._pipe: Connection | None = None
+        self._process: subprocess.Popen | None = None
+        self._is_checked = False
+
+    def __enter__(self) -> SpareEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def is_checked(self) -> bool:
+        """Return whether the models were checked and can work."""
+        return self._is_checked
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id. start comes first."""
+        assert self._process is not None, "no process was started"
+        return self._process.pid
+
+    @property
+    def address(self) -> str | None:
+        """Return where the process can be adopted, or None without one."""
+        return None if self._process is None else self._name
+
+    def start(self, config: JobConfig) -> None:
+        """Start the process, unless it is there."""
+        if self._config is not None:
+            return
+        self._config = config
+        if has_torch() or not sys.platform.startswith("linux"):
+            return
+        threads = os.environ.get(THREADS_VARIABLE, THREADS_OF_ACTORS)
+        self._pipe, self._process = start_child(
+            COMMAND, config.name, self._name, {THREADS_VARIABLE: threads}, is_apart=True
+        )
+        with suppress(OSError):  # check_models reports that it has ended
+            self._pipe.send(config)
+
+    def check_models(self) -> None:
+        """Wait for the check of the models. Raises as build.check_models does, ClusterError if the process ended."""
+        assert self._config is not None, "start comes first"
+        if self._pipe is None:
+            from eagle_ray.build import check_models
+
+            check_models(self._config.model, self._config.speculative)
+        elif (error := self._result(self._pipe)) is not None:
+            raise error
+        self._is_checked = True
+
+    def close(self) -> None:
+        """End the process. Those that were forked from it go on until their actors end them."""
+        if self._pipe is not None:
+            self._pipe.close()
+
+    def _result(self, pipe: Connection) -> Exception | None:
+        try:
+            while isinstance(message := pipe.recv(), LogLine):
+                log.log(message.level, message.text)
+            return message
+        except (EOFError, OSError):
+            assert self._process is not None
+            how = describe_exit(self._process.wait())
+            return ClusterError(f"the process that checks the models {how}. Run the same command again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a forked process takes over from its actor, in addition to its output streams.
+
+    Attributes:
+        worker_class: what it runs, as MODULE:CLASS.
+    """
+
+    environment: dict[str, str]
+    directory: str
+    worker_class: str
+
+
+class ForkedProcess:
+    """A child of the spare process, with the methods of Popen that an EngineProcess needs."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        """Wait until it has ended and return its exit code, or None if the spare process has ended, too."""
+        deadline = time.monotonic() + EXIT_WITHIN_S
+        while time.monotonic() < deadline:
+            try:
+                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                return None
+            if fields[0] == "Z":
+                return os.waitstatus_to_exitcode(int(fields[-1]))
+            time.sleep(0.01)
+        return None
+
+
+def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
+    """Return the pipe to a process forked for this one, and the process. None if no spare process is there."""
+    if address is None:
+        return None
+    with socket.socket(socket.AF_UNIX) as end, suppress(OSError, EOFError):
+        end.connect("\0" + address)  # abstract: there is no file
+        pid, user, _ = _other_end(end)
+        if not pid or user != os.getuid():
+            return None
+        socket.send_fds(end, [b"\0"], STREAMS)
+        pipe = Connection(os.dup(end.fileno()))
+        pipe.send(Surroundings(dict(os.environ), os.getcwd(), engine_process.WORKER))
+        return pipe, ForkedProcess(pipe.recv())
+    return None
+
+
+def _other_end(end: socket.socket) -> tuple[int, int, int]:
+    return CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+
+
+def main() -> None:
+    """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
+    driver = set_up_child()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + sys.argv[-2])
+        listener.listen()
+        try:
+            driver.send(_check(driver.recv(), driver))
+        except (EOFError, OSError):  # the driver has ended
+            return
+        import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
+
+        ends: list[Any] = [driver, listener]
+        if not can_fork():
+            listener.close()  # actors start processes of their own
+            ends.remove(listener)
+        while driver not in select.select(ends, [], [])[0]:
+            with listener.accept()[0] as end:
+                if _other_end(end)[1] == os.getuid() and _fork() == 0:
+                    listener.close()
+                    driver.close()
+                    engine, worker_class = _take_over(end)
+                    break
+        else:
+            return
+    engine.run(worker_class)
+
+
+def can_fork() -> bool:
+    """Return whether a child of this process can run an engine: CUDA does not work in a child of a process that has
+    looked for devices.
+    """
+    import torch
+
+    return torch.cuda.device_count() == 0
+
+
+def _fork() -> int:
+    """Fork this process, which has no other threads, and return the child's pid, or 0 in the child.
+
+    Children that have ended are kept until the next one starts, since their actors look at how they ended.
+    """
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    return os.fork()
+
+
+def _check(config: JobConfig, driver: Connection) -> Exception | None:
+    """Check the models and return the error as a process without torch can unpickle it. Lines go to the driver."""
+    try:
+        with log_to(driver.send):
+            from eagle_ray.build import check_models
+
+            check_models(config.model, config.speculative)
+    except ConfigError as error:
+        return ConfigError(str(error))  # some classes of it need torch
+    except OSError as error:
+        return error
+    except Exception as error:
+        log.exception("the models cannot be checked")
+        return RuntimeError(f"{type(error).__name__}: {one_line(error)}")
+    return None
+
+
+def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
+    """Take over what the actor has, and return its engine and what to run. Ends this process if the actor is gone."""
+    try:
+        _, streams, _, _ = socket.recv_fds(end, 1, len(STREAMS))
+        pipe = Connection(os.dup(end.fileno()))
+        surroundings: Surroundings = pipe.recv()
+        for stream, own in zip(streams, STREAMS, strict=True):
+            os.dup2(stream, own)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(surroundings.environment)
+        os.chdir(surroundings.directory)
+        pipe.send(os.getpid())
+    except (EOFError, OSError):
+        os._exit(1)
+    return EngineChild(pipe), surroundings.worker_class

@@ -1,0 +1,70 @@
+"""The process that a driver starts before Ray: it checks the models, and engines' processes are forked from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from eagle_ray.batch.worker import spare_engine
+from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
+from eagle_ray.batch.worker.spare_engine import SpareEngine, fork_engine
+from eagle_ray.build import check_models
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.runs.job_errors import ClusterError
+from tests.batch.test_engine_process import answered, arguments_of, batches_of, ignore, is_gone, pid_of, until
+from tests.batch.test_worker import answers, outputs
+from tests.conftest import token_rows
+
+
+@pytest.fixture
+def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
+    monkeypatch.setattr(spare_engine, "has_torch", lambda: False)
+    with SpareEngine() as spare:
+        yield spare
+
+
+def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(spare, make_job):
+    config = make_job(token_rows(6))
+    spare.start(config)
+    spare.check_models()
+    first, second = (EngineProcess(*arguments_of(config), ignore, child=fork_engine(spare.address)) for _ in range(2))
+    for engine in (first, second):
+        engine.wait_until_ready()
+    assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
+    os.kill(pid_of(first.worker_id), signal.SIGKILL)
+    (error,) = answered(first, *batches_of(config))
+    assert isinstance(error, ProcessEnded) and str(error) == "the engine's process was ended by signal 9"
+    spare.close()
+    until(lambda: is_gone(spare.pid))
+    (table,) = answered(second, *batches_of(config))
+    assert outputs(table.to_pylist()) == outputs(answers(config))
+    for engine in (first, second):
+        engine.close()
+    until(lambda: is_gone(pid_of(second.worker_id)))
+
+
+def test_models_are_refused_as_in_the_driver_and_the_process_ends_with_it(spare, make_job, tmp_path):
+    config = make_job(token_rows(1), **{"model.target": str(tmp_path)})
+    with pytest.raises(ConfigError) as here:
+        check_models(config.model, config.speculative)
+    spare.start(config)
+    with pytest.raises(ConfigError) as there:
+        spare.check_models()
+    assert str(there.value) == str(here.value)
+    spare.close()
+    until(lambda: is_gone(spare.pid))
+    assert fork_engine(spare.address) is None
+
+
+def test_its_end_before_the_models_are_checked_is_no_defect(spare, make_job):
+    spare.start(make_job(token_rows(1)))
+    os.kill(spare.pid, signal.SIGKILL)
+    with pytest.raises(ClusterError, match=r"checks the models was ended by signal 9\. Run the same command again"):
+        spare.check_models()
+
+
+def test_without_a_spare_process_there_is_nothing_to_fork_engine():
+    assert fork_engine(None) is None and fork_engine("eagle-ray-no-such-name") is None and SpareEngine().address is None
