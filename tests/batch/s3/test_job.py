@@ -17,11 +17,11 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver import job_manifest as manifest
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
-from eagle_ray.runs import manifest
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
 from eagle_ray.runs.lease import LOCK
