@@ -1,6 +1,7 @@
 """The import rule: packages import downwards only, and heavy libraries stay where they belong."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -55,6 +56,7 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "serve.batches.batch_runner": ("the deployment starts the runner", "serve.deployment"),
     "serve.batches.batch_store": ("the deployment opens the store", "serve.app serve.deployment"),
 }
+MAX_IMPORTS_OF_A_STEP = 12  # of the four that batch.driver.run calls in turn
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "batch.driver.dataset": 21,
@@ -154,6 +156,11 @@ def test_no_module_imports_too_many_others():
     assert many == MANY_IMPORTS
 
 
+@pytest.mark.parametrize("step", ["job_plan", "claim", "execute", "settle"])
+def test_a_step_of_a_job_imports_little(step):
+    assert len(IMPORTED[f"batch.driver.{step}"]) <= MAX_IMPORTS_OF_A_STEP
+
+
 @pytest.mark.parametrize("library", HEAVY)
 def test_heavy_libraries_stay_in_their_packages(library):
     users = {package(p) for p in FILES if any(name.split(".")[0] == library for name in imports(p))}
@@ -199,3 +206,13 @@ def test_no_two_public_classes_share_a_name():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]
+
+
+@pytest.mark.parametrize("name", ["InputPlan", "JobPlan", "MemoryPlan", "Request", "Run", "WorkerPlan"])
+def test_a_central_noun_is_one_class(name):
+    """A second class that ends so, such as a plan of replicas beside that of workers, would say the same once more."""
+    ending = {"Run": r"^Run$", "Request": r"^Request$"}.get(name, rf"{name.removesuffix('Plan')}Plan$")
+    classes = [
+        node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    assert [each for each in classes if re.search(ending, each)] == [name]

@@ -17,6 +17,7 @@ from eagle_ray.batch.driver.input_plan import (
     requests_of,
     row_settings_line,
 )
+from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
 from eagle_ray.batch.driver.job_plan import plan_first_run
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
 from eagle_ray.batch.reader.carried_columns import CarriedColumn
@@ -39,7 +40,6 @@ from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
 from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, wrap_os_errors
-from eagle_ray.runs.manifest import check_no_foreign_data
 from eagle_ray.runs.output_index import OutputIndex, own_files
 from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.run import Run

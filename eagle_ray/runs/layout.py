@@ -139,17 +139,24 @@ def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, A
 
     A missing bucket is an error.
     """
+    return read_record_with_version(file, kind, remedy)[0]
+
+
+def read_record_with_version(
+    file: StoragePath, kind: RecordKind, remedy: str
+) -> tuple[dict[str, Any], int | str] | tuple[None, None]:
+    """Return what read_record does, and the version of the file that held it."""
     try:
-        data = file.read_bytes()
+        data, stamp = file.read_with_version()
     except FileNotFoundError as error:
         check_bucket(error)
-        return None
+        return None, None
     try:
         value = parse_json_bytes(data)
         check_record(kind, value)
     except ValueError as error:
         raise OutputDamaged(f"{file} is damaged ({one_line(error)}): {remedy}") from None
-    return dict(value)
+    return dict(value), stamp.version
 
 
 def read_derived_record(file: StoragePath, kind: RecordKind, remedy: str = "it is made again") -> dict[str, Any] | None:

@@ -60,6 +60,7 @@ from eagle_ray.runs.layout import (
     SUMMARY,
     data_of,
     read_record,
+    read_record_with_version,
     root_of,
     wrap_os_errors,
 )
@@ -142,8 +143,8 @@ class Run:
 
         kind: what it must hold; a batch of the endpoint is a RunRecord.
         """
-        version = version_of(output / RUN)  # before: what is written after this look is not written over
-        return RunState(output, version, None if version is None else read_record(output / RUN, kind, REMEDY))
+        manifest, version = read_record_with_version(output / RUN, kind, REMEDY)
+        return RunState(output, version, manifest)
 
     @classmethod
     @contextmanager
@@ -287,7 +288,7 @@ class Run:
             (self.output / SUCCESS).remove()
         self.remove_stale_files()
 
-    def commit(self, records: Mapping[str, bytes]) -> None:
+    def commit(self, records: Mapping[str, bytes] | Mapping[StoragePath, bytes]) -> None:
         """Publish records of what was counted after ``settle``, and then ``_SUCCESS``. Raises as check_current does."""
         for name, data in records.items():
             self.publish(name, data)

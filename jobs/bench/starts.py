@@ -126,11 +126,11 @@ def make_input(path: Path, first: int, num_rows: int) -> None:
 def make_run(directory: Path, num_rows: int) -> None:
     """Write the output files that a job over the rows leaves, without an attempt of its own that has ended."""
     from eagle_ray.batch.driver.claim import hold_output
+    from eagle_ray.batch.driver.job_manifest import open_run
     from eagle_ray.batch.reader.files import find_files
     from eagle_ray.batch.reader.fingerprints import fingerprints
     from eagle_ray.config import load_config
     from eagle_ray.runs.layout import output_of
-    from eagle_ray.runs.manifest import open_run
 
     config = load_config(None, env={}, overrides=settings(directory))
     with hold_output(output_of(config)):

@@ -11,6 +11,7 @@ import pytest
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards, finish_text
 from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.driver.run_summary import summarize_run
 from eagle_ray.batch.driver.status import sharded_status_text
 from eagle_ray.cli import main as cli
@@ -20,7 +21,6 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch, TooManyErrors
 from eagle_ray.runs.layout import SHARD_PLAN, SUCCESS, JobShard, claim_output, output_of
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run

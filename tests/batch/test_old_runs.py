@@ -17,7 +17,7 @@ from eagle_ray.batch.driver.repair import repair_output
 from eagle_ray.batch.driver.status import sharded_statuses, status_of
 from eagle_ray.cli.export import export
 from eagle_ray.cli.report_run import load_summary, review
-from eagle_ray.config import JobConfig
+from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete
 from eagle_ray.storage.path import StoragePath
@@ -47,7 +47,8 @@ def unpack(name: str, directory: Path) -> StoragePath:
 
 
 def config_of(output: StoragePath) -> JobConfig:
-    return JobConfig.model_validate(json.loads((output / "_run.json").read_bytes())["config"])
+    """Return the configuration that a user has now, with this release's keys."""
+    return JobConfig.model_validate(upgrade_config(json.loads((output / "_run.json").read_bytes())["config"]))
 
 
 def rows_of(output: StoragePath) -> dict[tuple[str, int], dict]:

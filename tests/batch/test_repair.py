@@ -9,6 +9,7 @@ import pytest
 
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.driver.repair import DAMAGED_COPY, repair_output
 from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.config import JobConfig, config_hash
@@ -16,7 +17,6 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
 from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, output_of
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run

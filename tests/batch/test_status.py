@@ -8,12 +8,12 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.driver.status import status_of, status_text
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.runs.lease import Process
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
 from tests.batch.test_display import FACTS

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.cli import main as cli
 from eagle_ray.requests.row_schema import output_schema, table_of
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.storage import local, s3
 from eagle_ray.storage.path import parquet_bytes
 from tests.conftest import small_job

@@ -10,18 +10,18 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver import job_manifest as manifest
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import check_no_foreign_data, open_run
 from eagle_ray.batch.driver.status import status_of
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
-from eagle_ray.runs import manifest
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
 from eagle_ray.runs.layout import RUN, output_of
-from eagle_ray.runs.manifest import check_no_foreign_data, open_run
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, read_json, write_json

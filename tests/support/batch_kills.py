@@ -2,8 +2,9 @@
 
     kill_servers("/tmp/kept", random.Random(1), num_kills=3)
 
-A server here is a runner of batches without HTTP and engine, in a process of its own that starts in half a second. It
-answers a line by what its prompt says, writes files in chunks of CHUNK_BYTES and looks for work many times a second.
+A server here is usually a runner of batches without HTTP and engine, in a process of its own that starts in half a
+second. It answers a line by what its prompt says, writes files in chunks of CHUNK_BYTES and looks for work many times a
+second.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs import lease
 from eagle_ray.serve.batches import batch_runner, file_store
 from eagle_ray.serve.batches.batch_models import BatchRecord
@@ -29,16 +31,16 @@ URL = "/v1/completions"
 CHUNK_BYTES = 2000
 NUM_LINES = 40
 WRONG_EVERY = 7
-START_S = 0.5  # of a server, about
 LEASE_S = 1.0  # in a bucket
+Server = subprocess.Popen[bytes]
 
 
 def create_batch(store: BatchStore, name: str) -> str:
     """Store a file of NUM_LINES lines and a batch of it; return the batch's id."""
-    lines = [
-        {"custom_id": f"{name} {i}", "method": "POST", "url": URL, "body": {"prompt": f"{name} {i}"}}
-        for i in range(NUM_LINES)
-    ]
+    lines = []
+    for id in (f"{name} {i}" for i in range(NUM_LINES)):
+        body = {"prompt": id, "max_tokens": 4} | ({"top_p": 7} if _is_wrong(id) else {})
+        lines.append({"custom_id": id, "method": "POST", "url": URL, "body": body})
     data = "\n".join(map(json.dumps, lines)).encode()
     file = store.files("all").write([data], f"{name}.jsonl", "batch")
     asked = {"endpoint": URL, "input_file_id": file.id, "completion_window": "1d"}
@@ -47,18 +49,31 @@ def create_batch(store: BatchStore, name: str) -> str:
     return record.id
 
 
-def kill_servers(path: str, choice: random.Random, num_kills: int, num_batches: int = 4) -> None:
+def start_runner(path: str) -> Server:
+    return subprocess.Popen([sys.executable, "-m", "tests.support.batch_kills", path])
+
+
+def kill_servers(
+    path: str,
+    choice: random.Random,
+    num_kills: int,
+    start: Callable[[str], Server] = start_runner,
+    start_s: float = 0.5,
+    num_batches: int = 4,
+) -> None:
     """Run two servers on one store, kill one of them at random moments, start another, and check every batch's end.
 
     A client cancels one of the batches in the middle. In a bucket, some servers are not killed: they are stopped, for
     longer than a lease lasts, and go on.
+
+    start: starts a server in a process. start_s: seconds until it begins to work, about.
     """
     store = BatchStore.open(path)
     ids, cancelled = [create_batch(store, name) for name in "abcdefghij"[:num_batches]], ""
-    servers = [_start(path) for _ in range(2)]
+    servers = [start(path) for _ in range(2)]
     try:
         for kill in range(num_kills):
-            time.sleep(choice.uniform(0.0, 2 * START_S))
+            time.sleep(choice.uniform(0.0, 2 * start_s))
             victim = servers.pop(choice.randrange(2))
             if store.root.is_s3 and kill % 2:
                 os.kill(victim.pid, signal.SIGSTOP)
@@ -72,7 +87,7 @@ def kill_servers(path: str, choice: random.Random, num_kills: int, num_batches: 
             if not cancelled and kill >= num_kills // 2:
                 cancelled = ids[-1]
                 store.cancel(store.get("all", cancelled))
-            servers.append(_start(path))
+            servers.append(start(path))
         _wait(lambda: not store.open_ids(), servers)
     finally:
         for server in servers:
@@ -98,20 +113,17 @@ def check_ends(store: BatchStore, ids: list[str], may_be_cancelled: str | None =
         assert not done.keys() & failed.keys() and sorted(done.keys() | failed.keys()) == sorted(asked)
         counts = {"total": NUM_LINES, "completed": len(done), "failed": len(failed)}
         assert shown["request_counts"] == counts
-        assert shown["usage"]["total_tokens"] == 3 * len(done)
+        assert all(line["response"]["body"].get("text", id) == id for id, line in done.items())  # without an engine
+        usages = [TokenUsage.of_body(line["response"]["body"]) for line in done.values()]
+        assert shown["usage"]["total_tokens"] == sum(usage.prompt + usage.output for usage in usages)
         if record.status == "completed":
             assert {id for id in asked if _is_wrong(id)} == failed.keys()
-        assert {line["response"]["body"]["text"] for line in done.values()} == {text.upper() for text in done}
     sweep(store)  # a second server may have been killed while it looked at a batch that another one had just ended
     assert store.open_ids() == [] and files.unfinished_ids() == []
     assert [*(store.root / "all" / "work").glob("**/*")] == []
 
 
-def _start(path: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "tests.support.batch_kills", path])
-
-
-def _wait(condition: Callable[[], bool], servers: list[subprocess.Popen[bytes]], seconds: float = 120.0) -> None:
+def _wait(condition: Callable[[], bool], servers: list[Server], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end and all(server.poll() is None for server in servers)
@@ -128,7 +140,7 @@ async def _respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
     if _is_wrong(asked["prompt"]):
         return 400, b'{"error": {"message": "no"}}'
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    return 200, json.dumps({"text": asked["prompt"].upper(), "usage": usage}).encode()
+    return 200, json.dumps({"text": asked["prompt"], "usage": usage}).encode()
 
 
 def quicken(set_value: Callable[[object, str, float], None]) -> None:

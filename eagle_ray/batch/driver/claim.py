@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from eagle_ray.batch.driver.completeness import Completeness, count_done
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.driver.job_plan import JobPlan
 from eagle_ray.batch.driver.previous_run import finished_key
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
 from eagle_ray.batch.driver.source_check import check_changes, check_columns, check_sources
 from eagle_ray.runs.layout import RUN, SUMMARY, claim_output
 from eagle_ray.runs.lease import Lease, hold
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.output_index import OutputIndex, error_ids
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
+from eagle_ray.batch.driver.job_manifest import begin_job
 from eagle_ray.batch.driver.run_summary import summarize_run
 from eagle_ray.batch.driver.settle import end_run
 from eagle_ray.batch.driver.status import status_of
@@ -30,7 +31,6 @@ from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
 from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
-from eagle_ray.runs.manifest import begin_job
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.runs.recorded_inputs import Fingerprint, read_inputs, what_changed

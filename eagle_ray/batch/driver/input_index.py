@@ -324,7 +324,7 @@ def files_in(facts: Mapping[str, Any]) -> dict[str, IndexedFile]:
     types = [_types_in(text) for text in facts["types"]]
     files = {}
     for number, path, name, format_, fingerprint, at, slices, values in facts["files"]:
-        unread = {column: UnreadValue(*value) for column, value in dict(values).items()}
+        unread = {column: UnreadValue(*value) for column, value in dict(values).items()} if values else {}
         files[path] = IndexedFile(number, path, name, format_, fingerprint, types[at], list(map(tuple, slices)), unread)
     return files
 

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.completeness import count_done
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
+from eagle_ray.batch.driver.job_manifest import begin_job
 from eagle_ray.batch.driver.previous_run import forget_finished
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
@@ -35,7 +36,6 @@ from eagle_ray.runs.layout import (
     output_of,
     root_of,
 )
-from eagle_ray.runs.manifest import begin_job
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
 from eagle_ray.runs.recorded_inputs import read_inputs

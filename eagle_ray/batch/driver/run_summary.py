@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -67,23 +67,32 @@ def facts_of_attempt(run: Run, total: dict[str, Any], parts: Sequence[StoragePat
     estimate = read_derived_record(run.output / ESTIMATE, EstimateRecord, NO_ESTIMATE)
     is_same = estimate is not None and estimate["config_hash"] == run.config_hash and estimate["rows"] == total["rows"]
     price = manifest_of(run.output)["config"]["execution"].get("price_per_hour")
+    last_work = _progress_of(run.output)
+    work = {output: _progress_of(output) for output in parts} or {run.output: last_work}
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,
         "config_hash": run.config_hash,
-        "last_work": read_derived_record(run.output / PROGRESS, ProgressRecord, NO_PROGRESS),
-        "cost": cost(total, _usage(parts or [run.output]), price),
+        "last_work": last_work,
+        "cost": cost(total, _usage(work), price),
         "estimate": estimate if is_same else None,
     }
 
 
-def _usage(outputs: Sequence[StoragePath]) -> dict[str, float] | None:
-    """Return the longest time of the outputs and the workers of all, or None if they are not alike or not known."""
-    usages = []
-    for output in outputs:
-        progress = read_derived_record(output / PROGRESS, ProgressRecord, NO_PROGRESS) or {}
-        if progress.get(USAGE) and progress.get("run_id") == manifest_of(output)["run_id"]:
-            usages.append(progress[USAGE])
+def _progress_of(output: StoragePath) -> dict[str, Any] | None:
+    return read_derived_record(output / PROGRESS, ProgressRecord, NO_PROGRESS)
+
+
+def _usage(work: Mapping[StoragePath, Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """Return the longest time of the outputs and the workers of all, or None if they are not alike or not known.
+
+    work: the progress of each output.
+    """
+    usages = [
+        progress[USAGE]
+        for output, progress in work.items()
+        if progress and progress.get(USAGE) and progress.get("run_id") == manifest_of(output)["run_id"]
+    ]
     if len({usage["gpus_per_worker"] for usage in usages}) != 1:
         return None
     return {
@@ -121,7 +130,7 @@ def counted_rows(output: StoragePath, since: datetime | None = None) -> tuple[in
     if since is None:
         total = (read_derived_record(output / SUMMARY, SummaryRecord) or {}).get("total", {})
         return total.get("rows"), total.get("errors")
-    progress = read_derived_record(output / PROGRESS, ProgressRecord, NO_PROGRESS)
+    progress = _progress_of(output)
     if progress and datetime.fromisoformat(progress["written_at"]) >= since.replace(microsecond=0):
         return progress["rows_in_files"], progress["errors"]
     return None, None

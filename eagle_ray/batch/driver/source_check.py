@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
+from eagle_ray.batch.driver.job_manifest import REMEDY
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.manifest import REMEDY
 from eagle_ray.runs.part_files import as_stored, next_schema, read_tables, stored_schema
 from eagle_ray.runs.recorded_inputs import content_of, read_inputs
 from eagle_ray.runs.row_index import Digests, digests, isin

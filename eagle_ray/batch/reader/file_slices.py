@@ -76,9 +76,6 @@ class Chunk:
     rows: list[PlacedRow]
     carried: dict[str, pa.Array]
 
-    def truncate(self, num_rows: int) -> Chunk:
-        return Chunk(self.rows[:num_rows], {name: column[:num_rows] for name, column in self.carried.items()})
-
 
 @contextmanager
 def reading(file: InputFile) -> Iterator[None]:
@@ -102,14 +99,7 @@ def chunks_in(file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str
     """
     file_slice.file.check_unchanged()
     read = _columnar_chunks if file_slice.file.format in COLUMNAR else _record_chunks
-    return _detect_changes(file_slice.file, _first_rows(read(file_slice, needed, carried), file_slice.num_rows))
-
-
-def _first_rows(chunks: Iterator[Chunk], num_rows: int) -> Iterator[Chunk]:
-    left = num_rows
-    while left > 0 and (chunk := next(chunks, None)) is not None:
-        yield chunk.truncate(left)
-        left -= len(chunk.rows)
+    return _detect_changes(file_slice.file, read(file_slice, needed, carried))
 
 
 def _detect_changes(file: InputFile, items: Iterator[Item]) -> Iterator[Item]:
@@ -251,14 +241,20 @@ def columnar_batches(
 def _columnar_chunks(
     file_slice: FileSlice, needed: Iterable[str], carried: Mapping[str, pa.DataType]
 ) -> Iterator[Chunk]:
-    file, index = file_slice.file, file_slice.first.row
+    file = file_slice.file
+    index = file_slice.first.row
+    left = file_slice.num_rows
     with reading(file), open_columnar(file) as parquet:
         partitions = {name: scalar.as_py() for name, scalar in partitions_in(parquet, file).items()}
         read = {name: partitions[name] for name in needed if name in partitions}
         for rows, batch in columnar_batches(parquet, file, needed, [file_slice.start], carried):
-            placed = [(RowPosition(index + i, None), with_values(row, read)) for i, row in enumerate(rows)]
-            index += len(rows)
+            some = rows[:left]
+            placed = [(RowPosition(index + i, None), with_values(row, read)) for i, row in enumerate(some)]
             yield _chunk(placed, carried, partial(_columnar_column, batch, partitions))
+            index += len(some)
+            left -= len(some)
+            if left == 0:
+                return
 
 
 def _columnar_column(

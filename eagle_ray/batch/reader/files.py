@@ -54,7 +54,7 @@ class InputFile:
     @property
     def path(self) -> str:
         """Return the path as shown in messages and in the rows' source_file."""
-        return str(self.storage_path)
+        return self.storage_path.text
 
     @property
     def can_split(self) -> bool:

@@ -109,7 +109,7 @@ class EngineActor:
         config, run, *_ = self._worker_arguments
         self._engine = engine
         self._metrics = JobMetrics(config.name, run.run_id, engine.worker_id)
-        self._report: WorkerReport = WorkerReport.of(engine.worker_id, engine.counters())
+        self._report = WorkerReport.of(engine.worker_id, engine.counters())
         self._publish(None)
 
     def _publish(self, answers: pa.Table | None) -> None:

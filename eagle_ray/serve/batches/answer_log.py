@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
@@ -74,9 +75,10 @@ class AnswerLog:
         if self._num_parts == 0:
             for part_of_earlier_version in self._run.output.glob("[0-9]*"):
                 self._run.append(part_of_earlier_version.name, part_of_earlier_version.read_bytes())
-        while (part := self._read_part(self._num_parts)) is not None:
-            self._count(LineAnswer.of(line) for line in part)
-            self._num_parts += 1
+        with suppress(FileNotFoundError):
+            while True:
+                self._count(map(LineAnswer.of, self._part(self._num_parts)))
+                self._num_parts += 1
 
     def append(self, answers: list[LineAnswer]) -> None:
         """Add the answers of lines that have none yet."""
@@ -89,9 +91,12 @@ class AnswerLog:
             self.load()
 
     def lines(self, is_completed: bool) -> Iterator[bytes]:
-        """Yield the lines, with line breaks, of one of the two files, in the log's order."""
+        """Yield the lines, with line breaks, of one of the two files, in the log's order.
+
+        Raises FileNotFoundError if another process has ended the batch.
+        """
         for number in range(self._num_parts):
-            for line in self._read_part(number) or []:
+            for line in self._part(number):
                 if LineAnswer.of(line).is_completed == is_completed:
                     yield line + b"\n"
 
@@ -102,11 +107,8 @@ class AnswerLog:
             self.failed += not answer.is_completed
             self.usage = self.usage.plus(answer.usage)
 
-    def _read_part(self, number: int) -> list[bytes] | None:
-        try:
-            return (self._run.data / _name(number)).read_bytes().split(b"\n")[:-1]
-        except FileNotFoundError:
-            return None
+    def _part(self, number: int) -> list[bytes]:
+        return (self._run.data / _name(number)).read_bytes().split(b"\n")[:-1]
 
 
 def _name(part: int) -> str:

@@ -316,7 +316,7 @@ class RunningBatch:
             if self._log.completed if is_completed else self._log.failed:
                 name = f"{record.id}_{kind}.jsonl"
                 files = self.runner.store.files(record.owner)
-                files.write(self._log.lines(is_completed), name, "batch_output", expires_at, id)
+                files.write(self._log.lines(is_completed), name, "batch_output", expires_at, id, self.run.check_current)
                 written[f"{kind}_file_id"] = id
         return written
 

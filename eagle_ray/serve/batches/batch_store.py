@@ -95,8 +95,12 @@ class BatchStore:
         return BatchRecord(**found) if found else None
 
     def save(self, record: BatchRecord, run: Run) -> None:
-        """Write the record, if the run is the batch's current one. Raises JobError if it is not."""
-        run.publish(self._record(record.owner, record.id), record.model_dump_json().encode())
+        """Write the record, which ends the run of a batch that is over. Raises JobError if another run is current."""
+        file, data = self._record(record.owner, record.id), record.model_dump_json().encode()
+        if record.is_over:
+            run.commit({file: data})
+        else:
+            run.publish(file, data)
 
     def close(self, owner: str, id: str) -> None:
         """Delete what only a batch that is not over needs. If the process is killed here, a sweep deletes the rest."""

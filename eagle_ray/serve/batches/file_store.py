@@ -15,7 +15,7 @@ name another key's file.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from eagle_ray.serve.batches.batch_models import FILE, StoredFile, is_id, new_id
@@ -65,12 +65,18 @@ class FileStore:
         purpose: Literal["batch", "batch_output"],
         expires_at: int | None = None,
         id: str | None = None,
+        check: Callable[[], None] | None = None,
     ) -> StoredFile:
-        """Write a file and return it. id: of a file that an earlier process may have begun with the same parts."""
+        """Write a file and return it.
+
+        Args:
+            id: of a file that an earlier process may have begun with the same parts.
+            check: called right before each write; if it raises, nothing changes.
+        """
         id = id or new_id(FILE)
         num_chunks = size = 0
         for chunk in _chunks(parts):
-            self.write_chunk(id, num_chunks, chunk)
+            self.write_chunk(id, num_chunks, chunk, check)
             num_chunks += 1
             size += len(chunk)
         file = StoredFile(
@@ -82,14 +88,14 @@ class FileStore:
             expires_at=expires_at,
             num_chunks=num_chunks,
         )
-        return self.finish(file)
+        return self.finish(file, check)
 
-    def write_chunk(self, id: str, number: int, data: bytes) -> None:
-        (self._contents / id / f"{number:06d}").write_atomic(data)
+    def write_chunk(self, id: str, number: int, data: bytes, check: Callable[[], None] | None = None) -> None:
+        (self._contents / id / f"{number:06d}").write_atomic(data, check)
 
-    def finish(self, file: StoredFile) -> StoredFile:
+    def finish(self, file: StoredFile, check: Callable[[], None] | None = None) -> StoredFile:
         """Write the description of a file whose chunks are there; from now on it exists."""
-        self._description(file.id).write_atomic(file.model_dump_json().encode())
+        self._description(file.id).write_atomic(file.model_dump_json().encode(), check)
         return file
 
     def read(self, file: StoredFile) -> Iterator[bytes]:

@@ -176,6 +176,7 @@ def test_a_slow_answer_is_waited_for_while_it_comes(bucket, proxy):
 
 
 def test_a_command_whose_storage_fails_says_so_in_one_line(bucket, proxy, capsys):
+    (bucket / "out" / "_run.json").write_atomic(b"{}")
     proxy.fail("GET", SLOW_DOWN, 100)
     assert main(["report", f"{bucket}/out"]) == 5
     said = capsys.readouterr().err

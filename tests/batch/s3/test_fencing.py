@@ -7,13 +7,13 @@ import pytest
 
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
 from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY
-from eagle_ray.runs.manifest import open_run
 from eagle_ray.runs.run import Run
 from tests.batch.s3.proxy import Refuse
 from tests.conftest import small_job, token_rows
@@ -74,11 +74,11 @@ def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
     def slip_in(*args: object) -> dict:
         """Another driver begins between this one's look and its write."""
         nonlocal second
-        monkeypatch.setattr("eagle_ray.runs.manifest._versions", dict)
+        monkeypatch.setattr("eagle_ray.batch.driver.job_manifest._versions", dict)
         second = start(job())
         return {}
 
-    monkeypatch.setattr("eagle_ray.runs.manifest._versions", slip_in)
+    monkeypatch.setattr("eagle_ray.batch.driver.job_manifest._versions", slip_in)
     with pytest.raises(OutputLocked, match="is being written by another driver"):
         start(job())
     assert second.attempt == first.attempt + 1 == Run.inspect(first.output).manifest["attempt"]

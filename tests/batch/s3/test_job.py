@@ -17,11 +17,11 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.batch.driver import job_manifest as manifest
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
-from eagle_ray.runs import manifest
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
 from eagle_ray.runs.lease import LOCK
@@ -128,7 +128,7 @@ def test_counting_waits_for_the_writers_of_a_killed_attempt(bucket, job, monkeyp
         began = time.monotonic()
         run.settle()
         assert time.monotonic() - began > 1  # of three, some of which have passed
-        with manifest.run.recorded_outcome():
+        with run.recorded_outcome():
             pass
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,18 +13,24 @@ from functools import partial
 
 import pytest
 
+from tests.support.batch_kills import kill_servers
+
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
 URL = "/v1/completions"
 
 
-def start(tmp_path):
-    """Return a server's process and a client of it, once it answers."""
+def start_server(path):
+    """Return a server's process and its port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "tests.serve.batches.plain_server", str(port), str(tmp_path / "kept")]
-    process = subprocess.Popen(command)
+    return subprocess.Popen([sys.executable, "-m", "tests.serve.batches.plain_server", str(port), path]), port
+
+
+def start(tmp_path):
+    """Return a server's process and a client of it, once it answers."""
+    process, port = start_server(str(tmp_path / "kept"))
     client = openai.OpenAI(
         base_url=f"http://127.0.0.1:{port}/v1",
         api_key="none",
@@ -91,6 +98,10 @@ def test_every_line_is_answered_once_although_the_server_is_killed_twice(tmp_pat
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def test_every_line_stands_once_although_two_servers_with_engines_are_killed_at_random(tmp_path):
+    kill_servers(str(tmp_path / "kept"), random.Random(5), 6, lambda path: start_server(path)[0], start_s=5.0)
 
 
 def check_ends(client):

@@ -152,6 +152,25 @@ def test_a_log_of_an_earlier_attempt_can_add_nothing(root):
         assert log.answered == {"a"}
 
 
+def test_a_process_that_goes_on_after_another_one_has_ended_its_batch_writes_no_part_of_a_file(root):
+    """It was stopped for longer than its lease lasts, with all answers in its log."""
+    store, files = BatchStore(root), FileStore(root, "all")
+    work = store.work("all", "batch_1")
+    with claimed(work) as run:
+        late = AnswerLog(run)
+        late.append([answer("a"), answer("b")])
+    with claimed(work) as later:
+        log = AnswerLog(later)
+        log.load()
+        file = files.write(log.lines(True), "out.jsonl", "batch_output", check=later.check_current)
+        with pytest.raises(FencedError):
+            files.write(late.lines(True), "out.jsonl", "batch_output", None, file.id, run.check_current)
+    store.close("all", "batch_1")
+    with pytest.raises(FileNotFoundError):
+        files.write(late.lines(True), "out.jsonl", "batch_output", None, file.id)
+    assert len(list(files.lines(file))) == 2 and files.ids() == [file.id]
+
+
 def test_usage_has_the_names_of_either_endpoint_and_old_records_are_read():
     details = {"input_tokens_details": {"cached_tokens": 2}, "output_tokens_details": {"reasoning_tokens": 1}}
     body = {"usage": {"input_tokens": 3, "output_tokens": 4} | details}
