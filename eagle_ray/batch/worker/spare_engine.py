@@ -15,6 +15,7 @@ and serves its pipe. Actors on other machines, and on machines with a GPU, start
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -191,6 +192,7 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 def main() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
+    gc.disable()  # modules are made of objects that stay
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
         listener.listen()
@@ -200,6 +202,8 @@ def main() -> None:
             return
         import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
 
+        gc.freeze()  # collections in children copy none of their pages
+        gc.enable()
         ends: list[Any] = [driver, listener]
         if not can_fork():
             listener.close()  # actors start processes of their own
