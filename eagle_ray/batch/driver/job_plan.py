@@ -49,7 +49,7 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Join the cluster, and refuse models that cannot work here, in one line, and not in every worker."""
+        """Join the cluster and check the models, unless they were checked. Raises ConfigError if they cannot work."""
         if not self.spare.is_checked:
             check_models(self.config, self.spare)
 

@@ -10,7 +10,7 @@ and serves its pipe. Actors on other machines, and on machines with a GPU, start
         spare.start(config)
         ...                                  # start Ray
         spare.check_models()                 # raises ConfigError as build.check_models does
-        EngineProcess(config, run, passthrough, threads, on_log, fork_engine(spare.address))
+        EngineProcess(config, run, carried, threads, on_log, fork_engine(spare.address))
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def has_torch() -> bool:
 
 
 class SpareEngine:
-    """The driver's end. Where torch is imported already, no process is started, and the models are checked here."""
+    """The driver's end of the process. If torch is imported here already, no process is started, and the models are
+    checked in this one.
+    """
 
     def __init__(self) -> None:
         self._name = f"eagle-ray-{uuid.uuid4().hex}"
@@ -82,13 +84,13 @@ class SpareEngine:
 
     @property
     def pid(self) -> int:
-        """Return the process's id. start comes first."""
+        """Return the process's id, once it was started."""
         assert self._process is not None, "no process was started"
         return self._process.pid
 
     @property
     def address(self) -> str | None:
-        """Return where the process can be adopted, or None without one."""
+        """Return the address for fork_engine, or None if no process was started."""
         return None if self._process is None else self._name
 
     def start(self, config: JobConfig) -> None:
