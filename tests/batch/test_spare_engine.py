@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -64,6 +67,28 @@ def test_its_end_before_the_models_are_checked_is_no_defect(spare, make_job):
     os.kill(spare.pid, signal.SIGKILL)
     with pytest.raises(ClusterError, match=r"checks the models was ended by signal 9\. Run the same command again"):
         spare.check_models()
+
+
+@pytest.mark.parametrize("end", ["spare.close()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path, end):
+    os.mkfifo(tmp_path / "config.json")  # a file that is never read to its end
+    config = make_job(token_rows(1), **{"model.target": str(tmp_path)})
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    start = "import os, pickle, signal, sys; from eagle_ray.batch.worker.spare_engine import SpareEngine; "
+    start += "spare = SpareEngine(); spare.start(pickle.load(open(sys.argv[1], 'rb'))); print(spare.pid, flush=True); "
+    driver = subprocess.Popen(
+        [sys.executable, "-c", f"{start}sys.stdin.read(1); {end}; sys.stdin.read()", str(tmp_path / "config")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(driver.stdout.readline())
+    with open(tmp_path / "config.json", "w"):  # opens once the check reads it
+        driver.stdin.write("1")
+        driver.stdin.flush()
+        until(lambda: is_gone(pid))
+    driver.kill()
+    driver.wait()
 
 
 def test_without_a_spare_process_there_is_nothing_to_fork_engine():

@@ -15,6 +15,7 @@ and serves its pipe. Actors on other machines, and on machines with a GPU, start
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -50,6 +51,7 @@ COMMAND = f"from {__name__} import main; main()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 STREAMS = [1, 2]  # stdout and stderr
 EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
 THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
 
@@ -119,9 +121,11 @@ class SpareEngine:
         self._is_checked = True
 
     def close(self) -> None:
-        """End the process. Those that were forked from it go on until their actors end them."""
-        if self._pipe is not None:
+        """End the process, whatever it does. Those that were forked from it go on until their actors end them."""
+        if self._pipe is not None and self._process is not None:
             self._pipe.close()
+            self._process.kill()
+            self._process.wait()
 
     def _result(self, pipe: Connection) -> Exception | None:
         try:
@@ -194,6 +198,7 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 def main() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
+    _end_with_parent(driver)
     gc.disable()  # modules are made of objects that stay
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
@@ -220,6 +225,14 @@ def main() -> None:
         else:
             return
     engine.run(worker_class)
+
+
+def _end_with_parent(driver: Connection) -> None:
+    """Let the system end this process with its parent, since it reads nothing while it checks, or downloads a draft."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # of this process alone: a child does not inherit it
+    with socket.socket(fileno=os.dup(driver.fileno())) as end:
+        if os.getppid() != _other_end(end)[0]:  # it has ended already
+            os._exit(0)
 
 
 def can_fork() -> bool:

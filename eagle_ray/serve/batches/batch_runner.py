@@ -132,8 +132,8 @@ class BatchRunner:
         try:
             try:
                 is_over = await self._attempt(owner, id, lease)
-            finally:
-                await asyncio.to_thread(lease.release)
+            finally:  # also if this task is cancelled while no thread is free
+                await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, lease.release))
             if is_over:
                 await asyncio.to_thread(self.store.close, owner, id)
         except asyncio.CancelledError:

@@ -3,12 +3,15 @@
 import asyncio
 import json
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.requests.answers import TokenUsage
+from eagle_ray.runs.lease import Lease
 from eagle_ray.serve.batches import batch_runner, file_store
 from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
@@ -234,6 +237,32 @@ def test_a_runner_that_fails_in_the_middle_of_an_end_tries_again(store, monkeypa
     [record] = finish(store, runner_of(store, Replicas()), begin(store, ["a", "wrong", "b"]))
     done, failed = outcome(store, record)
     assert record.status == "completed" and len(done) == 2 and len(failed) == 1 and not failures
+
+
+class OneThread(ThreadPoolExecutor):
+    """Runs what a runner blocks on. A release of a lease waits until the runner's task has been cancelled."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+
+    def submit(self, work, *args):
+        if "Lease.release" in repr(work):
+            super().submit(self.goes_on.wait)
+            self.waits.set()
+        return super().submit(work, *args)
+
+
+def test_a_runner_that_is_ended_while_a_lease_waits_to_be_released_releases_it(store):
+    batch, runner, thread = begin(store, "a"), runner_of(store, Replicas()), OneThread()
+
+    async def end_in_the_middle():
+        asyncio.get_running_loop().set_default_executor(thread)
+        await run_until(runner, thread.waits.is_set)
+        thread.goes_on.set()
+
+    asyncio.run(end_in_the_middle())
+    assert Lease.of(store.work("all", batch.id)).try_take()
 
 
 def test_a_fault_of_ours_is_no_answer_of_a_line(store):
