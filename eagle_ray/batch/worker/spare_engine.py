@@ -15,7 +15,6 @@ and serves its pipe. Actors on other machines, and on machines with a GPU, start
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -37,6 +36,7 @@ from eagle_ray.batch.worker.engine_process import (
     EngineChild,
     LogLine,
     describe_exit,
+    end_with_parent,
     log_to,
     set_up_child,
     start_child,
@@ -50,7 +50,6 @@ COMMAND = f"from {__name__} import main; main()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 STREAMS = [1, 2]  # stdout and stderr
 EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
 THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
 
@@ -195,7 +194,8 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 def main() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
-    _end_with_parent(driver)
+    with socket.socket(fileno=os.dup(driver.fileno())) as end:
+        end_with_parent(_other_end(end)[0], signal.SIGKILL)  # it reads nothing while it checks, or downloads a draft
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
         listener.listen()
@@ -219,14 +219,6 @@ def main() -> None:
         else:
             return
     engine.run(worker_class)
-
-
-def _end_with_parent(driver: Connection) -> None:
-    """Let the system end this process with its parent, since it reads nothing while it checks, or downloads a draft."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # of this process alone: a child does not inherit it
-    with socket.socket(fileno=os.dup(driver.fileno())) as end:
-        if os.getppid() != _other_end(end)[0]:  # it has ended already
-            os._exit(0)
 
 
 def can_fork() -> bool:
