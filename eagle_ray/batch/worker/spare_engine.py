@@ -3,8 +3,8 @@
 An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
 checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
 processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
-an actor, and those that replace a lost one. The child takes over the actor's environment, directory and output streams,
-and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
+an actor, and those that replace a lost one. The child takes over the actor's environment, directory, niceness and
+output streams, and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
 
     with SpareEngine() as spare:
         spare.start(config)
@@ -144,6 +144,7 @@ class Surroundings:
 
     environment: dict[str, str]
     directory: str
+    niceness: int
     worker_class: str
 
 
@@ -182,7 +183,7 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
             return None
         socket.send_fds(end, [b"\0"], STREAMS)
         pipe = Connection(os.dup(end.fileno()))
-        pipe.send(Surroundings(dict(os.environ), os.getcwd(), engine_process.WORKER))
+        pipe.send(Surroundings(dict(os.environ), os.getcwd(), os.nice(0), engine_process.WORKER))
         return pipe, ForkedProcess(pipe.recv())
     return None
 
@@ -270,6 +271,7 @@ def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
         os.environ.clear()
         os.environ.update(surroundings.environment)
         os.chdir(surroundings.directory)
+        os.nice(max(0, surroundings.niceness - os.nice(0)))  # Ray's workers have 15
         pipe.send(os.getpid())
     except (EOFError, OSError):
         os._exit(1)
