@@ -1,6 +1,10 @@
 """Run `python -m eagle_ray.cli` as the command eagle-ray."""
 
+import logging
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from eagle_ray.batch.driver.signals import ignore_until_exit, interruptible
 
@@ -13,11 +17,23 @@ def command() -> int:
         with interruptible():
             from eagle_ray.cli.main import main
 
-            return main()
+            code = main()
     except KeyboardInterrupt:
         ignore_until_exit()
         print("eagle-ray: interrupted", file=sys.stderr)
         return INTERRUPTED
+    if "ray" in sys.modules:
+        _end_at_once(code)
+    return code
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End this process. Python would free what Ray has left, for a second. main has flushed stdout and ended Ray."""
+    logging.shutdown()
+    with suppress(OSError, ValueError):  # closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

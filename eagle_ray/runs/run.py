@@ -179,12 +179,10 @@ class Run:
             self.record({"finished_at": now_text(), "outcome": outcome})
 
     def record(self, facts: Mapping[str, str]) -> None:
-        """Write facts of this attempt. Give up silently if the manifest is another attempt's or not writable: the
-        outcome matters more.
-        """
+        """Write facts of this attempt. Do nothing if the manifest is another attempt's or cannot be written."""
         with suppress(JobError, OSError):
             found = Run.inspect(self.output, RunRecord)
-            replace(self, check_lock=None).check_current()  # last words do not wait: the write is conditional
+            replace(self, check_lock=None).check_current()  # does not wait for the lease: the write is conditional
             assert found.manifest is not None
             found.last_attempt.update(facts)
             write_manifest(found)
@@ -320,7 +318,7 @@ class Run:
 
 
 def begin_attempt(found: RunState, facts: Mapping[str, Any]) -> Run:
-    """Do what Run.claim does at first. Raises OSError, too."""
+    """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage."""
     output = found.output
     manifest = {**(found.manifest or new_manifest()), **facts}
     manifest["format_version"] = FORMAT_VERSION
@@ -347,14 +345,14 @@ def new_manifest(attempt: int = 0) -> dict[str, Any]:
 
 
 def write_manifest(state: RunState) -> None:
-    """Raises OutputLocked where it is not the version any more that was there before."""
+    """Write the manifest. Raises OutputLocked if another process has written it since the state was read."""
     file, data = state.output / RUN, json_bytes(state.manifest)
     if (file.create(data) if state.version is None else file.replace(data, state.version)) is None:
         raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
 
 def erase(output: StoragePath) -> RunState:
-    """Delete what a run writes, _SUCCESS first, and nothing else; return the state that the next claim begins from.
+    """Delete what a run writes, _SUCCESS first, and nothing else. Return the state from which the next claim begins.
 
     ``_run.json`` stays until that claim replaces it. Attempt numbers go on counting.
     """

@@ -47,6 +47,7 @@ from eagle_ray.config import load_config
 def stop(held, missing):
     raise KeyboardInterrupt
 job_plan.check_models = lambda config, spare: None
+job_plan.SpareEngine.start = lambda spare, config: None
 job_plan.ParallelScan = lambda scanner, connect: scanner  # all of it in this process, whose CPU is counted
 if sys.argv[2] == "stop":
     from eagle_ray.batch.driver import execute

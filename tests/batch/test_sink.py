@@ -72,7 +72,7 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
     with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
-        _write(ray.data.from_arrow(block("a")), sink)
+        _write(ray.data.from_arrow(block("a")), sink, None)
 
 
 def test_a_full_disk_is_one_line_with_the_bytes_needed_and_the_remedy(tmp_path, monkeypatch):

@@ -235,6 +235,21 @@ def test_the_job_script_is_the_run_command(job):
     assert done.stderr == "eagle-ray: seed: must be a 64-bit integer, got 'x' (from --set seed=x)\n"
 
 
+def test_a_command_that_used_ray_ends_it_and_then_at_once(tmp_path):
+    """Python would free what Ray has left, for a second."""
+    code = f"""
+import atexit, sys, types
+from eagle_ray.cli.__main__ import command
+sys.modules["ray"] = types.SimpleNamespace(shutdown=lambda: print("Ray has ended"))
+sys.argv[1:] = ["status", "{tmp_path}/none"]
+atexit.register(print, "too late")
+command()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (2, "Ray has ended\n")
+    assert found.stderr.startswith("eagle-ray: ")
+
+
 @pytest.mark.parametrize("command", ["validate", "run"])
 def test_a_reader_that_has_gone_ends_the_command_quietly(job, tmp_path, command):
     if command == "run":

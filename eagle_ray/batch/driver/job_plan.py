@@ -49,7 +49,7 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Join the cluster, and refuse models that cannot work here, in one line, and not in every worker."""
+        """Join the cluster and check the models, unless they were checked. Raises ConfigError if they cannot work."""
         if not self.spare.is_checked:
             check_models(self.config, self.spare)
 
@@ -67,8 +67,11 @@ def plan_job(config: JobConfig, retry_errors: bool = False) -> JobPlan:
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
     previous = previous_run(config)
+    spare = SpareEngine()
+    if previous.finished_key is None:
+        spare.start(config)  # rows are missing, it seems
     found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
-    return _checked(JobPlan(config, output, found, retry_errors), previous.finished_key)
+    return _checked(JobPlan(config, output, found, retry_errors, spare), previous.finished_key)
 
 
 def plan_first_run(config: JobConfig) -> JobPlan:

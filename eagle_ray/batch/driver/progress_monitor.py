@@ -56,8 +56,11 @@ STALL_LIMITS_S = {"memory": 600.0, "workers to start": 7200.0}  # without an ans
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop the job. max_error_rate: a share of rows. max_starts: worker starts without a good row
-    between them.
+    """When to stop the job.
+
+    Attributes:
+        max_error_rate: share of rows that may be errors.
+        max_starts: worker starts without a row in between that was answered without an error.
     """
 
     max_error_rate: float

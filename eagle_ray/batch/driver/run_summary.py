@@ -84,9 +84,9 @@ def _progress_of(output: StoragePath) -> dict[str, Any] | None:
 
 
 def _usage(work: Mapping[StoragePath, Mapping[str, Any] | None]) -> dict[str, float] | None:
-    """Return the longest time of the outputs and the workers of all, or None if they are not alike or not known.
+    """Return the longest time of any output, and the sum of all workers' times.
 
-    work: the progress of each output.
+    None if no progress is known, or if outputs had workers with different numbers of GPUs. work: progress by output.
     """
     usages = [
         progress[USAGE]
@@ -126,7 +126,10 @@ def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
 
 
 def counted_rows(output: StoragePath, since: datetime | None = None) -> tuple[int | None, int | None]:
-    """Return rows and error rows of the summary, or those that workers have reported since then; None if not known."""
+    """Return rows and error rows of the summary; with `since`, those that workers have reported after that time.
+
+    Both are None if they are not known.
+    """
     if since is None:
         total = (read_derived_record(output / SUMMARY, SummaryRecord) or {}).get("total", {})
         return total.get("rows"), total.get("errors")

@@ -1,7 +1,6 @@
-"""Settle: the end of a run. Its rows are counted again, duplicates removed, checks made, and summary and ``_SUCCESS``
-written.
+"""Settle: count the rows of a run again, remove duplicates, make the checks, and write the summary and ``_SUCCESS``.
 
-    settle(held)["total"]["rows"]      # 480
+settle(held)["total"]["rows"]      # 480
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def remove_duplicates(held: Claim) -> str:
 
 
 def _checks(held: Claim, there: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of CHECKS that are asked for and not in this summary already."""
+    """Make the CHECKS that the configuration asks for, and return their results; none if the summary has them all."""
     config = held.plan.config
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):

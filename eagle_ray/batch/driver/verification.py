@@ -131,6 +131,6 @@ def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]
 
 def _check(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
     with start_cache(run):
-        twin = BaselineComparison(config, threads)
-    checks = {"baseline_rows": twin.measure, "verify_rows": twin.verify}
+        comparison = BaselineComparison(config, threads)
+    checks = {"baseline_rows": comparison.measure, "verify_rows": comparison.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}

@@ -257,13 +257,13 @@ class RecordTypes:
 
 
 class UnreadParameters:
-    """Finds the first value that asks for something of each parameter that rows cannot set.
+    """Finds parameters that rows cannot set, with the first value of each that would change an output.
 
-    Such a parameter is a column, or a key of an object that a path of input.columns reads another key of.
+    Such a parameter is a column, or a key of an object of which input.columns reads another key.
 
     Attributes:
-        found: by column, or by ``path.key``.
-        watched: the parameter that each column stands for which has had no such value yet.
+        found: the values, by column or by ``path.key``.
+        watched: for each such column without a value so far, its parameter.
         is_watching: whether rows must be looked at.
     """
 

@@ -52,8 +52,8 @@ class CrashLog:
 
     Attributes:
         records: by row. Those that are not final are of suspects.
-        in_flight: the rows that the engine has: of suspects, or none while it loads. None: rows that nothing recorded.
-        charges_all: whether rows that arrive are charged, since they may have been in flight unrecorded.
+        in_flight: the suspects that the engine has; none while it loads. None: it has other rows, which are not listed.
+        charges_all: whether each row that arrives is charged, since it may have been in flight without being listed.
     """
 
     records: dict[str, CrashRecord] = field(default_factory=dict)
@@ -95,10 +95,14 @@ class CrashingEngine(Protocol):
 
 
 class Isolation:
-    """Run batches of requests on one engine, suspects apart from all other rows. slots: the engine's batch size.
+    """Run batches of requests on one engine, suspects apart from all other rows.
 
-    log: as the actor's former process left it. If that ended with unrecorded rows in flight, Ray sends their batches
-    again at once, so all that arrive before the first one is answered are charged.
+    If the actor's former process ended with rows in flight that its log does not list, Ray sends their batches again at
+    once. So all rows that arrive before the first batch is answered are charged.
+
+    Args:
+        log: as the actor's former process left it.
+        slots: of the engine.
     """
 
     def __init__(self, engine: CrashingEngine, log: CrashLog, slots: int):
@@ -128,7 +132,7 @@ class Isolation:
         return parts[0] if len(parts) == 1 else _in_order(pa.concat_tables(parts), ids)
 
     def _next_group(self, ids: list[str]) -> list[str]:
-        """Return the rows to run next: all that are no suspects, then suspects, those with more crashes later."""
+        """Return the rows to run next: first all that are not suspects, then suspects with the fewest crashes."""
         suspects = self._log.suspects(ids)
         if len(suspects) < len(ids) or not ids:
             return _without(ids, suspects)

@@ -105,11 +105,12 @@ def _as_bytes(table: pa.Table) -> pa.Buffer:
 
 
 class EngineProcess:
-    """The parent's end. Args are the Worker's, and on_log, which is called with each line logged while it starts.
+    """The parent's end. worker_id names the child, which holds the device.
 
-    child: the pipe to a child that runs already, and its process; None starts one.
-
-    worker_id names the engine's own process, which holds the device.
+    Args:
+        config, run, carried, threads: of the Worker.
+        on_log: called with each line that the child logs while it starts.
+        child: the pipe to a child that runs already, and its process; None starts one.
     """
 
     def __init__(
@@ -265,9 +266,9 @@ class EngineChild:
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
         module, _, name = worker_class.partition(":")
         try:
-            with log_to(self._send_line):  # whose user waits for this process to start
+            with log_to(self._send_line):  # the user waits for this process to start
                 self._worker = getattr(import_module(module), name)(*arguments)
-        except Exception as error:  # whatever it is, it is reported in one line and not in a page of a traceback
+        except Exception as error:  # reported in one line instead of a traceback
             self._send(EngineReply(STARTUP_REQUEST, error=_portable_error(error)))
             os._exit(1)
         self._send(EngineReply(STARTUP_REQUEST, self._worker.counters()))

@@ -1,8 +1,9 @@
 """Classify a worker's failure: whether other workers would meet it too, and what to do about it.
 
-A fault of a device or its memory is local, and so is a device that is too small for the model: the process ends, Ray
-starts another, and the rows go there. A failure that any worker would meet, such as a missing model, ends the job.
-Errors are recognized by name and text, so the driver can classify them without torch.
+A fault of a device or its memory is local, and so is a device that is too small for the model. After such a fault the
+actor starts another engine on its device. If that fails, too, the actor ends, and Ray starts it again, perhaps on
+another device. A failure that any worker would meet, such as a missing model, ends the job. Errors are recognized by
+name and text, so the driver can classify them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at the device ...is_local=True...)

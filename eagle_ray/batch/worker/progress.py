@@ -42,7 +42,7 @@ class WorkerReport:
     Attributes:
         slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
         engine_s: seconds inside the engine's steps.
-        work: WORK of the engine.
+        work: the engine's WORK_COUNTERS.
         planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
         method, method_rates: what speculative.method auto chose, and the tokens per second in its trial.
         fallbacks: why kernels or CUDA graphs do not run on the worker's CUDA device, by "kernels" and "graphs".
@@ -98,7 +98,7 @@ class Progress:
 
     Attributes:
         starts: workers that began to load, crashed ones included.
-        consecutive_starts: the same since the last row finished.
+        consecutive_starts: starts since a row was last answered without an error.
         ready_at: when the first worker became ready, in seconds of the monotonic clock of the driver's node.
         notes: lines to show to the user.
         start_lines: log lines of starting workers with their level, each distinct line once.

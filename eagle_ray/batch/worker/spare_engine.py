@@ -10,11 +10,12 @@ output streams, and serves its pipe. Actors on other machines, and on machines w
         spare.start(config)
         ...                                  # start Ray
         spare.check_models()                 # raises ConfigError as build.check_models does
-        EngineProcess(config, run, passthrough, threads, on_log, fork_engine(spare.address))
+        EngineProcess(config, run, carried, threads, on_log, fork_engine(spare.address))
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -60,7 +61,9 @@ def has_torch() -> bool:
 
 
 class SpareEngine:
-    """The driver's end. Where torch is imported already, no process is started, and the models are checked here."""
+    """The driver's end of the process. If torch is imported here already, no process is started, and the models are
+    checked in this one.
+    """
 
     def __init__(self) -> None:
         self._name = f"eagle-ray-{uuid.uuid4().hex}"
@@ -82,13 +85,13 @@ class SpareEngine:
 
     @property
     def pid(self) -> int:
-        """Return the process's id. start comes first."""
+        """Return the process's id, once it was started."""
         assert self._process is not None, "no process was started"
         return self._process.pid
 
     @property
     def address(self) -> str | None:
-        """Return where the process can be adopted, or None without one."""
+        """Return the address for fork_engine, or None if no process was started."""
         return None if self._process is None else self._name
 
     def start(self, config: JobConfig) -> None:
@@ -197,6 +200,7 @@ def main() -> None:
     driver = set_up_child()
     with socket.socket(fileno=os.dup(driver.fileno())) as end:
         end_with_parent(_other_end(end)[0], signal.SIGKILL)  # it reads nothing while it checks, or downloads a draft
+    gc.disable()  # modules are made of objects that stay
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
         listener.listen()
@@ -206,6 +210,8 @@ def main() -> None:
             return
         import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
 
+        gc.freeze()  # collections in children copy none of their pages
+        gc.enable()
         ends: list[Any] = [driver, listener]
         if not can_fork():
             listener.close()  # actors start processes of their own

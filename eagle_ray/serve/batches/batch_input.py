@@ -23,7 +23,13 @@ MAX_ID_CHARS = 512
 
 @dataclass(slots=True)
 class CheckedLines:
-    """What validation found. model: of the first line. errors: {code, message, param, line}, at most MAX_ERRORS."""
+    """What validation found.
+
+    Attributes:
+        total: number of lines.
+        model: that the first line names.
+        errors: {code, message, param, line} of each, at most MAX_ERRORS.
+    """
 
     total: int = 0
     model: str | None = None

@@ -1,12 +1,12 @@
 """BatchRunner: answer the lines of every open batch, and bring each batch to its end.
 
 A batch that is not over has a run (``runs/run.py``). A runner looks for such batches once a second and takes the lease
-of each that no process holds, so a restarted server goes on with what a killed one left. What is answered is in the
-run's parts (``answer_log``), which no kill can damage: the lines that are missing there are answered, and at the end
-the parts are split into the output file and the error file.
+of each that no process holds, so a restarted server goes on with what a killed one left. Answers are in the run's parts
+(``answer_log``), each of which is complete or absent. The runner answers the lines that have none there, and at the end
+splits the parts into the output file and the error file.
 
-A line whose replica dies is answered again, alone: then a line that kills every replica is found, and becomes the error
-worker_died after MAX_LOST replicas, and its neighbours are answered.
+A line whose replica dies is answered again while no other line is in flight. If MAX_LOST replicas have died, the line
+becomes the error worker_died. The lines that were in flight with it are answered.
 
     runner = BatchRunner(store, limits, answer, window=16)
     await runner.run()
@@ -96,7 +96,7 @@ class BatchRunner:
             await self.stop()
 
     async def stop(self) -> None:
-        """Stop without an end: the batches stay open, and their leases become free."""
+        """Cancel the tasks and release the leases. The batches stay open."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -189,7 +189,7 @@ class RunningBatch:
     run: Run
     _log: AnswerLog = field(init=False)
     _lines: Iterator[Line] = field(init=False)  # that have no answer
-    _block: list[Line] = field(default_factory=list)  # of them, read ahead, the last one first
+    _block: list[Line] = field(default_factory=list)  # lines that were read ahead, in reverse order
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _new: list[LineAnswer] = field(default_factory=list)  # not in the log yet
     _flushed_at: float = 0.0
@@ -266,7 +266,7 @@ class RunningBatch:
         return ((id, body) for id, body in read_lines(self._input()) if id not in answered)
 
     async def _early_ending(self) -> Ending | None:
-        """Look whether the client has cancelled the batch, and at the clock."""
+        """Return how the batch ends before its last line, if the client has cancelled it or it has expired."""
         if await asyncio.to_thread(self.runner.store.cancelling_at, self.record) is not None:
             return "cancelled"
         return "expired" if time.time() >= self.record.expires_at else None

@@ -1,6 +1,6 @@
 """Read an upload, a multipart form with a file, into a FileStore.
 
-In memory are a chunk of it and what Serve has read ahead (``serve/body_window.py``), however large and fast it is.
+Memory holds one chunk of the upload, and what Serve has read ahead (``serve/body_window.py``), whatever its size.
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
