@@ -372,7 +372,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
-    from eagle_ray.batch.driver.auto_restart import end_with_parent, keep_going, write_ending
+    from eagle_ray.batch.driver.auto_restart import end_with_command, keep_going, write_ending
     from eagle_ray.batch.driver.on_finish import tell
     from eagle_ray.batch.driver.run import run_to_end
     from eagle_ray.core.start_log import configure_logging
@@ -382,7 +382,7 @@ def _run(args: argparse.Namespace) -> int:
         ending = keep_going(args.arguments, config)
     else:
         if args.parent is not None:
-            end_with_parent(args.parent)
+            end_with_command(args.parent)
         ending = run_to_end(config, args.retry_errors, args.fail_on_row_errors)
     if args.ending:
         write_ending(args.ending, ending)

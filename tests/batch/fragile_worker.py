@@ -18,11 +18,12 @@ from eagle_ray.runs.run import Run
 CLASS = f"{__name__}:FragileWorker"  # as the engine's process finds it
 TOO_LARGE, TOO_SMALL, CRASHES, IS_BUGGY, LOGS = "too large", "too small", "crashes", "is buggy", "logs"  # names of jobs
 LOGGED = "measuring the cost of steps: for up to 5 s"
+ACTOR_PID = "FRAGILE_ACTOR_PID"  # an environment variable
 KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 
 
 class FragileWorker(Worker):
-    """The real one, but it dies as it loads for the first time, with its parent over one prompt, over others alone."""
+    """The real one, but it dies as it loads for the first time, with its actor over one prompt, over others alone."""
 
     def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
         if config.name == TOO_LARGE:
@@ -45,7 +46,7 @@ class FragileWorker(Worker):
         if KILLER in prompts:
             os.kill(os.getpid(), signal.SIGKILL)
         if ORPHAN in prompts:
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(int(os.environ[ACTOR_PID]), signal.SIGKILL)
             await asyncio.Event().wait()  # for ever, if nothing else ends it
         if GREEDY in prompts:
             raise EngineError("the engine failed") from torch.OutOfMemoryError("CUDA out of memory")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from eagle_ray.batch.driver import execute
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import EngineActor
 from tests.batch import fragile_worker
-from tests.batch.fragile_worker import CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
+from tests.batch.fragile_worker import ACTOR_PID, CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 from tests.batch.test_job import ids_of, rows_of
 from tests.conftest import exit_code, token_rows
 
@@ -18,6 +20,7 @@ class FragileActor(EngineActor):
 
     def __init__(self, *args: object):
         engine_process.WORKER = fragile_worker.CLASS
+        os.environ[ACTOR_PID] = str(os.getpid())
         super().__init__(*args)
 
 

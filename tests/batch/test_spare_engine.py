@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from eagle_ray.batch.worker import spare_engine
@@ -29,13 +30,15 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
         yield spare
 
 
-def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(spare, make_job):
+def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(spare, make_job, monkeypatch):
     config = make_job(token_rows(6))
+    monkeypatch.setattr(os, "nice", lambda by: 15)  # as Ray's actors are
     spare.start(config)
     spare.check_models()
     first, second = (EngineProcess(*arguments_of(config), ignore, child=fork_engine(spare.address)) for _ in range(2))
     for engine in (first, second):
         engine.wait_until_ready()
+    assert [psutil.Process(pid).nice() for pid in (spare.pid, pid_of(second.worker_id))] == [0, 15]
     assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
     os.kill(pid_of(first.worker_id), signal.SIGKILL)
     (error,) = answered(first, *batches_of(config))

@@ -10,7 +10,6 @@ added.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagle_ray.batch.driver.signals import accept_interrupt, check_not_interrupted
+from eagle_ray.batch.worker.engine_process import end_with_parent
 from eagle_ray.config import JobConfig
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import DEFECT, INTERRUPTED, TRANSIENT, JobError, RunResult, outcome_by_code, outcome_of
@@ -36,7 +36,6 @@ from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 RESTARTED = "--restarted"  # resume what the previous attempt began, even if the command says --overwrite
-PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +90,9 @@ def write_ending(path: str, ending: RunResult) -> None:
         Path(path).write_text(json.dumps(ending.as_json()), "utf-8")
 
 
-def end_with_parent(parent: int) -> None:
-    """Make the child get SIGTERM when the parent dies in any way. Linux only; elsewhere the child continues."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the call
-            os.kill(os.getpid(), signal.SIGTERM)
+def end_with_command(parent: int) -> None:
+    """Make the child get SIGTERM when the command that restarts it dies in any way."""
+    end_with_parent(parent, signal.SIGTERM)
 
 
 def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:

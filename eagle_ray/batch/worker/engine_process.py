@@ -14,6 +14,7 @@ child finds the pipe closed and ends too.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import itertools
 import logging
@@ -46,6 +47,7 @@ WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
 COMMAND = (
     f"from {__name__} import main; main()"  # with -m its classes would be those of __main__, unknown to the parent
 )
+PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
 
 
@@ -326,6 +328,17 @@ def set_up_child() -> Connection:
     pipe = Connection(int(sys.argv[-1]))
     os.set_inheritable(pipe.fileno(), False)  # processes started here do not keep it open
     return pipe
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Make this process get a signal when its parent dies in any way. Linux only; elsewhere it continues.
+
+    Processes that are forked from this one do not.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
+        if os.getppid() != parent:  # it died before the call
+            os.kill(os.getpid(), number)
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
 checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
 processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
-an actor, and those that replace a lost one. The child takes over the actor's environment, directory and output streams,
-and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
+an actor, and those that replace a lost one. The child takes over the actor's environment, directory, niceness and
+output streams, and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
 
     with SpareEngine() as spare:
         spare.start(config)
@@ -15,7 +15,6 @@ and serves its pipe. Actors on other machines, and on machines with a GPU, start
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -38,6 +37,7 @@ from eagle_ray.batch.worker.engine_process import (
     EngineChild,
     LogLine,
     describe_exit,
+    end_with_parent,
     log_to,
     set_up_child,
     start_child,
@@ -51,7 +51,6 @@ COMMAND = f"from {__name__} import main; main()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 STREAMS = [1, 2]  # stdout and stderr
 EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
-PR_SET_PDEATHSIG = 1  # of prctl(2)
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
 THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
 
@@ -148,6 +147,7 @@ class Surroundings:
 
     environment: dict[str, str]
     directory: str
+    niceness: int
     worker_class: str
 
 
@@ -186,7 +186,7 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
             return None
         socket.send_fds(end, [b"\0"], STREAMS)
         pipe = Connection(os.dup(end.fileno()))
-        pipe.send(Surroundings(dict(os.environ), os.getcwd(), engine_process.WORKER))
+        pipe.send(Surroundings(dict(os.environ), os.getcwd(), os.nice(0), engine_process.WORKER))
         return pipe, ForkedProcess(pipe.recv())
     return None
 
@@ -198,7 +198,8 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 def main() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
-    _end_with_parent(driver)
+    with socket.socket(fileno=os.dup(driver.fileno())) as end:
+        end_with_parent(_other_end(end)[0], signal.SIGKILL)  # it reads nothing while it checks, or downloads a draft
     gc.disable()  # modules are made of objects that stay
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + sys.argv[-2])
@@ -225,14 +226,6 @@ def main() -> None:
         else:
             return
     engine.run(worker_class)
-
-
-def _end_with_parent(driver: Connection) -> None:
-    """Let the system end this process with its parent, since it reads nothing while it checks, or downloads a draft."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # of this process alone: a child does not inherit it
-    with socket.socket(fileno=os.dup(driver.fileno())) as end:
-        if os.getppid() != _other_end(end)[0]:  # it has ended already
-            os._exit(0)
 
 
 def can_fork() -> bool:
@@ -284,6 +277,7 @@ def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
         os.environ.clear()
         os.environ.update(surroundings.environment)
         os.chdir(surroundings.directory)
+        os.nice(max(0, surroundings.niceness - os.nice(0)))  # Ray's workers have 15
         pipe.send(os.getpid())
     except (EOFError, OSError):
         os._exit(1)
