@@ -14,7 +14,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -111,10 +111,11 @@ def list_files(directory: str) -> dict[str, FileVersion]:
 
 
 def list_names(directory: str) -> list[str]:
-    """Return at most a thousand names."""
-    bucket, prefix = _prefix(directory)
-    page = _request(directory, "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/")
-    keys = [found["Key"] for found in page.get("Contents", ())] + [p["Prefix"] for p in page.get("CommonPrefixes", ())]
+    _, prefix = _prefix(directory)
+    keys: list[str] = []
+    for page in _pages(directory, "", Delimiter="/"):
+        keys += [found["Key"] for found in page.get("Contents", ())]
+        keys += [found["Prefix"] for found in page.get("CommonPrefixes", ())]
     return sorted(key.removeprefix(prefix).rstrip("/") for key in keys)
 
 
@@ -237,13 +238,20 @@ def _prefix(directory: str) -> tuple[str, str]:
 
 def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion]]:
     """Yield every object below the directory with a name that begins with start, in the order of names."""
-    bucket, prefix = _prefix(directory)
-    arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE_SIZE}
-    while arguments:
-        page = _request(directory, "list_objects_v2", **arguments)
+    bucket, _ = _prefix(directory)
+    for page in _pages(directory, start):
         for found in page.get("Contents", ()):
             if not found["Key"].endswith("/"):  # what consoles make for an empty directory
                 yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
+
+
+def _pages(directory: str, start: str, **options: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the pages of the listing of what is below the directory and begins with start."""
+    bucket, prefix = _prefix(directory)
+    arguments: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix + start, "MaxKeys": PAGE_SIZE, **options}
+    while arguments:
+        page = _request(directory, "list_objects_v2", **arguments)
+        yield page
         token = page.get("NextContinuationToken")
         arguments = arguments | {"ContinuationToken": token} if page.get("IsTruncated") and token else {}
 

@@ -61,6 +61,7 @@ PROVIDED = (
     "packaging",
     "pandas",
     "protobuf",
+    "psutil",
     "pyarrow",
     "pygments",
     "python-dateutil",

@@ -12,8 +12,8 @@ What each section measures stands in `job_sections` and `kernel_sections`. The m
 in a process of its own, and one that fails is run again with EAGLE_RAY_KERNELS=portable. What does not fit into
 --minutes is recorded as skipped. A machine that is lent has torch, triton and transformers, but neither Ray nor
 pydantic: sections of jobs' engines need pydantic's wheels on PYTHONPATH (pydantic, pydantic_core, annotated_types,
-typing_inspection). SmolLM2's GGUF file is larger than one transfer: `jobs.bench.gpu.parts` carries it. The same code
-with tiny shapes on a CPU: --smoke.
+typing_inspection), and --write-model gguf's. SmolLM2's GGUF file is larger than one transfer: `jobs.bench.gpu.parts`
+carries it. The same code with tiny shapes on a CPU: --smoke.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from jobs.bench.gpu.findings import ROOT, Findings, environment
 from jobs.bench.gpu.isolated_runs import IsolatedRun, TimeBudget, run_all
 from jobs.bench.gpu.kernel_sections import FINDINGS
@@ -84,6 +83,8 @@ def section_run(name: str, args: argparse.Namespace) -> IsolatedRun:
 def write_model(gguf: Path, directory: Path) -> None:
     """Write SmolLM2's GGUF file as a directory that `model.target` can name."""
     directory.mkdir(parents=True)
+    from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint  # with gguf, which a lent machine lacks
+
     write_checkpoint(GGUFFile.open(gguf), directory)
 
 
