@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -338,6 +339,11 @@ def reserved_bytes(causal_lm: CausalLM, slots: int | Auto, kv_tokens: int | Auto
     shape = causal_lm.config.get_text_config(decoder=True)
     per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
     return int(KV_MARGIN * tokens * per_token)
+
+
+def process_bytes(device: str) -> int:
+    """Return the bytes of a worker on this device before it loads models, as of this process, which has its imports."""
+    return psutil.Process().memory_info().rss if device == "cpu" else 0
 
 
 def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:

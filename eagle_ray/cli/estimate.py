@@ -26,6 +26,7 @@ from functools import partial
 from itertools import chain, cycle
 from typing import Any
 
+from eagle_ray.assembly.memory_plan import process_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, requests_of
 from eagle_ray.batch.worker.worker import build_engine_bundle
@@ -69,6 +70,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     plan = plan_input(config)
     workers = _workers(config, plan.num_rows)
     log.info("loading the models for the estimate")
+    process = process_bytes("cuda" if workers.num_gpus else "cpu")
     began = time.monotonic()
     bundle = build_engine_bundle(config, workers.threads)
     load_s = time.monotonic() - began
@@ -101,7 +103,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
         "gpus_per_worker": workers.num_gpus,
         "slots": slots,
         "threads": workers.threads,
-        "memory": bundle.memory.describe(),
+        "memory": replace(bundle.memory, process=process).describe(),
         "start_s": start_s,
         "seconds": seconds,
         "output_tokens": scaled([row.tokens for row in sampled], plan.num_rows),

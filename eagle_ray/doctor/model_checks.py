@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 
-import psutil
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.engine_sizes import SequenceLengths
-from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
 from eagle_ray.build import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.config import JobConfig
 from eagle_ray.config.methods import reads_draft
@@ -99,10 +98,9 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
     limits, there = model_limits(here.config.model), memory_of(workers, device)
     longest = limits.longest(execution.kv_tokens)
     lengths = SequenceLengths.of(speculative, limits.vocab_size, longest, limits.guaranteed)
-    process = psutil.Process().memory_info().rss if device == "cpu" else 0  # it has a worker's imports
     models = here.config, here.target, here.drafts, here.shape, device, dtype
     try:
-        plan = MemoryPlan.of_checkpoint(*models, lengths, there, process)
+        plan = MemoryPlan.of_checkpoint(*models, lengths, there, process_bytes(device))
     except EngineError as error:
         return Finding("memory", "the weights cannot be looked at", problem=str(error))
     if plan is None:

@@ -67,10 +67,10 @@ class OutputIndex:
     def read(cls, data: StoragePath, directory: StoragePath | None = None) -> OutputIndex:
         """Read the files, or from an index directory what it has of them; files that it lacks are added to it.
 
-        Of a file only the ids are read, but all of one that changed since it was indexed: it may be damaged.
+        Only the ids of a file are read. A file that changed since it was indexed may be damaged, so it is read whole.
 
-        The caller holds the lock if it names a directory. Raises OutputMismatch for a file of another major version or
-        another program, or a damaged one.
+        If a directory is named, the caller holds the lease. Raises OutputMismatch for a file of another major version
+        or of another program, and OutputDamaged for a damaged file.
         """
         states = data.list_states("**/*.parquet")
         files = [file for file in part_files(data) if file in states]

@@ -68,7 +68,8 @@ def test_an_estimate_is_stored_and_said(make_job):
     store_estimate(config, estimate)
     assert json.loads((Path(config.output.path) / "_estimate.json").read_text()) == estimate
     text = estimate_text(estimate)
-    for words in ("as if by 2 workers with up to", "\nmemory   a worker takes ", "$3.60 for a worker hour"):
+    memory = ("\nmemory   a worker takes ", ", Python and its packages ")
+    for words in ("as if by 2 workers with up to", *memory, "$3.60 for a worker hour"):
         assert words in text
 
 

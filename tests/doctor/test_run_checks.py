@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,13 +120,8 @@ def test_the_embedded_pair_is_well(tmp_path, capsys):
     assert found["memory"]["facts"]["total"] < found["memory"]["facts"]["room"]
 
 
-class Resident:
-    def memory_info(self) -> SimpleNamespace:
-        return SimpleNamespace(rss=400 << 20)
-
-
 def test_what_does_not_fit_has_a_remedy_that_fits(monkeypatch):
-    monkeypatch.setattr(model_checks.psutil, "Process", lambda: Resident())  # this process grows from test to test
+    monkeypatch.setattr(model_checks, "process_bytes", lambda device: 400 << 20)  # this process grows from test to test
     worker = PlannedWorkers(WorkerPlan(1, 1, 0, 1), num_nodes=1, is_here=False, memory=2 << 30)
     config = job(**{"execution.slots": 2000})
     _, here = pair_here(config)

@@ -34,7 +34,7 @@ class ExpectedRows:
         allowed: by number of a file in the index: how many of its first rows are asked for.
         starts: by number of a file: the place of its first row in the whole input.
         default_rows: output rows of ids that the input does not have, whose rows another input left.
-        shard: of whose ids the rows are; None for those of all.
+        shard: only its ids are asked for; None for all ids.
     """
 
     index: InputIndex
@@ -44,7 +44,7 @@ class ExpectedRows:
     shard: JobShard | None = None
 
     def __len__(self) -> int:
-        """Return the number of ids. Those of a shard are counted."""
+        """Return the number of ids. It takes time to count those of a shard."""
         if self.shard is None:
             return self.num_places
         return sum(int(np.count_nonzero(self._is_asked(table))) for table in self.index.tables)

@@ -136,7 +136,7 @@ class BatchRecord(BatchObject):
     Attributes:
         output_id, error_id: files that its end writes, each only if it has lines.
         output_expires_after_s: life of these files; None: they stay until they are deleted.
-        ending: its last status, decided once: a process that takes it over in the middle of its end comes to the same.
+        ending: the last status, which is decided once; a process that takes the batch over while it ends keeps it.
     """
 
     owner: str

@@ -80,7 +80,7 @@ class BatchRunner:
         self._isolation = SharedExclusiveLock()
         self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._not_before: dict[str, float] = {}  # by batch that failed for a reason of ours, on the monotonic clock
+        self._not_before: dict[str, float] = {}  # monotonic time of the next try, by batch whose last try failed
         self._swept_at = -SWEEP_EVERY_S
 
     async def run(self) -> None:
