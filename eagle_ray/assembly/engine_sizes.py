@@ -15,7 +15,7 @@ from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.methods import OWN_PLANNERS
-from eagle_ray.core.slot_limits import Auto, usual_slots
+from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.drafters.draft_buffers import DraftShape
 from eagle_ray.drafters.eagle import tree_columns
 from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
@@ -27,8 +27,6 @@ from eagle_ray.sampling.sampler import SLICE_ROWS
 
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
 USUAL_TOKENS = 1024  # of a sequence, prompt and output, for which each slot finds room
-PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
-SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
 CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more where they are sampled
 COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
 SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls

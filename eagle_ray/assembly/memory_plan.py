@@ -23,10 +23,10 @@ import psutil
 import torch
 from torch import nn
 
-from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, USUAL_TOKENS, EngineSizes, SequenceLengths
+from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineSizes, SequenceLengths
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import MAX_SLOTS, Auto, usual_slots
+from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.head_checkpoint import read_headers
