@@ -58,8 +58,6 @@ FREE = json_bytes({"holder": None, "token": None, "beat": 0})
 SAME_START_S = 1.5  # start times of one process that are read at different times: the system's are rounded
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-CheckLock = Callable[[], None]  # called before each publish; raises if the lock is lost
-
 
 def do_nothing() -> None:
     """Do nothing."""

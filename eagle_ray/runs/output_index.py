@@ -201,12 +201,6 @@ def error_ids(file: StoragePath) -> Digests:
     return np.unique(digests(table.filter(pc.equal(table["status"], "error"))["request_id"].to_pylist()))
 
 
-def ids_in_file(file: StoragePath, ids: Digests) -> list[str]:
-    """Return the text of those of the sorted ids that a file has. Raises as OutputIndex.read does."""
-    names = pc.unique(_columns_in(file, ["request_id"])["request_id"]).to_pylist()
-    return [name for name, is_in in zip(names, isin(digests(names), ids), strict=True) if is_in]
-
-
 def own_files(data: StoragePath) -> list[StoragePath]:
     """Return every Parquet file of a run, whatever its version. Raises OutputMismatch for files of other programs."""
     files = part_files(data)
