@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,15 +31,20 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpareEngine]:
         yield spare
 
 
-def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(spare, make_job, monkeypatch):
+def test_actors_get_processes_that_answer_as_their_own_would_and_outlive_the_driver(
+    spare, make_job, tmp_path, monkeypatch
+):
     config = make_job(token_rows(6))
     monkeypatch.setattr(os, "nice", lambda by: 15)  # as Ray's actors are
+    monkeypatch.setattr(spare_engine, "MEMORY_SCORE", tmp_path / "score")
+    (tmp_path / "score").write_text("900\n")
     spare.start(config)
     spare.check_models()
     first, second = (EngineProcess(*arguments_of(config), ignore, child=fork_engine(spare.address)) for _ in range(2))
     for engine in (first, second):
         engine.wait_until_ready()
     assert [psutil.Process(pid).nice() for pid in (spare.pid, pid_of(second.worker_id))] == [0, 15]
+    assert Path(f"/proc/{pid_of(second.worker_id)}/oom_score_adj").read_text() == "900\n"
     assert len({spare.pid, pid_of(first.worker_id), pid_of(second.worker_id)}) == 3
     os.kill(pid_of(first.worker_id), signal.SIGKILL)
     (error,) = answered(first, *batches_of(config))

@@ -3,7 +3,7 @@
 An engine's process imports torch and transformers, which takes seconds. The driver starts a spare one before Ray. It
 checks the models there, so the driver itself imports neither library. Then the process waits at a socket that only
 processes of this user on this machine reach, and forks a child for each EngineProcess that connects: the first one of
-an actor, and those that replace a lost one. The child takes over the actor's environment, directory, niceness and
+an actor, and those that replace a lost one. The child takes over the actor's environment, directory, priorities and
 output streams, and serves its pipe. Actors on other machines, and on machines with a GPU, start processes of their own.
 
     with SpareEngine() as spare:
@@ -49,7 +49,9 @@ from eagle_ray.runs.job_errors import ClusterError
 log = logging.getLogger("eagle_ray")
 COMMAND = f"from {__name__} import main; main()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
+MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 STREAMS = [1, 2]  # stdout and stderr
+FORK_WITHIN_S = 60.0  # a spare process that imports what workers need takes seconds; one that was stopped never answers
 EXIT_WITHIN_S = 5.0  # from the end of a pipe to that of its process
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # which libraries read when they are imported
 THREADS_OF_ACTORS = "1"  # what Ray sets it to for an actor that reserves no CPU, unless the user set it
@@ -142,12 +144,14 @@ class Surroundings:
     """What a forked process takes over from its actor, in addition to its output streams.
 
     Attributes:
+        memory_score: how readily the system ends it if memory is short; Ray gives its workers 1000.
         worker_class: what it runs, as MODULE:CLASS.
     """
 
     environment: dict[str, str]
     directory: str
     niceness: int
+    memory_score: str
     worker_class: str
 
 
@@ -186,7 +190,10 @@ def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
             return None
         socket.send_fds(end, [b"\0"], STREAMS)
         pipe = Connection(os.dup(end.fileno()))
-        pipe.send(Surroundings(dict(os.environ), os.getcwd(), os.nice(0), engine_process.WORKER))
+        score = MEMORY_SCORE.read_text()
+        pipe.send(Surroundings(dict(os.environ), os.getcwd(), os.nice(0), score, engine_process.WORKER))
+        if not pipe.poll(FORK_WITHIN_S):
+            return None
         return pipe, ForkedProcess(pipe.recv())
     return None
 
@@ -208,14 +215,13 @@ def main() -> None:
             driver.send(_check(driver.recv(), driver))
         except (EOFError, OSError):  # the driver has ended
             return
+        if not can_fork():
+            return  # actors start processes of their own
         import eagle_ray.batch.worker.worker  # noqa: F401  # the rest of what a Worker imports
 
         gc.freeze()  # collections in children copy none of their pages
         gc.enable()
         ends: list[Any] = [driver, listener]
-        if not can_fork():
-            listener.close()  # actors start processes of their own
-            ends.remove(listener)
         while driver not in select.select(ends, [], [])[0]:
             with listener.accept()[0] as end:
                 if _other_end(end)[1] == os.getuid() and _fork() == 0:
@@ -278,6 +284,8 @@ def _take_over(end: socket.socket) -> tuple[EngineChild, str]:
         os.environ.update(surroundings.environment)
         os.chdir(surroundings.directory)
         os.nice(max(0, surroundings.niceness - os.nice(0)))  # Ray's workers have 15
+        if int(surroundings.memory_score) > int(MEMORY_SCORE.read_text()):  # less takes a privilege
+            MEMORY_SCORE.write_text(surroundings.memory_score)
         pipe.send(os.getpid())
     except (EOFError, OSError):
         os._exit(1)
