@@ -201,8 +201,8 @@ def _without_unused_processes() -> Iterator[None]:
     No option of ray.init leaves them out. They take 1.4 s of CPU to start, and the autoscaler a second to end.
     """
     node = ray._private.node.Node
-    starters = {name: getattr(node, name) for name in UNUSED_PROCESSES}
-    for name in UNUSED_PROCESSES:
+    starters = {name: getattr(node, name) for name in UNUSED_PROCESSES if hasattr(node, name)}  # of this version of Ray
+    for name in starters:
         setattr(node, name, lambda self, **options: None)
     try:
         yield

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
-from ray.data._internal import stats
-from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 from ray.exceptions import RayError
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
@@ -40,6 +39,7 @@ MIN_FILES = 8  # of a small job, so that finished rows reach the disk early
 STARTS_PER_WORKER = 4  # starts without a good row in between; more is a fault
 EXTRA_STARTS_FOR_CRASHES = 32  # added, because rows that kill their workers may be adjacent
 ROWS_FOR_WRITERS = 1_000  # of a job whose rows are written by several tasks; each starts a process, for a second of CPU
+NEVER_S = 1 << 30
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
@@ -153,39 +153,46 @@ class LocalActor:
         return SimpleNamespace(remote=lambda *args, **named: ray.put(method(*args, **named)))
 
 
-class Coordinator(default_autoscaling_coordinator._AutoscalingCoordinatorActor):
-    """Ray Data's record of reserved resources. A cluster of one node needs no thread that refreshes it."""
+def _local_actors() -> list[tuple[Any, str, LocalActor]]:
+    """Return functions of Ray Data, by module and name, that return an actor's handle, and what they return here.
 
-    TICK_INTERVAL_S = 1 << 30
-
-
-@cache
-def _statistics() -> LocalActor:
-    actor_class: Any = stats._StatsActor
-    return LocalActor(actor_class.__ray_metadata__.modified_class())
+    They are private, so another version of Ray may lack them: then nothing is replaced, and jobs start later.
+    """
+    try:
+        stats: Any = import_module("ray.data._internal.stats")
+        resources: Any = import_module("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator")
+        statistics = LocalActor(stats._StatsActor.__ray_metadata__.modified_class())
+        coordinator = type("Coordinator", (resources._AutoscalingCoordinatorActor,), {"TICK_INTERVAL_S": NEVER_S})
+        found = [
+            (stats, "get_or_create_stats_actor", statistics),
+            (resources, "get_or_create_autoscaling_coordinator", LocalActor(coordinator())),
+        ]
+        return [each for each in found if callable(getattr(each[0], each[1]))]
+    except (ImportError, AttributeError, TypeError) as error:
+        log.debug("Ray Data has its actors in processes of their own: %s", error)
+        return []
 
 
 @contextmanager
 def _without_actors_of_ray_data() -> Iterator[None]:
     """Keep Ray Data's statistics, and its record of resources, in this process if it started the cluster.
 
-    As actors they take two seconds of CPU to start, and no task runs before the second.
+    As actors they take two seconds of CPU to start, and no task runs before the second. A cluster of one node needs no
+    thread that refreshes the record.
     """
-    if not is_own_cluster():
-        yield
-        return
-    ours = (
-        (stats, "get_or_create_stats_actor", _statistics),
-        (default_autoscaling_coordinator, "get_or_create_autoscaling_coordinator", lambda: LocalActor(Coordinator())),
-    )
-    before = [getattr(module, name) for module, name, _ in ours]
-    for module, name, replacement in ours:
-        setattr(module, name, replacement)
+    replaced = _local_actors() if is_own_cluster() else []
+    before = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, actor in replaced:
+        setattr(module, name, partial(_itself, actor))
     try:
         yield
     finally:
-        for (module, name, _), original in zip(ours, before, strict=True):
+        for (module, name, _), original in zip(replaced, before, strict=True):
             setattr(module, name, original)
+
+
+def _itself(actor: LocalActor) -> LocalActor:
+    return actor
 
 
 def _set_up_ray_data(preserve_order: bool, max_starts: int) -> None:
