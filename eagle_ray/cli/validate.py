@@ -24,6 +24,7 @@ from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.build import (
     ModelLimits,
     check_device,
+    check_models,
     cpu_model_len,
     load_tokenizer,
     model_limits,
@@ -79,14 +80,13 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
-    job = plan_first_run(config)
-    plan = job.input
+    plan = plan_first_run(config).input
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
         check_device(config.model)
     unseen = unavailable_models(config.model, config.speculative)
     if not unseen:
-        job.check_models()
+        check_models(config.model, config.speculative)  # here: a validation starts no Ray
     seen = None if "target" in unseen else _seen(config)
     rows = [_checked(row, config, seen) for row in islice(requests_of(plan), FIRST_ROWS)]
     good = [row for row in rows if row.error is None]
