@@ -82,14 +82,14 @@ def costs_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 def s3_endpoint() -> Iterator[str]:
     """Where tests/batch/s3 starts its server; in the environment from the start, so that Ray's workers have it."""
     with socket.socket() as found, pytest.MonkeyPatch.context() as patch:
-        found.bind(("127.0.0.1", 0))
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(("127.0.0.1", 0))  # to the end: nothing else gets the port, and the server may bind to it as well
         endpoint = f"http://127.0.0.1:{found.getsockname()[1]}"
         for name in ("AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
             patch.delenv(name, raising=False)
         values = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "REGION": "us-east-1"}
         for name, value in {**values, "ENDPOINT_URL": endpoint}.items():
             patch.setenv(f"AWS_{name}", value)
-        found.close()
         yield endpoint
 
 
