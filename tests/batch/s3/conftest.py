@@ -15,15 +15,21 @@ from eagle_ray.storage import s3
 from eagle_ray.storage.path import StoragePath
 from tests.batch.s3.proxy import FaultProxy
 
+STARTED: set[str] = set()  # URLs of servers: each folder that imports the fixture has one of its own
+
 
 @pytest.fixture(scope="session")
 def s3_server(s3_endpoint) -> Iterator[str]:
-    """Its URL, the one in the environment."""
+    """Its URL, the one in the environment. Folders that import this fixture share the server of the first one."""
+    if s3_endpoint in STARTED:
+        yield s3_endpoint
+        return
     from moto.server import ThreadedMotoServer
 
     address = urlsplit(s3_endpoint)
     server = ThreadedMotoServer(address.hostname, address.port, verbose=False)
     server.start()
+    STARTED.add(s3_endpoint)
     yield s3_endpoint
     server.stop()
 
