@@ -1,7 +1,8 @@
 """JobPlan: what a job will do, read and checked before its output is touched.
 
-plan = plan_job(load_config("job.yaml"))
-plan.input.num_rows        # 480
+with SpareEngine() as spare:
+    plan = plan_job(load_config("job.yaml"), spare)
+    plan.input.num_rows        # 480
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ class JobPlan:
             log.info("%s: %s", self.config.model.target, note)
 
 
-def plan_job(config: JobConfig, retry_errors: bool = False) -> JobPlan:
-    """Scan the input and check it against the output. Raises ConfigError for what cannot work."""
+def plan_job(config: JobConfig, spare: SpareEngine, retry_errors: bool = False) -> JobPlan:
+    """Scan the input and check it against the output. Raises ConfigError for what cannot work.
+
+    spare: not started yet; the caller ends it.
+    """
     log.info("reading the input")
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
     previous = previous_run(config)
-    spare = SpareEngine()
     if previous.finished_key is None:
         spare.start(config)  # rows are missing, it seems
     found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))

@@ -22,6 +22,7 @@ from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
 from eagle_ray.batch.driver.run_summary import counted_rows, log_error_rows
 from eagle_ray.batch.driver.settle import settle
 from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging, print_result
@@ -63,8 +64,7 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 
 def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     """Do what run_job does. Raises IndexDamaged, too."""
-    plan = plan_job(config, retry_errors)
-    with plan.spare, claim(plan) as held:
+    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as held:
         if (missing := held.missing()) is not None:
             from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
 
