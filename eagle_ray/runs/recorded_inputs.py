@@ -100,6 +100,14 @@ def input_lists(output: StoragePath) -> list[StoragePath]:
     return output.glob(INPUTS.format("*"))
 
 
+def changed_files(recorded: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> str:
+    """Return the files that are not as they are recorded, with what changed of each; empty if none. New files are not
+    among them.
+    """
+    changes = {path: what_changed(recorded.get(path, now), now) for path, now in found.items()}
+    return ", ".join(f"{path} ({change})" for path, change in changes.items() if change)
+
+
 def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
     """Return what changed, or None."""
     if was["size"] != now["size"]:

@@ -33,7 +33,7 @@ from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, Outpu
 from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import Fingerprint, read_inputs, what_changed
+from eagle_ray.runs.recorded_inputs import Fingerprint, changed_files, read_inputs
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath
@@ -161,8 +161,7 @@ def _config_of(root: StoragePath, recorded: dict[str, Any], shards: Shards, give
 
 def _check_same_input(shard: JobShard, read: dict[str, Fingerprint], files: dict[str, Fingerprint]) -> None:
     """Raise OutputMismatch if a file is not the one that the shard has read; new files are added."""
-    changes = {path: what_changed(read.get(path, found), found) for path, found in files.items()}
-    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+    if changed := changed_files(read, files):
         raise OutputMismatch(
             f"input changed since shard {shard} read it: {changed}. Run --shard {shard} again, which compares its "
             "answers with the new rows, or put the file back."

@@ -26,9 +26,9 @@ from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.recorded_inputs import (
     FORMAT_WITH_INPUTS,
     Fingerprint,
+    changed_files,
     input_lists,
     read_inputs,
-    what_changed,
     write_inputs,
 )
 from eagle_ray.runs.row_index import free_index_name
@@ -126,8 +126,7 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
 
 def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Check that a resume has the earlier run's files; new files are added."""
-    changes = {path: what_changed(old.get(path, found), found) for path, found in new.items()}
-    if changed := ", ".join(f"{path} ({change})" for path, change in changes.items() if change):
+    if changed := changed_files(old, new):
         raise OutputMismatch(f"input changed since {output} was made from it: {changed}: put it back, {REMEDY}")
 
 
