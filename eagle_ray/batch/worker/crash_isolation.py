@@ -179,12 +179,13 @@ def max_group_size(num_crashes: int, slots: int) -> int:
 
 def _with_error_rows(batch: pa.Table, records: dict[str, CrashRecord]) -> pa.Table:
     """Return the batch with rows of a final record turned into error rows, as the reader does with unreadable rows."""
-    if not any(id in records and records[id].is_final for id in batch["request_id"].to_pylist()):
+    final = {id: record for id, record in records.items() if record.is_final}
+    if not final:
         return batch
     rows = batch.select(["request_id", *LOCATION, "error_code", "error_message"]).to_pylist()
     for row in rows:
-        record = records.get(row["request_id"])
-        if record is not None and record.is_final:
+        record = final.get(row["request_id"])
+        if record is not None:
             row["error_code"] = WORKER_DIED
             row["error_message"] = (
                 f"{location_text(row)}: {record.num_crashes} workers died while they answered it "
