@@ -18,7 +18,7 @@ import torch
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig, load_config
-from tests.helpers.messages import messages  # noqa: F401
+from tests.support.messages import messages  # noqa: F401
 
 TESTS = Path(__file__).parent
 WITH_RAY = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray.build import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from tests.conftest import PAIR
-from tests.helpers.fake_hub import hub
+from tests.support.fake_hub import hub
 
 E3 = PAIR.parent / "pair_e3"
 

@@ -10,7 +10,7 @@ import pytest
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from tests.cli.test_main import CONFIG
-from tests.helpers.tokenizers import write_tokenizer
+from tests.support.tokenizers import write_tokenizer
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("eagle[23]-*.yaml"))
 NODES = {"70b": 48, "72b": 48, "33b": 48, "32b": 48, "13b": 50, "14b": 50, "8b": 60, "7b": 60, "4b": 60, "1.7b": 60}

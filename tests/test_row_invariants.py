@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.row_invariants import STATISTICS, broken_laws
+from tests.support.row_invariants import STATISTICS, broken_laws
 
 GOOD = {
     "status": "ok",

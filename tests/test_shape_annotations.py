@@ -10,18 +10,18 @@ from pathlib import Path
 SCRIPT = """
 from jaxtyping import install_import_hook
 
-names = "tree sampling kv attention core models drafters planner engine"
+names = "tree sampling kv attention core models methods planner engine"
 packages = [f"eagle_ray.{name}" for name in names.split()]
 with install_import_hook(packages, "beartype.beartype"):
     import eagle_ray.engine.async_engine, eagle_ray.engine.reference
     from eagle_ray.config import SpeculativeConfig
-    from eagle_ray.drafters.experimental.rest import RestIndex
-    from eagle_ray.drafters.lookup import LookupDrafter
-    from eagle_ray.build import build_engine
+    from eagle_ray.methods.lookup.rest import RestIndex
+    from eagle_ray.methods.lookup.drafter import LookupDrafter
+    from eagle_ray.assembly.assemble import build_engine
     from eagle_ray.requests.parameters import SamplingParams
     from eagle_ray.tree.accept import VerifyResult
     from tests.engine.test_drafters import METHODS, engine_for
-    from tests.helpers.toy_models import head, head3, llama, llama_engine, run
+    from tests.support.toy_models import head, head3, llama, llama_engine, run
 
 import torch
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from eagle_ray import smollm2
-from eagle_ray.build import download
+from eagle_ray.assembly.assemble import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
@@ -20,8 +20,8 @@ from eagle_ray.doctor.system import smollm2 as smollm2_finding
 from eagle_ray.gguf import smollm2_wheel
 from eagle_ray.models.loader import load_target
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.helpers.gguf_writer import toy_metadata, toy_tensors, write_gguf
-from tests.helpers.slow_gguf import SlowReader, llama_logits
+from tests.support.gguf_writer import toy_metadata, toy_tensors, write_gguf
+from tests.support.slow_gguf import SlowReader, llama_logits
 
 ROOT = Path(__file__).parents[1]
 installed = pytest.mark.skipif(

@@ -29,13 +29,13 @@ from typing_extensions import Unpack
 from eagle_ray.api.prompts import Prompts, prompt_requests
 from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config, sampling_config
 from eagle_ray.api.request_output import RequestOutput, completion_of
-from eagle_ray.build import build_in_thread
+from eagle_ray.assembly.assemble import build_in_thread
 from eagle_ray.config import JobConfig
-from eagle_ray.config.methods import plain_decoding_note
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request

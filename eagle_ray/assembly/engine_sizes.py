@@ -14,15 +14,15 @@ from typing import Any
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.methods import OWN_PLANNERS
 from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
-from eagle_ray.drafters.draft_buffers import DraftShape
-from eagle_ray.drafters.eagle import tree_columns
-from eagle_ray.drafters.pair_drafter import QUEUE_WINDOW
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.eagle.draft_buffers import DraftShape
+from eagle_ray.methods.eagle.drafter import tree_columns
+from eagle_ray.methods.method import OWN_PLANNERS
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
+from eagle_ray.methods.registry import feature_layers
 from eagle_ray.models.model_probe import KVSpec
 from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.registry import feature_layers
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many

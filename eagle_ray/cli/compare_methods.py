@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
+from eagle_ray.assembly.assemble import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.run_summary import GROUP_BY
-from eagle_ray.build import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.config import JobConfig
-from eagle_ray.config.methods import AUTO
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import check_length
@@ -39,6 +38,7 @@ from eagle_ray.evaluation.draft_methods import (
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
 from eagle_ray.evaluation.timing import Round
+from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of

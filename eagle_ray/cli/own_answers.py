@@ -15,16 +15,16 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from eagle_ray.assembly.assemble import load_tokenizer
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.run import run_job
-from eagle_ray.build import load_tokenizer
 from eagle_ray.config import JobConfig, TrainConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.layout import DATA
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.training.chat_mask import user_turn_prefix
-from eagle_ray.training.conversations import TextSource, prompts_of
+from eagle_ray.training.job.chat_mask import user_turn_prefix
+from eagle_ray.training.job.conversations import TextSource, prompts_of
 
 log = logging.getLogger("eagle_ray")
 PROMPTS, ANSWERS, USER_TURNS = "prompts.jsonl", "answers", "user_turns"

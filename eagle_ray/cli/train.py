@@ -25,7 +25,7 @@ def train(config: TrainConfig) -> str:
     if config.training.workers > 1:
         record = _train_on_workers(config, paths)
     else:
-        from eagle_ray.training.train_head import train_head
+        from eagle_ray.training.job.train_head import train_head
 
         record = train_head(config, paths)
     return ending(record)
@@ -39,7 +39,7 @@ def _train_on_workers(config: TrainConfig, paths: list[str]) -> dict[str, Any]:
     import ray
 
     from eagle_ray.batch.driver.cluster import connect
-    from eagle_ray.training.data_parallel import train_on_workers
+    from eagle_ray.training.job.data_parallel import train_on_workers
 
     was_connected = ray.is_initialized()
     connect(address)

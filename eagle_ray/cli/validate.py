@@ -12,16 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from eagle_ray.batch.driver.input_plan import (
-    InputPlan,
-    requests_of,
-    row_settings_line,
-)
-from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
-from eagle_ray.batch.driver.job_plan import plan_first_run
-from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.reader.carried_columns import CarriedColumn
-from eagle_ray.build import (
+from eagle_ray.assembly.assemble import (
     ModelLimits,
     check_device,
     check_models,
@@ -31,11 +22,20 @@ from eagle_ray.build import (
     runs_on_gpu,
     unavailable_models,
 )
+from eagle_ray.batch.driver.input_plan import (
+    InputPlan,
+    requests_of,
+    row_settings_line,
+)
+from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
+from eagle_ray.batch.driver.job_plan import plan_first_run
+from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
+from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
-from eagle_ray.config.methods import reads_draft
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
+from eagle_ray.methods.method import reads_draft
 from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of

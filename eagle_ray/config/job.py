@@ -32,8 +32,8 @@ from pydantic import (
     model_validator,
 )
 
-from eagle_ray.config.methods import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
+from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS

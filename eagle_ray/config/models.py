@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
+from eagle_ray.methods.method import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names

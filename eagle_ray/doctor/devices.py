@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.worker_plan import ACCELERATOR, WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment, resolve_address
-from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence

@@ -27,11 +27,11 @@ from statistics import mean
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome

@@ -40,7 +40,6 @@ from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
-from eagle_ray.drafters.drafter import Draft, Drafter
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.grammar_drafts import GrammarChains
 from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
@@ -50,6 +49,7 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput, UnflushedStats
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier
+from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler

@@ -26,9 +26,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.drafters.drafter import Draft
-from eagle_ray.drafters.ensemble import extra_log_values
 from eagle_ray.engine.controlled_sampling import synced
+from eagle_ray.methods.combine.ensemble import extra_log_values
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree

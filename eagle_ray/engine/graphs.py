@@ -36,9 +36,9 @@ from torch import Tensor
 from eagle_ray.attention.triton_attention import uses_triton, why_no_triton
 from eagle_ray.core.graph_protocol import Kind, PaddedInput
 from eagle_ray.core.sampling_batch import ALL_KINDS
-from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.pair_drafter import NARROW, NARROW_FROM
 from eagle_ray.kernels.availability import is_triton_error, turn_off
+from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.plan_search import PassSizes

@@ -10,8 +10,8 @@ from eagle_ray.core.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.core.step_timer import StepTimer, StepTimes
-from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.verify import StepShape
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan

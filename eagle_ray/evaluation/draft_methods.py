@@ -9,7 +9,7 @@
     ours                        the job's own `speculative` section
     auto                        the job's own section, with a trial among its first questions
     none                        another name of plain
-    any other method            of config/methods.py, with the job's tree for everyone
+    any other method            of methods/method.py, with the job's tree for everyone
     eagle2:25                   a way with another max_nodes
     medusa=DIR                  a way with a model.draft of its own
     eagle3+draft_model=A+B      one with several
@@ -27,9 +27,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from eagle_ray.build import build_engine, load_draft
+from eagle_ray.assembly.assemble import build_engine, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.config.methods import (
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.method import (
     AUTO,
     DATASTORE,
     DRAFT_REQUIREMENT,
@@ -39,11 +43,7 @@ from eagle_ray.config.methods import (
     reads_draft,
     validate_method,
 )
-from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.drafters.drafter import Draft
-from eagle_ray.drafters.pair_drafter import PairDrafter
-from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.pair_drafter import PairDrafter
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.tree.budget import ranks

@@ -13,7 +13,7 @@ from typing import Any
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.drafter import Draft
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.draft_plan import DraftPlan

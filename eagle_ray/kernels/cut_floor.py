@@ -1,4 +1,4 @@
-"""The least logit of each row that a sampler's cuts would keep: what sampling/coupling.py's `least_kept` computes.
+"""The least logit of each row that a sampler's cuts would keep: what methods/coupling.py's `least_kept` computes.
 
     floors = least_kept(logits, temperature, top_k, top_p, min_p)      # one launch, without a sort
 

@@ -19,12 +19,12 @@ from eagle_ray.kernels.launch import launch
 from eagle_ray.kernels.sort_key import ranked, score_of, token_of
 
 WORD_BITS: tl.constexpr = tl.constexpr(64)
-LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in sampling/calibration.py
+LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in methods/calibration.py
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 
 class LevelBuffers(Protocol):
-    """The tensors of drafters/draft_buffers.py that a level is read from and written to.
+    """The tensors of methods/eagle/draft_buffers.py that a level is read from and written to.
 
     Attributes:
         level: [1], levels appended so far; not changed here.

@@ -1,7 +1,7 @@
 """The best k tokens of each row with their log-probabilities, without a sort and without fp32 copies of the logits.
 
     scores, places, own = top_k(logits, 10)                   # EAGLE-2's ranking
-    scores, places, own = top_k(logits, 10, push)             # coupled: see sampling/coupling.py
+    scores, places, own = top_k(logits, 10, push)             # coupled: see methods/coupling.py
 
 Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
 the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.drafters.drafter import Draft
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.plan_search import PassSizes, PlanEstimate, PlanSearch

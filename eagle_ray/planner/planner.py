@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.step_timer import StepTimes
-from eagle_ray.drafters.drafter import Draft
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import TreeBuilder

@@ -9,9 +9,9 @@ A static tree is best on average over sequences and steps. A dynamic tree also u
 from __future__ import annotations
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.drafters.drafter import Draft
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import Allocation, StepOutcome
-from eagle_ray.sampling.rank_acceptance import RankAcceptance
+from eagle_ray.planner.rank_acceptance import RankAcceptance
 from eagle_ray.tree.budget import Budget, static
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import StaticTree, best_tree

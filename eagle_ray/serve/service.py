@@ -17,7 +17,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from eagle_ray.build import build_in_thread
+from eagle_ray.assembly.assemble import build_in_thread
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence

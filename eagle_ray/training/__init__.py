@@ -1,1 +1,1 @@
-"""Making drafts better: the embedded pair from nothing; EAGLE, Medusa and Hydra heads for a given target."""
+"""What the training recipe of a head is made of: features, packing, losses, optimization."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from eagle_ray.build import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.methods.eagle.heads import EagleHead
 
 
 @torch.no_grad()

@@ -33,14 +33,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, download
+from eagle_ray.assembly.assemble import build_engine, download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
-from eagle_ray.models.eagle_heads import EagleHead
-from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.eagle.heads import EagleHead
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner

@@ -25,8 +25,8 @@ from typing import Protocol
 
 import torch
 
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.batch.driver.execute import plan_batch_size, plan_calls
-from eagle_ray.build import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.engine import Engine

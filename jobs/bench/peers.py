@@ -27,8 +27,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from eagle_ray.assembly.assemble import download
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.build import download
 from eagle_ray.smollm2 import SMOLLM2
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of
 from jobs.bench.peer_inputs import Models, load_prompts, model_len, widened_pair

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from eagle_ray.build import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner

@@ -13,7 +13,7 @@ import platform
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, load_causal_lm, load_draft, load_tokenizer
+from eagle_ray.assembly.assemble import build_engine, load_causal_lm, load_draft, load_tokenizer
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.step_timer import StepTimes
-from eagle_ray.drafters.drafter import Draft
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.cost_cache import CURVES, NUMBERS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.plan_search import PassSizes

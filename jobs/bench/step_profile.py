@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, download
+from eagle_ray.assembly.assemble import build_engine, download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.calibration_feedback import Offers
-from eagle_ray.drafters.candidate_ranker import CandidateRanker
-from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine import verify
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.methods.calibration_feedback import Offers
+from eagle_ray.methods.candidate_ranker import CandidateRanker
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models import decoder
-from eagle_ray.models.head_checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.methods.eagle.heads import EagleHead
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import seeded, typed
 

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.methods.eagle.heads import EagleHead
 from jobs.bench.embedding_map import EmbeddingMap, ModelShape, place
 
 NO_EPS = 1e-20  # the constant dimension stands in for it

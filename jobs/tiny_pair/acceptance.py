@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_ray.build import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eagle_ray.config import load_train_config
 from eagle_ray.core.start_log import configure_logging
-from eagle_ray.training.train_head import train_head
+from eagle_ray.training.job.train_head import train_head
 from jobs.tiny_pair.corpus import Conversation
 
 STEP_TOKENS = 3840

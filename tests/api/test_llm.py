@@ -24,7 +24,7 @@ from eagle_ray.api.python_config import _KEYS, EngineSettings, engine_config, sa
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.conftest import PAIR, token_rows
-from tests.helpers.chat_templates import R1
+from tests.support.chat_templates import R1
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"

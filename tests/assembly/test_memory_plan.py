@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray import build
+from eagle_ray.assembly import assemble as build
 from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
 from eagle_ray.config import SpeculativeConfig, load_config
@@ -14,7 +14,7 @@ from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.requests.parameters import SamplingParams
-from tests.helpers.toy_models import head3, llama, llama_engine, run
+from tests.support.toy_models import head3, llama, llama_engine, run
 
 GB = 10**9
 WEIGHTS = int(16.1 * GB)  # an 8B model in bf16, and an EAGLE-3 head

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.api.prompts import prompt_requests
+from eagle_ray.assembly.assemble import download
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
-from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import line_of
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -19,10 +19,10 @@ from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.helpers.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
-from tests.helpers.row_invariants import broken_laws
-from tests.helpers.scripted_engine import ScriptedEngine
-from tests.helpers.tokenizers import special_tokenizer, thinking_target, write_tokenizer
+from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
+from tests.support.row_invariants import broken_laws
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.tokenizers import special_tokenizer, thinking_target, write_tokenizer
 
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}

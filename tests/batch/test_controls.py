@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from eagle_ray.assembly.assemble import download
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.build import download
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sequences import sequences_of
@@ -19,7 +19,7 @@ from tests.batch.reader.test_plan import plan, write_jsonl
 from tests.batch.test_logprobs import TINY
 from tests.batch.test_sequences import request
 from tests.batch.test_worker import answers
-from tests.helpers.row_invariants import broken_laws
+from tests.support.row_invariants import broken_laws
 
 COLUMNS = {
     "presence_penalty": 0.5,

@@ -19,8 +19,8 @@ from eagle_ray.batch.driver.previous_run import forget_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.conftest import exit_code, small_job, token_rows
-from tests.helpers.processes import children_of
-from tests.helpers.row_invariants import broken_laws
+from tests.support.processes import children_of
+from tests.support.row_invariants import broken_laws
 
 RUN_JOB = """
 import signal, sys

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.build import download
+from eagle_ray.assembly.assemble import download
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.batch.test_worker import answers
-from tests.helpers.row_invariants import broken_laws
+from tests.support.row_invariants import broken_laws
 
 WITHIN = 2e-4  # of fp32: one row's logits against the same row's among others, and a sum over the vocabulary
 TINY = {

@@ -22,7 +22,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from tests.batch.nodes import start_run
 from tests.conftest import small_job, token_rows
-from tests.helpers.processes import Watched
+from tests.support.processes import Watched
 
 RAYS = ("gcs_server", "raylet", "ray::MapWorker(MapBatches(EngineActor))", "ray::DashboardAgent")
 UNUSED = ("monitor.py", "dashboard.py")  # of Ray: the autoscaler and the API server

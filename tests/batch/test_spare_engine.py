@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from eagle_ray.assembly.assemble import check_models
 from eagle_ray.batch.worker import spare_engine
 from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
 from eagle_ray.batch.worker.spare_engine import SpareEngine, fork_engine
-from eagle_ray.build import check_models
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
 from tests.batch.test_engine_process import answered, arguments_of, batches_of, ignore, is_gone, pid_of, until

@@ -24,7 +24,7 @@ from tests.batch.test_controls import write
 from tests.batch.test_logprobs import TINY
 from tests.batch.test_sequences import request
 from tests.batch.test_worker import answers
-from tests.helpers.row_invariants import broken_laws
+from tests.support.row_invariants import broken_laws
 
 SCHEMA = {
     "type": "object",

@@ -15,7 +15,7 @@ from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
-from tests.helpers.row_invariants import broken_laws
+from tests.support.row_invariants import broken_laws
 
 
 def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -> list[dict]:

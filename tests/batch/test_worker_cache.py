@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray import build
+from eagle_ray.assembly import assemble as build
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.evaluation.draft_methods import ExpandedPlanner, OwnConfidence, expanded, num_expanded
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.budget import Budget, uniform
 from eagle_ray.tree.expand import TreeBuilder
-from tests.helpers.toy_models import llama, llama_engine, run
+from tests.support.toy_models import llama, llama_engine, run
 
 WIDTH = 3
 

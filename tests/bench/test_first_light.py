@@ -19,8 +19,8 @@ from jobs.bench.gpu.findings import Findings, environment
 from jobs.bench.gpu.isolated_runs import NOT_ASKED, IsolatedRun, TimeBudget, run_all
 from jobs.bench.gpu.plain_rig import MeasuredGraphRunner
 from jobs.bench.gpu.triton_cache import triton_cache
-from tests.helpers.processes import is_running
-from tests.helpers.toy_models import llama
+from tests.support.processes import is_running
+from tests.support.toy_models import llama
 
 ROOT = Path(__file__).parents[2]
 FIRST_LIGHT = [sys.executable, "-m", "jobs.bench.gpu.first_light"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
@@ -13,7 +13,7 @@ from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, 
 from eagle_ray.evaluation.timing import run_requests
 from eagle_ray.report.intervals import difference_interval
 from eagle_ray.requests.parameters import SamplingParams
-from tests.helpers.toy_models import head, llama
+from tests.support.toy_models import head, llama
 
 TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
 

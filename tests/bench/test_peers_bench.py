@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.build import ASSETS, build_engine_from_config
+from eagle_ray.assembly.assemble import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
 from jobs.bench.embedding_map import ModelShape
-from tests.helpers.processes import children_of, is_running
+from tests.support.processes import children_of, is_running
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "bench"
 TARGET = ASSETS / "tiny" / "target"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -24,7 +24,7 @@ from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.simulated_costs import flat
 from jobs.bench.synthetic import successor, synthetic_pair
 from jobs.bench.widening import widen_pair
-from tests.helpers.toy_models import head, llama, run
+from tests.support.toy_models import head, llama, run
 
 WIDE = ModelShape(64, 3, 4, 2, 16, 80, 128)
 PROMPTS = [[5, 9, 23, 41], [7, 8], [11, 60, 61, 62, 63, 64]]

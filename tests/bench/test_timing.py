@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import compare, first_difference
@@ -12,7 +12,7 @@ from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.degraded_heads import damaged_head, random_head
-from tests.helpers.toy_models import head, llama
+from tests.support.toy_models import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]
 TREE = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4, budget="uniform")

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.eagle_heads import EagleHead
+from eagle_ray.methods.eagle.heads import EagleHead
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import BENCH, LLAMA_1B, LLAMA_3B, LLAMA_8B, widen_pair
-from tests.helpers.toy_models import head, llama, run
+from tests.support.toy_models import head, llama, run
 
 TOLERANCE = 1e-4
 VOCAB = 97

@@ -11,7 +11,7 @@ from eagle_ray.cli import demo
 from eagle_ray.cli.demo import demo_config, run_demo
 from eagle_ray.config import changed_keys, load_config
 from eagle_ray.storage.path import StoragePath
-from tests.helpers.row_invariants import broken_laws
+from tests.support.row_invariants import broken_laws
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -15,7 +15,7 @@ import torch
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import failed_start
 from eagle_ray.runs.job_errors import outcome_of
-from tests.helpers.tokenizers import write_tokenizer
+from tests.support.tokenizers import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig
 
 from eagle_ray.assembly import memory_plan
+from eagle_ray.assembly.assemble import build_engine_from_config, download
 from eagle_ray.assembly.engine_sizes import SequenceLengths
 from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan, loaded_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.build import build_engine_from_config, download
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import load_config
@@ -24,7 +24,7 @@ from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.conftest import PAIR
-from tests.helpers.tokenizers import LFS_POINTER, write_tokenizer
+from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 
 
 def job(**settings: object):

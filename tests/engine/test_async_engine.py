@@ -9,7 +9,7 @@ from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.requests.parameters import SamplingParams
-from tests.helpers.toy_models import llama_engine, run
+from tests.support.toy_models import llama_engine, run
 
 
 def test_many_callers_get_what_the_engine_alone_gives():

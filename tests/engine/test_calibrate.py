@@ -15,7 +15,7 @@ from eagle_ray.engine.calibrate import (
     calibrate_costs,
 )
 from eagle_ray.planner.cost_model import BUCKETS
-from tests.helpers.toy_models import llama_engine
+from tests.support.toy_models import llama_engine
 
 TREE = 8, 3, 3  # max_nodes, max_depth, top_k
 UNLIMITED = 1e9

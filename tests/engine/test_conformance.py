@@ -8,15 +8,15 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
-from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
-from tests.helpers.toy_models import best, run
+from tests.support.toy_models import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 TRACES = {pair: json.loads((GOLDENS / f"{pair}_t16_d3_k4.json").read_text()) for pair in ("pair_fit", "pair_e3")}

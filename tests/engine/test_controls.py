@@ -20,7 +20,7 @@ from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
 from tests.engine.test_host_syncs import watched_step
 from tests.engine.test_lossless import SAMPLING, differing, some_prompts
-from tests.helpers.toy_models import llama, llama_engine, run, sequence_of, word_ids
+from tests.support.toy_models import llama, llama_engine, run, sequence_of, word_ids
 
 EOS = 2
 VOCAB = 97

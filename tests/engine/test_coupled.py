@@ -5,11 +5,11 @@ import torch
 
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.candidate_ranker import MAX_FEEDBACK
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import MAX_FEEDBACK
+from eagle_ray.methods.coupling import Coupling
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.coupling import Coupling
-from tests.helpers.toy_models import run, table_engine
+from tests.support.toy_models import run, table_engine
 
 VOCAB, DEPTH = 40, 4
 TABLE = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0))

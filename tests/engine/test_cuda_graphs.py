@@ -19,23 +19,23 @@ from transformers import LlamaForCausalLM
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.drafter import Draft
-from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.verify import Verifier
 from eagle_ray.kv import kv_cache
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models import target as target_module
 from eagle_ray.models.model_probe import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.coupling import Coupling
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.engine.test_host_syncs import TO_HOST
-from tests.helpers.toy_models import head, head3, llama
 from tests.models.test_placement import fake_to, fake_zeros
+from tests.support.toy_models import head, head3, llama
 
 DEVICE = torch.device("cpu:1")
 FROM_PYTHON = {
@@ -126,8 +126,8 @@ class Watched:
 SENDERS = (
     "core.async_copy",
     "attention.prefill_metadata",
-    "drafters.eagle",
-    "drafters.pair_drafter",
+    "methods.eagle.drafter",
+    "methods.pair_drafter",
     "engine.scheduler",
     "kv.block_manager",
     "models.target",

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, build_engine_from_config, check_models
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, check_models
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.models import draft_vocab
-from eagle_ray.models.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
+from eagle_ray.methods.eagle import draft_vocab
+from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
 from eagle_ray.requests.parameters import SamplingParams
 from tests.conftest import PAIR
-from tests.helpers.toy_models import head, llama, run
+from tests.support.toy_models import head, llama, run
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 PROMPTS = [[5, 6, 7], [8], [9, 10]]

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.build import build_engine, build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence, SequenceStatus
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.models.medusa_heads import HydraHeads, MedusaHeads
+from eagle_ray.methods.draft_model.checkpoint import DraftModel
+from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
-from tests.helpers.dflash_checkpoints import published_head, zlab_config
-from tests.helpers.toy_models import LLAMA, head, llama, run
+from tests.support.dflash_checkpoints import published_head, zlab_config
+from tests.support.toy_models import LLAMA, head, llama, run
 
 METHODS = ["eagle1", "sequoia", "draft_model", "medusa", "hydra", "dflash", "dflash causal"]
 DYNAMIC = METHODS[2:]  # whose trees any plan may shape

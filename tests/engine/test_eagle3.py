@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.build import build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.eagle import EagleDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.requests.parameters import SamplingParams
 from tests.conftest import PAIR
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.helpers.toy_models import head3, llama_engine, run
+from tests.support.toy_models import head3, llama_engine, run
 
 E3 = PAIR.parent / "pair_e3"
 LAYERS = 7

@@ -8,14 +8,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.experimental.token_recycling import RecyclingDrafter
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.calibration import Calibration
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
-from tests.helpers.toy_models import llama_engine
+from tests.support.toy_models import llama_engine
 
 DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
 TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}

@@ -8,19 +8,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.build import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.budget import Budget, best_of_batch
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.helpers.toy_models import llama, llama_engine, run
+from tests.support.toy_models import llama, llama_engine, run
 
 TREES = {
     "plain": (0, 0, 0),

@@ -10,22 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_ray.build import build_engine, check_models
+from eagle_ray.assembly.assemble import build_engine, check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.drafters.drafter import Draft
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
-from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.models.head_checkpoint import save_head
-from eagle_ray.registry import DraftList
+from eagle_ray.methods.draft_model.checkpoint import DraftModel
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.conftest import PAIR
 from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of
 from tests.engine.test_lossless import Oracle, Whimsical, some_params, some_prompts
-from tests.helpers.dflash_checkpoints import published_head, zlab_config
-from tests.helpers.toy_models import head, head3, llama, run
+from tests.support.dflash_checkpoints import published_head, zlab_config
+from tests.support.toy_models import head, head3, llama, run
 
 LAYERS = 7
 DEPTH = 5

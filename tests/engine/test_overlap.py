@@ -29,7 +29,7 @@ from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.helpers.toy_models import head3, llama_engine, run
+from tests.support.toy_models import head3, llama_engine, run
 
 TREE = (12, 4, 4)
 

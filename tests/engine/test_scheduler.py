@@ -20,7 +20,7 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.requests.parameters import SamplingParams
 from tests.engine.test_lossless import SAMPLING, differing
-from tests.helpers.toy_models import llama, llama_engine
+from tests.support.toy_models import llama, llama_engine
 
 PLAIN, TREE = (0, 0, 0), (8, 3, 4)
 BLOCK = 32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.build import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
@@ -19,8 +19,8 @@ from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import SAMPLING, TREES, differing
-from tests.helpers.schemas import Schema, check_schema, some_schemas
-from tests.helpers.toy_models import run
+from tests.support.schemas import Schema, check_schema, some_schemas
+from tests.support.toy_models import run
 
 VOCAB, EOS = 1536, 4
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import jsonschema
 import pytest
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
@@ -25,9 +25,9 @@ from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.engine.test_controls import TREES, assert_equal
 from tests.engine.test_drafters import weights_for
 from tests.engine.test_lossless import SAMPLING, some_prompts
-from tests.helpers.limited_matcher import LimitedMatcher
-from tests.helpers.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
-from tests.helpers.toy_tokenizer import toy_tokenizer
+from tests.support.limited_matcher import LimitedMatcher
+from tests.support.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
+from tests.support.toy_tokenizer import toy_tokenizer
 
 EOS, VOCAB = 2, 97
 TEXT = toy_tokenizer()

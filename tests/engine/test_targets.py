@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.coupling import Coupling
 from tests.engine.test_lossless import differing, some_params, some_prompts
-from tests.helpers.toy_models import head, run
 from tests.models.families import FAMILIES, plain_copy, random_model
+from tests.support.toy_models import head, run
 
 TREE = (12, 4, 4)
 OFTEN = ("gemma2", "gpt_oss", "mixtral")  # soft-caps and windows, sinks, experts; the rest with the slow tests

@@ -9,19 +9,19 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import LlamaForCausalLM
 
-from eagle_ray.build import build_engine, build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.drafters.lookup import LookupDrafter
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
+from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
 from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
-from tests.helpers.toy_models import Roomy, head, llama, run
+from tests.support.toy_models import Roomy, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]
 METHODS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "rest", "ngram+suffix"))]

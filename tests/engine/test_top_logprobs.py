@@ -10,7 +10,7 @@ from eagle_ray.engine import controlled_sampling, prefill, top_logprobs
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import sampler
-from tests.helpers.toy_models import llama_engine, run
+from tests.support.toy_models import llama_engine, run
 
 ASKING = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True, top_logprobs=3, prompt_logprobs=True)
 

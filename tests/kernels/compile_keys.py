@@ -23,7 +23,7 @@ from eagle_ray.kernels import availability
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
-from tests.helpers.toy_models import llama_engine, run
+from tests.support.toy_models import llama_engine, run
 
 SLOTS, SEQUENCES, TREE = 4, 14, (60, 6, 10)
 KINDS = [

@@ -6,7 +6,7 @@ tests/conftest.py has set Triton's variable for that, before any test imports a 
 import pytest
 
 from eagle_ray.kernels.availability import is_interpreting
-from tests.helpers.messages import messages  # noqa: F401
+from tests.support.messages import messages  # noqa: F401
 
 if is_interpreting():
     from tests.kernels.interpreter import mend

@@ -13,7 +13,7 @@ import json, sys
 from dataclasses import asdict
 
 import torch
-from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape
+from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.cut_floor import least_kept
 from eagle_ray.kernels.draft_level import append_level
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul

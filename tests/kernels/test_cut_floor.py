@@ -5,8 +5,8 @@ import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cut_floor as kernel
+from eagle_ray.methods.coupling import NUM_CUT, least_kept
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.coupling import NUM_CUT, least_kept
 from tests.kernels.device import DEVICE
 
 PARAMS = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.drafters.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.calibration import Calibration
 from tests.kernels.counting import device_operations
 from tests.kernels.device import DEVICE
 

@@ -1,8 +1,8 @@
 """An engine whose steps run on the kernels produces what the portable engine does, greedy and sampled."""
 
 from eagle_ray.requests.parameters import SamplingParams
-from tests.helpers.toy_models import head3, llama_engine, run
 from tests.kernels.device import DEVICE
+from tests.support.toy_models import head3, llama_engine, run
 
 WHOLE = [
     SamplingParams(max_tokens=4, ignore_eos=True, logprobs=True),

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.drafters.candidate_ranker import CandidateRanker
 from eagle_ray.kernels import topk as kernel
+from eagle_ray.methods.candidate_ranker import CandidateRanker
+from eagle_ray.methods.coupling import Coupling
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.coupling import Coupling
 from tests.kernels.device import DEVICE
 
 PLAIN = [

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.helpers.toy_models import LLAMA, best, random_tree
+from tests.support.toy_models import LLAMA, best, random_tree
 
 WINDOW = 7
 MOE = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)

@@ -9,16 +9,15 @@ from eagle_ray.attention import backend
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
+from eagle_ray.methods.draft_model.checkpoint import DraftModel
+from eagle_ray.methods.eagle.head_decoder import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
-from eagle_ray.models.draft_model import DraftModel
-from eagle_ray.models.head_decoder import head_forward
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
 from eagle_ray.models.placement import dispatch
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.helpers.toy_models import head, head3, llama, llama_engine, run
 from tests.models.families import (
     CHUNKS,
     FAMILIES,
@@ -33,6 +32,7 @@ from tests.models.families import (
     random_trees,
     target_of,
 )
+from tests.support.toy_models import head, head3, llama, llama_engine, run
 
 COVERED = {
     "llama": config_of("llama", attention_bias=True, mlp_bias=True),

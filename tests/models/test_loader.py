@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models import loader
 from eagle_ray.models.loader import eos_ids, load_config, load_target
-from tests.helpers.toy_models import LLAMA, llama
+from tests.support.toy_models import LLAMA, llama
 
 
 @pytest.fixture

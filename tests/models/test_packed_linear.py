@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from eagle_ray.models.packed_linear import MIN_PACKED_ROWS, PackedLinear, pack_linears, warm_up_kernels
-from tests.helpers.toy_models import llama
+from tests.support.toy_models import llama
 
 SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel for a single row sums in another order
 

@@ -15,8 +15,8 @@ from eagle_ray.models.model_probe import probe
 from eagle_ray.models.placement import dispatch, layer_sizes, moved, other_size, place_layers
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.helpers.toy_models import llama
 from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.toy_models import llama
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.build import build_engine_from_config, cost_key
+from eagle_ray.assembly.assemble import build_engine_from_config, cost_key
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.requests.parameters import SamplingParams
-from tests.helpers.toy_models import llama
 from tests.models.families import CHUNKS, assert_trees_equal, target_of
+from tests.support.toy_models import llama
 
 pytest.importorskip("accelerate", reason="transformers loads quantised checkpoints with accelerate")
 BLOCK = 128  # of FP8's scales

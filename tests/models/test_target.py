@@ -7,8 +7,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.helpers.toy_models import llama, random_tree
 from tests.models.families import PROMPTS, assert_trees_equal, path_to, plain_copy, target_of
+from tests.support.toy_models import llama, random_tree
 
 
 @pytest.mark.parametrize("budgets, padding", [((9, 9, 9), 0), ((9, 2, 6), 0), ((9, 2, 6), 7)])

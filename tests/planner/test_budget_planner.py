@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from eagle_ray.build import ASSETS, build_engine_from_config
+from eagle_ray.assembly.assemble import ASSETS, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes
@@ -22,7 +22,7 @@ from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat, h200
-from tests.helpers.toy_models import Roomy, run
+from tests.support.toy_models import Roomy, run
 
 LONG = SamplingParams(max_tokens=96, ignore_eos=True)
 

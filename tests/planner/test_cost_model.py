@@ -30,7 +30,7 @@ from eagle_ray.planner.cost_cache import adopt_costs, cache_path, cached_costs, 
 from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.helpers.toy_models import llama_engine
+from tests.support.toy_models import llama_engine
 
 
 @pytest.fixture(autouse=True)

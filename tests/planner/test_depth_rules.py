@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from eagle_ray.build import build_engine
+from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.planner import depth_rules
 from eagle_ray.planner.depth_rules import ddd_stops, opt_tree_stops
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import TreeBuilder
 from tests.engine.test_lossless import some_prompts
-from tests.helpers.toy_models import head, llama, run
+from tests.support.toy_models import head, llama, run
 
 
 def grown(*levels: list[list[float]]) -> TreeBuilder:

@@ -371,7 +371,7 @@ def test_metrics_count_what_was_answered(app, service):
 
 
 def test_a_dead_engine_is_no_health(service):
-    from tests.helpers.toy_models import llama_engine
+    from tests.support.toy_models import llama_engine
 
     engine = llama_engine(1)
     ended = Service(ServeConfig(), engine, None)
@@ -382,7 +382,7 @@ def test_a_dead_engine_is_no_health(service):
 
 
 def test_a_target_without_words_takes_and_gives_token_ids():
-    from tests.helpers.toy_models import llama_engine
+    from tests.support.toy_models import llama_engine
 
     mute = Service(ServeConfig(), llama_engine(2, 8, 3, 3), None)
     app = build_app(mute)

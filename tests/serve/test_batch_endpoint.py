@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.helpers.processes import descendants
 from tests.serve.test_endpoint import Server, replicas
 from tests.serve.test_endpoint import until as until_soon
+from tests.support.processes import descendants
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 openai = pytest.importorskip("openai")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.batch.heads import free_port, head_in, wait_for
-from tests.helpers.processes import Watched
+from tests.support.processes import Watched
 
 ROOT = Path(__file__).parent.parent.parent
 PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "eagle_ray.serve.proxy_errors.middlewares"}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.text.output_text import REPLACEMENT_CHAR, TextOptions
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.helpers.tokenizers import SPECIAL, ids_of, write_tokenizer
+from tests.support.tokenizers import SPECIAL, ids_of, write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
 VOCAB = 330

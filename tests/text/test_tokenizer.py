@@ -10,7 +10,7 @@ from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.text.chat_format import TEMPLATE_NAMES, template_message
 from eagle_ray.text.output_text import REPLACEMENT_CHAR
 from eagle_ray.text.tokenizer import MAX_CHARS_PER_TOKEN, ChatTemplateError, Tokenizer
-from tests.helpers.tokenizers import LFS_POINTER, ids_of, write_tokenizer
+from tests.support.tokenizers import LFS_POINTER, ids_of, write_tokenizer
 
 BOS, EOS, USER, ASSISTANT, END = range(5)
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eagle_ray.config import TrainConfig, load_train_config
-from tests.helpers.toy_models import llama
+from tests.support.toy_models import llama
 
 VOCAB = 97
 

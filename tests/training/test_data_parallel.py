@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.training.data_parallel import train_on_workers
-from eagle_ray.training.train_head import train_head
-from eagle_ray.training.train_state import TrainState
+from eagle_ray.training.job.data_parallel import train_on_workers
+from eagle_ray.training.job.train_head import train_head
+from eagle_ray.training.job.train_state import TrainState
 
 SETTINGS = {"head.method": "eagle3", "optimizer.kind": "adamw", "training.shard_tokens": 40}
 
@@ -37,7 +37,7 @@ def test_a_lost_worker_resumes_from_the_checkpoint(ray_session, make_config, ans
             Path(flag).touch()
             os._exit(1)
 
-    import eagle_ray.training.data_parallel as module
+    import eagle_ray.training.job.data_parallel as module
 
     train = module._train
 

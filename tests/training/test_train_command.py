@@ -19,8 +19,8 @@ from eagle_ray.cli import main as cli
 from eagle_ray.config import load_train_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
-from eagle_ray.training import train_head as train_head_module
-from eagle_ray.training.train_head import train_head
+from eagle_ray.training.job import train_head as train_head_module
+from eagle_ray.training.job.train_head import train_head
 from tests.batch.s3.conftest import bucket, outside, s3_server  # noqa: F401
 
 ROOT = Path(__file__).parents[2]

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle_ray.build import load_causal_lm
+from eagle_ray.assembly.assemble import load_causal_lm
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.models.draft_vocab import read_draft_vocab
-from eagle_ray.models.head_checkpoint import load_dflash, load_head, read_shapes
+from eagle_ray.methods.eagle.checkpoint import load_dflash, load_head, read_shapes
+from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.training import train_head as train_head_module
-from eagle_ray.training.feature_cache import FeatureCache
 from eagle_ray.training.feature_source import ComputedFeatures
+from eagle_ray.training.job import train_head as train_head_module
+from eagle_ray.training.job.feature_cache import FeatureCache
+from eagle_ray.training.job.train_head import train_head
+from eagle_ray.training.job.training_data import load_data
 from eagle_ray.training.packing import PackedBatch
-from eagle_ray.training.train_head import train_head
-from eagle_ray.training.training_data import load_data
 
 
 def run(config: Any, **options: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_a_feature_cache_goes_on_after_a_kill_and_refuses_other_data(make_config
     data = load_data(config, None, [config.data.path])
     causal_lm = load_causal_lm(ModelConfig(target=config.model.target, draft=None, device="cpu", dtype="float32"))
     source = ComputedFeatures(causal_lm, (2, 4, 5), 64)
-    monkeypatch.setattr("eagle_ray.training.feature_cache.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("eagle_ray.training.job.feature_cache.SHARD_BYTES", 20_000)
     FeatureCache.open(tmp_path / "cache", source, data.documents[:17], {"data": 1})
     monkeypatch.setattr(source, "read", lambda packed: pytest.fail("computed again"))
     FeatureCache.open(tmp_path / "cache", source, data.documents[:17], {"data": 1})
@@ -243,7 +243,7 @@ def test_checkpoints_of_other_settings_are_refused(make_config, stop_after, monk
 
 
 def test_eagle3_needs_seven_layers(make_config, tmp_path):
-    from tests.helpers.toy_models import llama
+    from tests.support.toy_models import llama
 
     llama(num_hidden_layers=6).save_pretrained(tmp_path / "shallow")
     with pytest.raises(ConfigError, match=r"7 layers or more.*has 6\. Use eagle2"):

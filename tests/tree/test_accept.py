@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.tree.accept import accept_path
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.helpers.toy_models import random_tree
+from tests.support.toy_models import random_tree
 
 
 def walk(tree: DraftTree, picks: list[int]) -> tuple[list[int], list[int]]:

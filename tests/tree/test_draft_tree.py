@@ -8,7 +8,7 @@ from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 from eagle_ray.tree.tree_mask import pack_mask, unpack_mask
-from tests.helpers.toy_models import best, random_tree
+from tests.support.toy_models import best, random_tree
 
 
 def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:

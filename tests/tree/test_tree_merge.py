@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.sampling.ensemble_calibration import EnsembleCalibration
+from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge
-from tests.helpers.toy_models import best
+from tests.support.toy_models import best
 from tests.tree.test_draft_tree import check_laws, grown
 
 

@@ -17,7 +17,7 @@ from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
-from eagle_ray.config.methods import plain_decoding_note
+from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath

@@ -19,8 +19,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
 from eagle_ray.batch.worker.start_cache import start_cache
-from eagle_ray.build import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence

@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from torch import nn
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.drafters.drafter import Drafter
-from eagle_ray.drafters.eagle import EagleDrafter, tree_columns
-from eagle_ray.drafters.null import NullDrafter
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.null import NullDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.calibration import Calibration
-from eagle_ray.sampling.coupling import Coupling
 from jobs.bench.gpu.synthetic_context import ContextBlocks, begin, fill, in_context
 
 Tree = tuple[int, int, int]  # max_nodes, max_depth, top_k

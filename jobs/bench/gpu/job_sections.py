@@ -39,7 +39,7 @@ from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import compare
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
-from eagle_ray.models.head_checkpoint import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -129,7 +129,7 @@ def _question(row: dict[str, Any]) -> str:
 
 def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None) -> Engine:
     """Return the pair's engine as a worker builds it, its graphs captured and its costs measured."""
-    from eagle_ray.build import build_in_thread
+    from eagle_ray.assembly.assemble import build_in_thread
     from eagle_ray.config import ModelConfig, SpeculativeConfig
     from eagle_ray.config.job import EnginesConfig
 
@@ -143,7 +143,7 @@ def shaped_engine(
     model: nn.Module, head: nn.Module | None, slots: int | str, max_model_len: int, kv_tokens: int | str = "auto"
 ) -> Engine:
     """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
-    from eagle_ray.build import build_engine
+    from eagle_ray.assembly.assemble import build_engine
     from eagle_ray.config import SpeculativeConfig
     from eagle_ray.core.start_log import StartLog
 
@@ -156,7 +156,7 @@ def shaped_engine(
 
 def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
     """Return the pair inside an 8B's shape."""
-    from eagle_ray.build import download
+    from eagle_ray.assembly.assemble import download
 
     small = load_target(download(scale.target, "target"), torch.float32, str(scale.device))
     head = load_head(download(scale.draft, "draft"), small.config).to(scale.device, torch.float32).eval()

@@ -5,7 +5,7 @@ from functools import reduce
 import torch
 from protocol import serve
 
-from eagle_ray.build import build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence

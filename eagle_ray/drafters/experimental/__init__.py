@@ -1,1 +1,0 @@
-"""Drafters from other papers, to compare with."""

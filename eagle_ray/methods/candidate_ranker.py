@@ -1,0 +1,248 @@
+"""CandidateRanker: rank children by a head's features, each with the probability that the target samples it.
+
+    ranking = CandidateRanker(logits_of, calibration, coupling)
+    ranking.start(sampling, lengths)
+    children = ranking.children(features, None, width)           # level 1
+    children = ranking.children(features, frontier, width)       # each further level
+    ranking.update(result)                                       # learn from the target's tokens
+
+Without calibration and coupling it is EAGLE-2's ranking as published: the head's own top children. With coupling, the
+children of sampled rows are those that the target most likely samples with the same noise. It learns from the target's
+token after every node on the accepted path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.calibration_feedback import Offered, Offers, TargetPath
+from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
+from eagle_ray.sampling.sampler import gumbel_noise
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.expand import Frontier
+
+MAX_FUSED_K = 32  # children per node that the kernel finds, one after the other
+MAX_FEEDBACK = 32  # target tokens per update of the coupling: more would cost memory and change little
+LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """K children of each of F nodes, the likeliest first, conditional on their parent.
+
+    Attributes:
+        log_probs: calibrated log-probability that the target samples them.
+        draft_log_probs: the head's own, without noise and temperature.
+    """
+
+    tokens: Int[Tensor, "B F K"]
+    log_probs: Float[Tensor, "B F K"]
+    draft_log_probs: Float[Tensor, "B F K"]
+
+
+@dataclass(slots=True)
+class RankingFeedback:
+    """What one step's trees were made from, kept until the target's tokens are known.
+
+    Attributes:
+        members: indices of their sequences in the batch.
+        sampling, lengths: of these sequences.
+        features: of each level's frontier; one for all of its nodes if they share it.
+    """
+
+    members: Int[Tensor, " M"] | slice
+    sampling: SamplingBatch
+    lengths: Int[Tensor, " M"]
+    features: list[Float[Tensor, "M _ H"]]
+    offered: Offered
+
+
+class CandidateRanker:
+    """Ranks children and learns from the target's tokens.
+
+    Args:
+        logits_of: returns the head's logits from its features.
+        token_ids: the tokens of these logits; None is the whole vocabulary.
+
+    Attributes:
+        lesson: what `update` will learn from; None if nothing was drafted since. It may be kept and set again.
+    """
+
+    def __init__(
+        self,
+        logits_of: LogitsOf,
+        calibration: Calibration | None,
+        coupling: Coupling | None,
+        token_ids: Int[Tensor, " D"] | None = None,
+    ):
+        self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
+        self._token_ids = token_ids
+        self._order = None if token_ids is None else token_ids.argsort()
+        self._offers = Offers(calibration)
+        self._num_lessons = 0
+        self.lesson: RankingFeedback | None = None
+
+    def start(self, sampling: SamplingBatch, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
+        """Start a new step's trees.
+
+        Args:
+            sampling: of the batch.
+            lengths: cached tokens of the drafted sequences, which are their roots' positions.
+            members: their indices in the batch; None is all.
+        """
+        at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
+        sampling = sampling if members is None else sampling.select(members)
+        self._offers.begin((sampling.temperature > 0).long())
+        self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
+
+    @property
+    def feedback(self) -> RankingFeedback:
+        """Return what the trees in the making are made from; only between `start` and `update`."""
+        assert self.lesson is not None, "no trees were started"
+        return self.lesson
+
+    def reset(self) -> None:
+        """Discard everything learned."""
+        self._num_lessons, self.lesson = 0, None
+        self._offers.reset()
+        if self.coupling is not None:
+            self.coupling.fit.reset()
+
+    def children(self, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int) -> TopK:
+        """Return the `width` likeliest children of every node of the next level's frontier."""
+        tokens, scores, own = self.rank(len(self.feedback.features), features, width)
+        self.feedback.features.append(features)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+
+    def rank(
+        self, level: int | Int[Tensor, " 1"], features: Float[Tensor, "B F H"], width: int
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Return the likeliest children's tokens, their log-probabilities before calibration, and those by the head.
+
+        Args:
+            level: levels above these children; on the device if the pass is recorded for all levels.
+        """
+        return self._rank(level, self._logits_of(features), width)
+
+    def logits(self, features: Float[Tensor, "B F H"]) -> Float[Tensor, "B F D"]:
+        """Return the head's logits, for `shared_children`."""
+        return self._logits_of(features)
+
+    def shared_children(
+        self, feature: Float[Tensor, "B 1 H"], logits: Float[Tensor, "B 1 D"], frontier: Frontier | None, width: int
+    ) -> TopK:
+        """Return `children` of a level whose nodes all have one feature, and so the same children.
+
+        They are ranked once. logits: the head's, of that feature.
+        """
+        num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
+        ranked = self._rank(len(self.feedback.features), logits, width)
+        tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
+        self.feedback.features.append(feature)
+        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+
+    def _rank(
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        width = min(width, logits.shape[-1])
+        best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
+        scores, index, own = best(level, logits, width)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows proposes nothing
+        return index if self._token_ids is None else self._token_ids[index], scores, own
+
+    def update(self, result: VerifyResult) -> None:
+        """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
+        lesson = self.lesson
+        if lesson is None or (self.calibration is None and self.coupling is None):
+            return
+        self._offers.offered = lesson.offered
+        picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
+        path = self._offers.update(picks, num_accepted)
+        if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
+            self._couple(self.coupling, path, picks)
+        self.lesson = None
+
+    def _best(
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Return log-probabilities and indices of the likeliest tokens, and their log-probabilities by the head."""
+        logits = logits.float()
+        ranked = own = logits.log_softmax(-1)
+        sampling = self.feedback.sampling
+        if self.coupling is not None and sampling.any_sampled:
+            rows = sampling.sampled_rows
+            noise = self._noise(level + self._ones(1), rows, logits.shape[-1])[0]
+            coupled = self.coupling.log_probs(level, logits[rows], sampling, rows, noise)
+            if sampling.is_bound:
+                coupled = torch.where((sampling.temperature > 0)[:, None, None], coupled, own)
+            ranked = own.index_copy(0, rows, coupled)
+        scores, index = ranked.topk(width, -1)
+        return scores, index, own.gather(-1, index)
+
+    def _fused_best(
+        self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
+    ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
+        """Do what `_best` does by a kernel, without tensors as wide as the vocabulary."""
+        from eagle_ray.kernels.topk import Push, top_k
+
+        sampling, push = self.feedback.sampling, None
+        if self.coupling is not None and sampling.any_sampled:
+            push = Push(
+                weights=self.coupling.fit.at(level)[0],
+                large=LARGE_NOISE,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                positions=self.feedback.lengths + level + 1,
+                floors=self._floors(logits, sampling) if sampling.any_cut else None,
+                token_ids=self._token_ids,
+            )
+        return top_k(logits, width, push)
+
+    def _floors(self, logits: Float[Tensor, "B F D"], sampling: SamplingBatch) -> Float[Tensor, "B F"]:
+        """Return the least logit that each sequence's cuts keep."""
+        from eagle_ray.kernels.cut_floor import least_kept
+
+        cuts = sampling.top_k, sampling.top_p, sampling.min_p
+        return least_kept(logits, sampling.temperature, *cuts, NUM_CUT)
+
+    def _couple(self, coupling: Coupling, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
+        """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""
+        levels, sampling = range(len(path.nodes)), self.feedback.sampling
+        num_sampled = len(sampling.sampled)
+        turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
+        rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
+        self._num_lessons += 1
+        pairs = zip(self.feedback.features, path.nodes[:, rows], strict=False)
+        on_path = [features[rows, node if features.shape[1] > 1 else 0] for features, node in pairs]
+        logits = self._logits_of(torch.stack(on_path)).float()
+        places, known = self._places(picks.T[: len(levels), rows])
+        noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
+        known = known & path.reached[:, rows] & logits.isfinite().all(-1)
+        coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
+
+    def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
+        """Return the picks' indices among the tokens that can be drafted, and whether they are among them."""
+        if self._token_ids is None or self._order is None:
+            return picks, torch.ones_like(picks, dtype=torch.bool)
+        found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
+        places = self._order[found]
+        return places, self._token_ids[places] == picks
+
+    def _noise(self, steps: Int[Tensor, " L"], rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
+        """Return the noise by which the target samples the tokens `steps` after the roots, which are at `lengths`."""
+        ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
+        positions = self.feedback.lengths[rows] + steps[:, None]
+        seeds = self.feedback.sampling.seed[rows].expand_as(positions)
+        return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)
+
+    def _ones(self, num: int) -> Int[Tensor, " L"]:
+        return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)

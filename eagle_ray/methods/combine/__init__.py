@@ -1,0 +1,1 @@
+"""Several methods in one tree, and a switch between them."""

@@ -1,0 +1,81 @@
+"""EnsembleCalibration: map the probabilities of several drafters for a child to the rate at which the target samples
+it.
+
+A child that only one drafter proposes has that drafter's probability; probabilities of several drafters are
+combined:
+
+    P = sigmoid(sum over drafters that propose it of a * logit(p) + sum over the others of b + c)
+
+on conditional probabilities, with weights per level and kind of row, fitted to the target's samples, separately for
+drafters that propose a child alone and together. The start is the mean of the logits. P is at most 1, so values
+never rise along a path. As in Calibration, all proposed children of a reached node are observed, verified or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from eagle_ray.methods.calibration import KINDS, logit
+from eagle_ray.methods.online_newton import OnlineFit
+
+
+class EnsembleCalibration:
+    """Weights for children that A drafters propose on up to `levels` levels."""
+
+    def __init__(self, levels: int, num_drafters: int, device: torch.device | str = "cpu"):
+        alone, together, lacks = [1.0] * num_drafters, [1 / num_drafters] * num_drafters, [0.0] * num_drafters
+        slopes, offsets = 2 * num_drafters, num_drafters + 1
+        self.fit = OnlineFit(
+            [*alone, *together, *lacks, 0.0],
+            [*[0.0] * slopes, *[-12.0] * offsets],
+            [*[6.0] * slopes, *[12.0] * offsets],
+            levels=levels,
+            sets=KINDS,
+            precision=10.0,
+            device=device,
+        )
+
+    def apply(
+        self, depths: Int[Tensor, "B N"], kinds: Int[Tensor, " B"], said: Float[Tensor, "B N A"]
+    ) -> Float[Tensor, "B N"]:
+        """Return conditional log-probabilities of nodes.
+
+        depths: 1 for the roots' children; roots may have any value. kinds: 1 for sampled rows, 0 for greedy ones.
+        said: calibrated log-probabilities by drafter, -inf if a drafter lacks the node.
+        """
+        weights = self.fit.parameters[(depths - 1).clamp(min=0), kinds[:, None]]
+        return logsigmoid((_features(said) * weights).sum(-1))
+
+    def update(
+        self,
+        level: int,
+        kinds: Int[Tensor, " B"],
+        said: Float[Tensor, "B N A"],
+        offered: Bool[Tensor, "B N"],
+        picked: Bool[Tensor, "B N"],
+    ) -> None:
+        """Observe the target's sample after one node of each row.
+
+        offered: the proposed children, none if the node was not reached. picked: the child with the target's token.
+        """
+        x = _features(said)
+        predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
+        of_kind = torch.stack([kinds == kind for kind in range(KINDS)]).float()
+        gradient = torch.einsum("bn,bnp->bp", offered * (picked.float() - predicted), x)
+        fisher = torch.einsum("bn,bnp,bnq->bpq", offered * predicted * (1 - predicted), x, x)
+        reached = of_kind @ offered.any(1).float()
+        self.fit.update(level, of_kind @ gradient, torch.einsum("sb,bpq->spq", of_kind, fisher), reached)
+
+
+def _features(said: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:
+    """Return the logits of drafters that propose alone, of those that propose together, which drafters lack the child,
+    and 1.
+    """
+    offers = said > -torch.inf
+    logits = torch.where(offers, logit(said), 0.0)
+    alone = offers.sum(-1, keepdim=True) == 1
+    one = torch.ones_like(logits[..., :1])
+    return torch.cat([logits * alone, logits * ~alone, (~offers).float(), one], -1)

@@ -1,0 +1,1 @@
+"""DFlash: a block of tokens in one pass."""

@@ -1,0 +1,183 @@
+"""DFlashDrafter: a tree from one pass of a block head (arXiv 2602.06036), as DDTree makes it (arXiv 2604.12989).
+
+The cache holds the keys and values of the tokens' projected features (see methods/dflash/heads.py). One pass over a
+root and mask tokens gives a distribution for each of the next positions. A node of level d is a token of the d-th
+distribution, and its value the product of the probabilities along its path, so the best nodes are best-first over
+products of marginals. All nodes of a level have the same children.
+
+    pairs     - (f0) (f1) ... (f[n-1]) | root  mask  mask  mask        rope position n of the root,
+    position  0   1    2         n     | n+1   n+2   n+3   n+4         n+1 of the first mask, ...
+
+Width and depth of the plan bound the tree, and its depth is the length of the block. A tree of width W and K children
+per node holds the best M nodes of all trees if W >= M/2 and K >= M: the w-th best node of a level with its r-th child
+has at least w*r - 1 nodes of the child's level before it, and w of its own. The head of JetSpec (arXiv 2606.18394)
+differs in its mask alone: its released engine builds trees from one pass, too, over masks and not over drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.attention.backend import tree_metadata
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
+from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_plan import DraftPlan
+
+SHORT = 4  # levels of the block that is recorded besides the longest
+
+
+class DFlashDrafter(PairDrafter):
+    """Reads pairs into the head's cache without attention, and drafts a block in one pass. Arguments as for
+    PairDrafter; a pair's token is not read.
+    """
+
+    def __init__(
+        self,
+        head: DFlashHead,
+        target: TargetModel,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
+    ):
+        super().__init__(head, target, window, calibration, coupling, token_ids)
+        self._decoder = BlockDecoder(self.head)
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        ids, block = self._token_ids, self.head.block
+        drafted = None if ids is None else len(ids)
+        return {"head": "dflash", "config": self.head.config.to_dict(), "block": repr(block), "drafted": drafted}
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass of drafts with top_k children per node, the largest first."""
+        graphs = self._graphs
+        assert graphs is not None
+        depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
+        plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
+        for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
+            for plan in dict.fromkeys(self._recorded_plan(plan, size, graphs) for plan in reversed(plans)):
+                yield partial(self._record_draft, size, plan, max_length, params)
+
+    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the pass that is replayed for drafts of this size."""
+        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
+        assert graphs is not None
+        graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
+
+    def _replayed(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> Grown | None:
+        """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
+        recorded = self._recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
+        return super()._replayed(at, roots, recorded, sampling, graphs)
+
+    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: GraphRunner) -> DraftPlan:
+        """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
+
+        Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
+        has a short block only if it is narrow, too.
+        """
+        if plan.static_tree is not None:
+            return plan
+        width = graphs.draft_width(plan.width, plan.children, size)
+        is_narrow = width < plan.children
+        is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
+        depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
+        return replace(plan, max_depth=depth, width=width if is_narrow else max(plan.width, plan.children))
+
+    @property
+    def _longest(self) -> int:
+        """Return the levels of the longest block that is replayed."""
+        return min(self._max_depth, self.head.block.num_levels)
+
+    def _num_passes(self, grown: Grown) -> int:
+        return 1
+
+    def _read_spans(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
+        rows = copy_to_device(torch.cat(places), features.device)
+        of_slot = to_device([slot for slot, n in zip(slots, counts, strict=True) for _ in range(n)], features.device)
+        self._write(self.cache.slot_mapping(of_slot, rows), rows, features)
+
+    def _grown(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
+    ) -> Grown:
+        """Read the pending pairs, run one block, and grow the tree from its rows, level by level."""
+        pending = self._pending_rows(at, backlog)
+        self._write(pending.cells, pending.columns, pending.features)
+
+        num_levels = min(plan.max_depth, self.head.block.num_levels)
+        hidden = self._block(at, roots, num_levels, backlog.first)
+        logits = self.ranking.logits(hidden)
+
+        builder = self.builder(roots, plan.width, plan.static_tree, ends)
+        while builder.depth < num_levels:
+            level = builder.depth
+            if level and plan.should_stop and plan.should_stop(builder):
+                break
+            frontier = builder.frontier() if level else None
+            row = slice(level, level + 1)
+            children = self.ranking.shared_children(hidden[:, row], logits[:, row], frontier, plan.children)
+            builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
+        return Grown(builder.build(), builder.levels, self.ranking.feedback)
+
+    def _block(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], num_levels: int, first: Int[Tensor, " B"]
+    ) -> Float[Tensor, "B L H"]:
+        """Run the head over the roots and mask tokens, and return the outputs that predict each level."""
+        block, batch, device = self.head.block, len(roots), roots.device
+        num_rows = block.num_rows(num_levels)
+        depths = torch.arange(num_rows, device=device).expand(batch, -1)
+        tokens = torch.where(depths == 0, roots[:, None], block.mask_token_id)
+        columns = at.lengths[:, None] + 1 + depths
+        cells = self.cache.slot_mapping(at.slots[:, None], columns).flatten()
+        layouts: dict[bool, AttentionMetadata] = {}
+
+        def layout_of(is_causal: bool) -> AttentionMetadata:
+            if is_causal not in layouts:
+                visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
+                visible = (visible.tril() if is_causal else visible).expand(batch, -1, -1)
+                layouts[is_causal] = tree_metadata(
+                    self.cache, at.shifted(1), cells, visible, depths, depths, first=first
+                )
+            return layouts[is_causal]
+
+        hidden = self._decoder.run(self._embed(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
+
+    def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        self._decoder.write_context(self.cache, cells, self._positions(columns), features)
+
+    def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        """Return the rope positions of the features, or of the block's rows, in these columns."""
+        return columns - self.head.first_column

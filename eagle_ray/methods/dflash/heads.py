@@ -1,0 +1,267 @@
+"""DFlashHead: a few Qwen3 layers that predict a whole block of tokens in one pass (arXiv 2602.06036).
+
+    block     root  mask  mask  mask         queries, keys and values from embeddings of the block
+    context   t0 t1 ... t[n-1]               keys and values from the target's features, at every layer
+
+The features of the target's layers become one vector per token, ``hidden_norm(fc(features))``. Each layer projects that
+vector to keys and values with its own k_proj and v_proj, normed and rotated at the token's position ("KV injection");
+a token's vector is the same for all layers and never changes. Rows of the block attend to the context before the root
+and to the whole block, or, with ``causal``, to themselves and the rows before (JetSpec's head, arXiv 2606.18394). Row i
+of the block is at the root's position + i and predicts the token there, so the root's own row predicts nothing;
+with ``from_root`` row i predicts the token after it instead.
+
+    hidden = head(block, head.project_features(features), positions, context_positions, visible)
+    logits = head.logits(hidden, target.logits)
+
+``forward`` is the slow, obvious form, which training runs and tests hold equal to BlockDecoder: the form with a KV
+cache. Module names are the published key names (z-lab/dflash, dflash/model.py at 44947fb).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
+
+from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
+from eagle_ray.kernels.torch_ops import rotated
+from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.methods.eagle.heads import LogitsOf, exact_rotary
+from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for
+from eagle_ray.models.model_probe import KVSpec
+from eagle_ray.models.packed_linear import slice_rows
+from eagle_ray.models.supported_models import head_dims
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LayoutOf = Callable[[bool], AttentionMetadata]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a DFlash head drafts.
+
+    Attributes:
+        size: rows of the block it was trained with, the root included.
+        mask_token_id: the token whose embedding stands for what is not known yet.
+        feature_layers: layers of the target whose concatenated inputs it reads.
+        causal: for each layer, whether a row of the block attends to no later row.
+        from_root: row i predicts the token after it, not the token in its place.
+    """
+
+    size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    causal: tuple[bool, ...]
+    from_root: bool = False
+
+    @property
+    def num_levels(self) -> int:
+        """Return how many tokens one block drafts."""
+        return self.size if self.from_root else self.size - 1
+
+    def num_rows(self, num_levels: int) -> int:
+        """Return the rows of a block that drafts num_levels tokens."""
+        return num_levels if self.from_root else num_levels + 1
+
+
+class DFlashHead(nn.Module):
+    """The layers, and the norms around them.
+
+    Args:
+        config: of the layers; hidden_size and vocab_size are the target's.
+        draft_vocab_size: tokens of an lm_head of its own; None uses the target's.
+        own_embedding: the checkpoint has its own token embedding.
+    """
+
+    first_column = 1
+    d2t: Int[Tensor, " Dv"]
+    t2d: Bool[Tensor, " V"]
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        block: BlockShape,
+        *,
+        draft_vocab_size: int | None = None,
+        own_embedding: bool = False,
+    ):
+        super().__init__()
+        config._attn_implementation = ATTENTION
+        self.config, self.block = config, block
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.fc = nn.Linear(len(block.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = None
+        self.rotary = exact_rotary(config)
+        if draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def decoder_layers(self) -> Iterable[Qwen3DecoderLayer]:
+        return cast(Iterable[Qwen3DecoderLayer], self.layers)
+
+    @property
+    def token_ids(self) -> Int[Tensor, " Dv"] | None:
+        """Return the target's ids of drafted tokens (d2t holds offsets), or None if every token can be drafted."""
+        if self.lm_head is None or len(self.d2t) == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        config = self.config
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        return KVSpec(config.num_hidden_layers, kv_heads, *head_dims(config))
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return self.block.feature_layers
+
+    def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
+        """Return what every layer makes its keys and values of."""
+        return self.hidden_norm(self.fc(features))
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf) -> Float[Tensor, "*rows Dv"]:
+        return target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+    def forward(
+        self,
+        block: Float[Tensor, "B N H"],
+        context: Float[Tensor, "B T H"],
+        positions: Int[Tensor, "B N"],
+        context_positions: Int[Tensor, "B T"],
+        visible: Bool[Tensor, "B N T"],
+        same_block: Bool[Tensor, "N N"] | None = None,
+    ) -> Float[Tensor, "B N H"]:
+        """Return the normed outputs of B blocks of N rows, without a cache.
+
+        Args:
+            block: embeddings of the root and of mask tokens.
+            context: projected features.
+            visible: the context that each row attends to; sliding layers narrow it.
+            same_block: which rows are of one block, if the N rows are several, one after another.
+        """
+        if same_block is None:
+            same_block = visible.new_ones(block.shape[1], block.shape[1])
+        both = torch.cat([context_positions, positions], 1)
+        rotary, block_rotary = self.rotary(block, both), self.rotary(block, positions)
+        hidden = block
+        for layer, is_causal in zip(self.decoder_layers, self.block.causal, strict=True):
+            own = same_block.tril() if is_causal else same_block
+            mask = _visible(visible, own, positions, both, layer.self_attn.sliding_window)
+            normed = layer.input_layernorm(hidden)
+            hidden = hidden + _attend(layer.self_attn, normed, context, block_rotary, rotary, mask)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(hidden)
+
+
+def _visible(
+    context: Bool[Tensor, "B N T"],
+    own: Bool[Tensor, "N N"],
+    positions: Int[Tensor, "B N"],
+    both: Int[Tensor, "B M"],
+    window: int | None,
+) -> Bool[Tensor, "B N M"]:
+    """Return which rows of the context and of its own block each row attends to."""
+    visible = torch.cat([context, own.expand(len(context), -1, -1)], 2)
+    if window is None:
+        return visible
+    return visible & (positions[:, :, None] - both[:, None] < window)
+
+
+def _attend(
+    module: Qwen3Attention,
+    normed: Float[Tensor, "B N H"],
+    context: Float[Tensor, "B T H"],
+    block_rotary: tuple[Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor],
+    mask: Bool[Tensor, "B N M"],
+) -> Float[Tensor, "B N H"]:
+    """Return the attention of a block over its context and itself."""
+    inputs = torch.cat([context, normed], 1)
+    query = module.q_norm(_heads(module.q_proj(normed), module.head_dim))
+    key = module.k_norm(_heads(module.k_proj(inputs), module.head_dim))
+    value = _heads(module.v_proj(inputs), module.head_dim)
+    query, key = _rotated(query, block_rotary).to(value.dtype), _rotated(key, rotary).to(value.dtype)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[:, None], scale=module.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return module.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _heads(projected: Float[Tensor, "B T width"], head_dim: int) -> Float[Tensor, "B heads T d"]:
+    return projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def _rotated(x: Float[Tensor, "B heads T d"], rotary: tuple[Tensor, Tensor]) -> Float[Tensor, "B heads T d"]:
+    """Rotate pairs (i, i + d/2) of each head by the row's angles."""
+    cosine, sine = (part[:, None] for part in rotary)
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+class BlockDecoder:
+    """Runs a DFlash head over packed rows and a KV cache: `write_context` for new tokens, then `run` for blocks.
+
+    Its rows are those of Llama-shaped layers, which write their keys and values to the cache and attend.
+    """
+
+    def __init__(self, head: DFlashHead):
+        self._head = head
+        self._ops = ops_for(head.norm.weight)
+        self._layers = [Layer.of(module, self._ops) for module in head.layers]
+        self._context = [_key_value_part(layer) for layer in self._layers]
+        self._angles = Angles(head.rotary)
+
+    def write_context(
+        self,
+        cache: KVCache,
+        cells: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        """Write the keys and values of R tokens with these features, in every layer. Runs no attention."""
+        context, rotary = self._head.project_features(features), self._angles(positions)
+        for layer, project in zip(self._layers, self._context, strict=True):
+            shape = layer.attention.shape
+            cache.write(shape.layer, cells, *_context_rows(project(context), rotary, shape))
+
+    def run(
+        self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout_of: LayoutOf
+    ) -> Float[Tensor, "R H"]:
+        """Return the normed outputs of blocks whose embeddings are in `hidden`, which is overwritten.
+
+        layout_of: the rows' metadata, with causal blocks or not.
+        """
+        delta, rotary = None, self._angles(positions)
+        for layer, is_causal in zip(self._layers, self._head.block.causal, strict=True):
+            normed = layer.normed_input(hidden, delta)
+            delta = layer(hidden, normed, rotary, layout_of(is_causal))
+        return normed_sum(self._ops, hidden, delta, self._head.norm)
+
+
+def _key_value_part(layer: Layer) -> nn.Module:
+    """Return the key and value rows of a layer's merged projection: a copy, since queries are most of the whole."""
+    shape = layer.attention.shape
+    begin, size = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+    return slice_rows(layer.attention.qkv, torch.arange(begin, begin + size))
+
+
+def _context_rows(
+    projected: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+) -> tuple[Float[Tensor, "kv_heads R d"], Float[Tensor, "kv_heads R d"]]:
+    """Return one layer's keys, normed and rotated, and values of tokens that the target has read."""
+    keys, values = projected.view(len(projected), 2, shape.kv_heads, shape.head_dim).unbind(1)
+    if shape.k_norm is not None:
+        keys = F.rms_norm(keys, shape.k_norm.shape, shape.k_norm, shape.norm_eps)
+    return rotated(keys, rotary.cosine, rotary.sine).transpose(0, 1), values.transpose(0, 1)

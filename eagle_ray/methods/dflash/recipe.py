@@ -1,0 +1,201 @@
+"""DFlash: each answer's tokens are predicted in blocks behind an anchor token (arXiv 2602.06036, section 4).
+
+    text      t0 t1 t2 t3 t4 t5 t6 t7        anchor t2, block of 4: one row of the head for each of t2 .. t5
+    block           t2  m  m  m              the context is the features of t0 and t1
+    predicted          t3 t4 t5
+
+The loss of a row is the cross-entropy with the target's distribution of its token (vllm-project/speculators
+losses/utils.py at c05b95b3; JetSpec's forward divergence, arXiv 2606.18394), the k-th after the anchor weighted by
+exp(-(k - 1) / gamma). Anchors are spread over the answers: one of every `anchor_every` tokens, at another offset in
+each document.
+
+With a draft vocabulary the head has an lm_head of its own over it, which starts as the target's rows and is trained, as
+an EAGLE-3 head's is. Both distributions are then over these tokens, and a position counts if the target's preferred
+token is one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from eagle_ray.methods.dflash.heads import DFlashHead
+from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.training.feature_source import FeatureBatch
+from eagle_ray.training.frozen_target import FrozenTarget
+from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
+from eagle_ray.training.optimization import Losses
+from eagle_ray.training.packing import PackedBatch
+
+ANCHORS_PER_PASS = 64  # blocks that attend in one call: its mask has this times the block's rows, squared
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoss:
+    """gamma: positions after which a weight falls by e. anchor_every: tokens of an answer per anchor."""
+
+    gamma: float = 4.0
+    anchor_every: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one document of a packed batch.
+
+    Attributes:
+        begin, length: rows of the document.
+        anchors: position of each block's first token, in the document.
+    """
+
+    begin: int
+    length: int
+    anchors: Int[Tensor, " A"]
+
+
+class DFlashRecipe:
+    """Trains a DFlash head that reads the target's embedding, and its lm_head unless it has a draft vocabulary.
+
+    Args:
+        head: with an lm_head of its own if the target's draft vocabulary is not every token.
+        raw_config: the head's config.json.
+        feature_scale: factor of each number of the target's concatenated features.
+        dtype: of matrix products.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        head: DFlashHead,
+        raw_config: dict[str, Any],
+        feature_scale: Float[Tensor, " F"],
+        loss: BlockLoss,
+        dtype: torch.dtype,
+    ):
+        self.head = head.to(target.device)
+        self._feature_scale = feature_scale.to(target.device)
+        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self._block = head.block
+        self.num_counts = self._block.num_levels
+        self.names = ("loss", "token_loss", *agreement_names(self.num_counts))
+        initialize_dflash(self.head, target)
+
+    def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
+        """Return the predicted tokens at each distance from an anchor."""
+        counts = torch.zeros(self.num_counts, dtype=torch.float64)
+        for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+            counts += self._counted(batch, blocks).sum(0).cpu()
+        return counts
+
+    def losses(self, batch: FeatureBatch, counts: Float[Tensor, " L"], seed: int) -> Losses:
+        ids = batch.packed.ids
+        by_level = torch.zeros(self.num_counts, device=ids.device)
+        agreed = torch.zeros(self.num_counts, device=ids.device)
+        with autocast(ids.device, self._dtype):
+            for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+                rows = slice(blocks.begin, blocks.begin + blocks.length)
+                context = self.head.project_features(batch.features[rows].float() * self._feature_scale)
+                for anchors in blocks.anchors.split(ANCHORS_PER_PASS):
+                    part = Blocks(blocks.begin, blocks.length, anchors)
+                    counted = self._counted(batch, part)
+                    logits = self._logits(ids[rows], context, anchors)[counted].float()
+                    wanted_rows = self._predicted_rows(part)[counted] - 1
+                    level = counted.nonzero()[:, 1]
+                    wanted = self._target.probabilities(batch.hidden[wanted_rows])
+                    losses = F.cross_entropy(logits, wanted, reduction="none")
+                    by_level = by_level.index_add(0, level, losses)
+                    agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
+                    agreed.index_add_(0, level, agreement.float())
+        means = [mean_over(total, count) for total, count in zip(by_level, counts, strict=True)]
+        total = torch.stack([exp(-k / self._loss.gamma) * mean for k, mean in enumerate(means)]).sum()
+        sums = {"loss": float(total.detach()), "token_loss": float(means[0].detach())}
+        for k, name in enumerate(agreement_names(self.num_counts)):
+            sums[name] = float(agreed[k]) / max(1.0, float(counts[k]))
+        return Losses(total, sums)
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Return all matrices but an lm_head, whose rows are classes."""
+        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
+
+    def save(self, path: Path) -> None:
+        head = copy.deepcopy(self.head)
+        with torch.no_grad():
+            head.fc.weight.mul_(self._feature_scale)
+        save_head(head, self._raw_config, path)
+
+    def _predicted_rows(self, blocks: Blocks) -> Int[Tensor, "A L"]:
+        """Return the row of the token that each level of each block predicts; it may be past the document."""
+        distance = torch.arange(1, self.num_counts + 1, device=blocks.anchors.device)
+        return blocks.begin + blocks.anchors[:, None] + distance
+
+    def _counted(self, batch: FeatureBatch, blocks: Blocks) -> Bool[Tensor, "A L"]:
+        """Return whether the predicted token exists, belongs to an answer and can be drafted.
+
+        It can if the token that the target prefers there is in the draft vocabulary.
+        """
+        end = blocks.begin + blocks.length
+        rows = self._predicted_rows(blocks)
+        inside = rows.clamp(max=end - 1)
+        is_drafted = self._target.draft_ids[batch.greedy_ids[inside - 1]] >= 0
+        return (rows < end) & batch.packed.is_answer[inside] & is_drafted
+
+    def _logits(
+        self, ids: Int[Tensor, " T"], context: Float[Tensor, "T H"], anchors: Int[Tensor, " A"]
+    ) -> Float[Tensor, "A L V"]:
+        """Run blocks behind these anchors of one document."""
+        num_levels, device = self.num_counts, ids.device
+        num_rows = self._block.num_rows(num_levels)
+        offset = torch.arange(num_rows, device=device)
+        tokens = torch.where(offset == 0, ids[anchors][:, None], self._block.mask_token_id)
+        of_block = torch.arange(len(anchors), device=device).repeat_interleave(num_rows)
+        place = torch.arange(len(ids), device=device)
+        hidden = self.head(
+            block=self._target.embed(tokens).flatten(0, 1)[None],
+            context=context[None],
+            positions=(anchors[:, None] + offset).flatten()[None],
+            context_positions=place[None],
+            visible=(place < anchors[of_block][:, None])[None],
+            same_block=of_block[:, None] == of_block,
+        )[0]
+        hidden = hidden.view(len(anchors), num_rows, -1)[:, num_rows - num_levels :]
+        return self.head.logits(hidden, self._target.logits)
+
+
+def blocks_of(packed: PackedBatch, anchor_every: int) -> Iterator[Blocks]:
+    """Yield the blocks of each document that has any: anchors whose next token is an answer's."""
+    begin = 0
+    for index, length in zip(packed.indices, packed.lengths, strict=True):
+        follows = packed.is_answer[begin + 1 : begin + length].nonzero()[:, 0]  # the anchor's position, from 0
+        anchors = follows[(follows >= 1) & (follows % anchor_every == index % anchor_every)]
+        if len(anchors):
+            yield Blocks(begin, length, anchors)
+        begin += length
+
+
+def initialize_dflash(head: DFlashHead, target: FrozenTarget) -> None:
+    """Draw the weights. Layers start as the identity, fc as the last of the features, an lm_head as the target's.
+
+    The last norm starts as the number that gives a random direction logits of about 1. Rows of a tied lm_head may be
+    long: with ones, SmolLM2's first loss is 84 nats a token.
+    """
+    initialize_linears(head)
+    with torch.no_grad():
+        head.norm.weight.fill_(float(target.lm_head.float().square().sum(1).mean().clamp(min=1e-12).rsqrt()))
+        if head.lm_head is not None:
+            head.lm_head.weight.copy_(target.lm_head)
+            head.d2t.copy_(target.token_ids - torch.arange(len(target.token_ids), device=target.device))
+            head.t2d.copy_(target.draft_ids >= 0)
+        for layer in head.decoder_layers:
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+        hidden_size = head.fc.weight.shape[0]
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, -hidden_size:].add_(torch.eye(hidden_size, device=head.fc.weight.device))

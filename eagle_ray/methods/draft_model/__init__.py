@@ -1,0 +1,1 @@
+"""A small causal LM as the drafter."""

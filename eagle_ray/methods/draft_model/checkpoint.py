@@ -1,0 +1,85 @@
+"""DraftModel: an independent causal LM in a draft head's clothes, for speculative sampling (arXiv 2211.17192).
+
+    draft = DraftModel(load_draft_model(path, target.config))
+    hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
+
+It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
+target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.heads import LogitsOf
+from eagle_ray.models.loader import load_config, load_target
+from eagle_ray.models.model_probe import KVSpec, probe
+from eagle_ray.models.placement import input_embedding
+from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
+
+
+class DraftModel(nn.Module):
+    """Fulfils DraftHead. Raises EngineError for a model that does not run over our caches."""
+
+    token_ids = None
+    first_column = 0
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model, self.config = model, model.config.get_text_config(decoder=True)
+        self._finished = logits_postprocessor(self.config)
+        self.kv_spec = probe(model, partial(self.logits, target_logits=None), self.config.max_position_embeddings)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return input_embedding(self.model)
+
+    def feature_layers(self, num_layers: int) -> None:
+        return None
+
+    def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
+        return features
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "B T H"],
+        features: Float[Tensor, "B T F"],
+        positions: Int[Tensor, "B T"],
+        rows: AttentionMetadata | None = None,
+    ) -> Float[Tensor, "B T H"]:
+        out = self.model.base_model(inputs_embeds=embeddings, position_ids=positions, use_cache=False, rows=rows)
+        return out.last_hidden_state
+
+    def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None) -> Float[Tensor, "*rows V"]:
+        return self._finished(self.model.get_output_embeddings()(hidden))
+
+
+def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
+    """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
+    vocabulary.
+    """
+    check_draft_model(path, target)
+    return DraftModel(load_target(path, torch.float32, "cpu"))
+
+
+def check_draft_model(path: Path, target: PretrainedConfig) -> KVSpec:
+    """Return its keys and values by its config alone. Raises EngineError for an unknown family or other tokens than the
+    target's.
+    """
+    config = load_config(path)
+    check_config(config)
+    if config.vocab_size != target.vocab_size:
+        raise EngineError(
+            f"{path}: the draft model's vocab_size is {config.vocab_size} and the target's is {target.vocab_size}: "
+            "they have different tokens; choose a draft model of the target's family"
+        )
+    dims = head_dims(config)
+    return KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims)

@@ -1,0 +1,355 @@
+"""EagleDrafter: a draft head that grows EAGLE-2's dynamic tree, or a static one, from the target's features.
+
+A pair depends on no later token, as in the target's cache (see pair_drafter.py). The output of the root's pair is the
+feature from which level 1 is drafted; each further level is a pass over the nodes of the one before.
+
+    pairs     - (t1,f0) (t2,f1) ... (root,f[n-1]) | level-1 nodes | level-2 nodes | ...
+    position  0    1       2            n         | n+1 .. n+K    | n+K+1 .. n+2K | ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.attention.backend import prefill_metadata, tree_metadata
+from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.core.async_copy import copy_to_device
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import RankingFeedback
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
+from eagle_ray.methods.eagle.head_decoder import head_forward
+from eagle_ray.methods.eagle.heads import DraftHead
+from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.methods.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import Frontier, TreeBuilder
+from eagle_ray.tree.tree_mask import unpack_mask
+
+
+class EagleDrafter(PairDrafter):
+    """A head of one layer, or a draft model, that grows trees level by level. Arguments as for PairDrafter."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: TargetModel,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
+    ):
+        super().__init__(head, target, window, calibration, coupling, token_ids)
+        self._buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
+        self._padded: dict[tuple, PaddedDraft] = {}
+        self._forward = head_forward(self.head)
+
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        super().use_graphs(runner, max_depth)
+        self._buffers.clear()
+        self._padded.clear()
+
+    def _replayed(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> Grown | None:
+        """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
+        if not self._grows_by_level(plan):
+            return super()._replayed(at, roots, plan, sampling, graphs)
+        draft = self._padded_draft(len(roots), plan, sampling, graphs)
+        bound, num, depth = graphs.context(at.max_length), len(roots), plan.max_depth
+        level = self._level_pass(draft, bound)
+        first = self._first_pass(self._widest_draft(len(roots), plan, sampling, graphs), at, roots, sampling, bound)
+        if not graphs.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
+            return None  # both are recorded before the draft, which recording overwrites
+        graphs.run(*first)
+        for _ in range(depth - 1):
+            graphs.run(*level)
+        kinds = (sampling.temperature > 0).long()
+        lesson = RankingFeedback(
+            slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
+        )
+        self.ranking.lesson = lesson
+        return Grown(draft.tree(num, depth), draft.levels(num, depth), lesson)
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield what records each pass of drafts with top_k children per node, the largest first."""
+        graphs = self._graphs
+        assert graphs is not None
+        widths = sorted({min(NARROW, top_k), top_k}, reverse=True)
+        sizes = {graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        for size in sorted(sizes, reverse=True):
+            for width in widths:
+                yield partial(self._record_draft, size, DraftPlan(2, width, num_children=top_k), max_length, params)
+
+    def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
+        """Record the passes that are replayed for drafts of this size."""
+        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
+        assert graphs is not None
+        bound = graphs.context(max_length)
+        widest = self._widest_draft(batch_size, plan, batch.sampling, graphs)
+        graphs.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
+        if self._max_depth > 1:
+            self._record_level(self._padded_draft(batch_size, plan, batch.sampling, graphs), bound)
+
+    def _grows_by_level(self, plan: DraftPlan) -> bool:
+        """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
+        is_eagle2 = plan.static_tree is None and self.builder is TreeBuilder
+        return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
+
+    def _padded_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
+        width = graphs.draft_width(plan.width, plan.children, batch_size)
+        return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
+
+    def _widest_draft(
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the draft whose first level is replayed: a narrower one goes on from there."""
+        return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
+
+    def _draft_of(
+        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> PaddedDraft:
+        """Return the part of the buffers for such a draft; the buffers are made at first use."""
+        kind = graphs.sampling_kind(sampling.kind)
+        key = size, width, children, kind
+        if key not in self._padded:
+            if children not in self._buffers:
+                most = graphs.draft_size(self._target.cache.num_slots)
+                shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
+                parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
+                self._buffers[children] = DraftBuffers(shape, *parts)
+            self._padded[key] = PaddedDraft(self._buffers[children], size, width, kind)
+        return self._padded[key]
+
+    def _first_pass(
+        self, draft: PaddedDraft, at: DecodeSlots, roots: Int[Tensor, " B"], sampling: SamplingBatch, bound: int
+    ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
+        """Return key, function and inputs of the pass that reads the pending pairs and ranks the roots' children."""
+        longest, size, shape = draft.shape.depth + 1, draft.batch, (draft.batch,)
+        first, starts = self._columns(at)
+        inputs = [
+            PaddedInput(at.slots, shape, self.cache.blocks.null_slot),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+            *sampling.padded(size),
+        ]
+
+        def run(slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor) -> None:
+            draft.start(slots, lengths, roots, first, *chosen)
+            at, pending = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
+            self._append(draft, self._catch_up(at, pending)[:, None])
+
+        return ("first level", *draft.key, bound), run, inputs
+
+    def _level_pass(self, draft: PaddedDraft, bound: int) -> tuple[tuple, Callable[[], None], list[PaddedInput]]:
+        """Return key, function and (no) inputs of the pass that grows a draft by a level, whichever is next."""
+
+        def run() -> None:
+            self._append(draft, self._padded_level(draft, bound))
+
+        return ("further level", *draft.key, bound), run, []
+
+    def _record_level(self, draft: PaddedDraft, bound: int) -> bool:
+        """Record the pass of a level, on padding alone, if needed; return whether it can be replayed."""
+        graphs, level = self._graphs, self._level_pass(draft, bound)
+        assert graphs is not None
+        if graphs.has(level[0]):
+            return True
+        draft.clear(self.cache.blocks.null_slot)
+        return graphs.record(*level)
+
+    def _append(self, draft: PaddedDraft, features: Float[Tensor, "B F H"]) -> None:
+        """Rank the children of a frontier with these features and append them."""
+        self.ranking.start(draft.sampling, draft.lengths)
+        tokens, scores, own = self.ranking.rank(draft.level, features, draft.shape.children)
+        draft.append(features, tokens, scores, own, self.ranking.calibration)
+
+    def _padded_level(self, draft: PaddedDraft, bound: int) -> Float[Tensor, "B W H"]:
+        """Run the head on the draft's frontier."""
+        frontier, width = draft.next_frontier(), draft.width
+        root = draft.lengths[:, None] + 1
+        places = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
+        at = DecodeSlots.with_max_length(draft.slots, draft.lengths, bound).shifted(1)
+        words, depth = draft.words, (draft.level - 1).expand(draft.batch, width)
+        layout = tree_metadata(
+            self.cache,
+            at,
+            cells=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
+            ancestors=words if uses_triton(self.cache) else unpack_mask(words, draft.shape.num_columns),
+            depths=depth,
+            column_depths=draft.column_depths.expand(draft.batch, -1),
+            first=draft.first,
+        )
+        hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
+        return hidden.view(*frontier.tokens.shape, -1)
+
+    def _grown(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
+    ) -> Grown:
+        """Read the pending pairs, then expand level by level until the plan is fulfilled."""
+        builder = self.builder(roots, plan.width, plan.static_tree, ends)
+        features = self._catch_up(at, backlog)[:, None]
+        self._grow(builder, features, None, plan.children)
+        at, seen = at.shifted(1), None
+        while builder.depth < plan.max_depth and not (plan.should_stop and plan.should_stop(builder)):
+            frontier = builder.frontier()
+            seen = _descend(seen, frontier, builder.depth - 1)
+            features = self._level(at, frontier, features, seen, backlog.first)
+            self._grow(builder, features, frontier, plan.children)
+        return Grown(builder.build(), builder.levels, self.ranking.feedback)
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        ids, kind = self._token_ids, type(self.head).__name__
+        return {"head": kind, "config": self.head.config.to_dict(), "drafted": None if ids is None else len(ids)}
+
+    def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
+        """Run the head once over the unread pairs and return the output of each root's pair."""
+        device, longest = at.slots.device, backlog.longest
+        rows = self._pending_rows(at, backlog)
+        index = torch.arange(longest, device=device)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        layout = self._layout(
+            DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
+            cells=rows.cells,
+            ancestors=causal.expand(len(at.slots), -1, -1),
+            column_depths=index.expand(len(at.slots), -1),
+            first=backlog.first,
+            row_of=rows.row_of,
+            unpack=backlog.unpack,
+        )
+        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.columns, layout)
+        return hidden[rows.last]
+
+    def _read_spans(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        firsts = self._first[slots].tolist()
+        layout = prefill_metadata(self.cache, slots, firsts, columns, counts, chain_rows=sys.maxsize)  # few layers
+        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
+        features = self.head.project_features(features)
+        self._run(tokens, features, copy_to_device(torch.cat(places), tokens.device), layout)
+
+    def _level(
+        self,
+        batch: DecodeSlots,
+        frontier: Frontier,
+        features: Float[Tensor, "B P H"],
+        seen: TreeMask,
+        first: Int[Tensor, " B"],
+    ) -> Float[Tensor, "B F H"]:
+        """Run the head on a frontier, given the features of the frontier before it."""
+        parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
+        width, num_columns = seen.ancestors.shape[1:]
+        places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
+        layout = self._layout(
+            batch,
+            cells=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            ancestors=seen.ancestors,
+            column_depths=seen.depths.expand(len(batch.slots), -1),
+            first=first,
+        )
+        columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
+        inputs = features.gather(1, parents).flatten(0, 1)
+        hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
+        return hidden.view(*frontier.tokens.shape, -1)
+
+    def _layout(
+        self,
+        batch: DecodeSlots,
+        cells: Int[Tensor, " R"],
+        ancestors: Bool[Tensor, "B F M"],
+        column_depths: Int[Tensor, "B M"],
+        first: Int[Tensor, " B"],
+        row_of: Int[Tensor, "B F"] | None = None,
+        unpack: Int[Tensor, " R"] | None = None,
+    ) -> AttentionMetadata:
+        """Return metadata of rows that attend to their slot from its first pair on."""
+        return tree_metadata(
+            self.cache,
+            batch,
+            cells=cells,
+            ancestors=ancestors,
+            depths=column_depths[:, -ancestors.shape[1] :],
+            column_depths=column_depths,
+            first=first,
+            row_of=row_of,
+            unpack=unpack,
+        )
+
+    def _grow(
+        self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
+    ) -> None:
+        """Return the ranked children of a frontier, or of the roots if it is None."""
+        children = self.ranking.children(features, frontier, width)
+        builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
+
+    def _run(
+        self,
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+        columns: Int[Tensor, " R"],
+        layout: AttentionMetadata,
+    ) -> Float[Tensor, "R H"]:
+        return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
+
+
+def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
+    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels.
+
+    A block has its root's row besides the root's pair.
+    """
+    return max(max_nodes + 1, max_depth + 2, 1 + max(max_depth - 1, 0) * width)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """The tree positions that each node of the last frontier attends to, and the depths of all M positions so far.
+
+    Attributes:
+        depth: of that frontier, which has the last positions.
+    """
+
+    ancestors: Bool[Tensor, "B F M"]
+    depths: Int[Tensor, " M"]
+    depth: int
+
+
+def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
+    """Return the mask of the next frontier: a node attends to what its parent does and, in F new positions,
+    to itself.
+    """
+    batch, width = frontier.tokens.shape
+    itself = torch.eye(width, dtype=torch.bool, device=frontier.tokens.device).expand(batch, width, width)
+    depths = frontier.tokens.new_full((width,), depth)
+    if seen is None:
+        return TreeMask(itself, depths, depth)
+    parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
+    ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
+    return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)

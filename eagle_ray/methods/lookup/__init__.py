@@ -1,0 +1,1 @@
+"""Drafts without a model: tokens that followed the same ones before."""

@@ -1,0 +1,167 @@
+"""SuffixIndex: continuations of the longest suffix that occurred before, in this sequence or any other.
+
+One automaton holds every prompt and output that the drafter has read, so a job with similar rows drafts from its own
+earlier outputs (as SuffixDecoding, arXiv 2411.04975, and SAM-Decoding, arXiv 2411.10666). When it is full, it is reset.
+
+SuffixAutomaton holds every run of tokens in several growing texts, and how often each token has followed it. A state
+stands for the runs that end at the same positions; `link` leads to the longest shorter run that ends at more positions
+(Blumer et al. 1985). Appending a token takes constant time on average, also if several texts grow by turns:
+
+    automaton = SuffixAutomaton()
+    state = ROOT
+    for token in (5, 9, 7, 5, 9):
+        state = automaton.append(state, token)
+    automaton.follows(automaton.link[state])       # of the longest run seen before, 5 9: {7: 1}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+from eagle_ray.methods.lookup.ppm import Children, interpolate
+
+ROOT = 0
+MOST_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
+
+
+class SuffixAutomaton:
+    """States by number, the root first. longest: length of a state's longest run. link: -1 for the root."""
+
+    def __init__(self) -> None:
+        self.longest: list[int] = [0]
+        self.link: list[int] = [-1]
+        self.num_tokens = 0  # appended so far
+        self._next: list[dict[int, int]] = [{}]
+        self._counts: list[int] = [0]  # how often a state's runs have been read
+
+    def append(self, state: int, token: int) -> int:
+        """Return the state of a whole text from that of all but its last token; ROOT is the empty text's."""
+        self.num_tokens += 1
+        known = self._next[state].get(token)
+        if known is not None:
+            grown = self._of_length(state, token, known)
+        else:
+            grown = self._new(self.longest[state] + 1, {})
+            at = state
+            while at >= 0 and token not in self._next[at]:
+                self._next[at][token] = grown
+                at = self.link[at]
+            self.link[grown] = ROOT if at < 0 else self._of_length(at, token, self._next[at][token])
+        self._count(grown)
+        return grown
+
+    def step(self, state: int, token: int) -> int | None:
+        """Return the state after one of the state's runs and this token, or None."""
+        return self._next[state].get(token)
+
+    def follows(self, state: int) -> dict[int, int]:
+        """Return the tokens that have followed the state's longest run, with counts."""
+        return {token: max(self._counts[there], 1) for token, there in self._next[state].items()}
+
+    def num_following(self, state: int) -> int:
+        """Return how many different tokens have followed it."""
+        return len(self._next[state])
+
+    def _of_length(self, state: int, token: int, there: int) -> int:
+        """Return the state of exactly the state's longest run and the token; split it if it stands for
+        longer runs too.
+        """
+        if self.longest[there] == self.longest[state] + 1:
+            return there
+        split = self._new(self.longest[state] + 1, dict(self._next[there]))
+        self.link[split], self._counts[split] = self.link[there], self._counts[there]
+        self.link[there] = split
+        while state >= 0 and self._next[state].get(token) == there:
+            self._next[state][token] = split
+            state = self.link[state]
+        return split
+
+    def _new(self, longest: int, follows: dict[int, int]) -> int:
+        self.longest.append(longest)
+        self.link.append(ROOT)
+        self._next.append(follows)
+        self._counts.append(0)
+        return len(self.longest) - 1
+
+    def _count(self, state: int) -> None:
+        """Count one more occurrence of the state's runs and of all shorter runs that end there."""
+        for _ in range(MOST_COUNTED):
+            if state == ROOT:
+                return
+            self._counts[state] += 1
+            state = self.link[state]
+
+
+CAPACITY = 200_000  # tokens, at about 460 bytes each
+BELIEVED = 64  # tokens of a context past which a longer one is no surer
+TRIED = 4  # contexts of falling length that are asked for children
+VAGUE = 256  # different tokens after a context that make it too vague to ask
+
+
+class SuffixIndex:
+    """capacity: maximum number of tokens kept."""
+
+    cost_key: ClassVar[dict[str, Any]] = {"tried": TRIED}
+
+    def __init__(self, capacity: int = CAPACITY):
+        self._capacity, self.automaton = capacity, SuffixAutomaton()
+
+    def reader(self) -> SuffixReader:
+        return SuffixReader(self)
+
+    def reset(self) -> None:
+        self.automaton = SuffixAutomaton()
+
+    def make_room(self) -> None:
+        """Reset the automaton if it is full."""
+        if self.automaton.num_tokens >= self._capacity:
+            self.reset()
+
+
+class SuffixReader:
+    """One sequence in the automaton that was current when it was last read."""
+
+    def __init__(self, source: SuffixIndex):
+        self._source, self._automaton, self._state = source, source.automaton, ROOT
+
+    def read(self, token_ids: list[int]) -> None:
+        self._source.make_room()
+        if self._automaton is not self._source.automaton:
+            self._automaton, self._state = self._source.automaton, ROOT
+        for token in token_ids:
+            self._state = self._automaton.append(self._state, token)
+
+    def cursor(self) -> SuffixCursor:
+        return SuffixCursor(self._automaton, self._state, self._automaton.longest[self._state])
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixCursor:
+    """length: of the run, among the state's, that ends the text and the drafted path."""
+
+    automaton: SuffixAutomaton
+    state: int
+    length: int
+
+    def children(self, width: int) -> Children:
+        telling = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
+        asked = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(telling, TRIED))
+        return interpolate(asked, width)
+
+    def after(self, token: int) -> SuffixCursor:
+        for state, length in self._contexts():
+            there = self.automaton.step(state, token)
+            if there is not None:
+                return SuffixCursor(self.automaton, there, length + 1)
+        return SuffixCursor(self.automaton, ROOT, 0)
+
+    def _contexts(self) -> Iterator[tuple[int, int]]:
+        """Return the states of ever shorter runs that end here, with their lengths."""
+        state, length = self.state, self.length
+        while state >= 0:
+            yield state, length
+            state = self.automaton.link[state]
+            length = self.automaton.longest[state] if state >= 0 else 0

@@ -1,0 +1,95 @@
+"""RecyclingDrafter: the target's own runners-up after each token, proposed again later (Token Recycling, 2408.08696).
+
+The logits of every verified row rank the tokens after its token. The best K are kept per token, accepted or not; a
+tree grows by looking up each node's token:
+
+    tokens   [V, K]   the best tokens after token v when it was last verified
+    scores   [V, K]   their log-probabilities; -inf if v was never verified
+
+No model runs and nothing syncs with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.calibration_feedback import Offers
+from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.methods.null import NullDrafter
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import TreeBuilder
+
+
+class RecyclingDrafter(NullDrafter):
+    """num_kept: K, the most children of a node."""
+
+    supports_graphs = False
+
+    def __init__(
+        self, vocab_size: int, num_kept: int, device: torch.device | str = "cpu", calibration: Calibration | None = None
+    ):
+        self._offers = Offers(calibration)
+        kept = vocab_size + 1, min(num_kept, vocab_size)  # the last row takes what padding rows say
+        self._tokens = torch.zeros(kept, dtype=torch.int64, device=device)
+        self._scores = torch.full(kept, -torch.inf, device=device)
+        self._members: Int[Tensor, " M"] | slice = slice(None)
+        self._is_empty = True
+        self._is_untaught = False  # the last draft's picks are still to come
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {"kept": list(self._tokens.shape)}
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """Give the top `width` nodes of each level the kept tokens after their own as children."""
+        if self._is_empty:
+            return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
+        members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)
+        self._members = slice(None) if members is None else members
+        tokens, frontier = roots[self._members][:, None], None
+        builder = TreeBuilder(tokens[:, 0], plan.width, ends=sampling.ends[self._members])
+        self._offers.begin((sampling.temperature > 0).long()[self._members])
+        self._is_untaught = True
+        while builder.depth < plan.max_depth and not (builder.depth and plan.should_stop and plan.should_stop(builder)):
+            if builder.depth:
+                frontier = builder.frontier()
+                tokens = frontier.tokens
+            children, scores = (kept[tokens][..., : plan.children] for kept in (self._tokens, self._scores))
+            builder.grow(self._offers.add(frontier, children, scores), children, scores)
+        tree = builder.build()
+        tree = tree.rerank(tree.valid, tree.num_nodes)
+        tree = tree if members is None else tree.spread(members, roots)
+        return Draft(tree, builder.levels, 0, len(tokens))
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Keep the best tokens of every row; of several rows with one token, any."""
+        rows, result = verified.rows, verified.result
+        best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
+        places = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
+        self._tokens.index_copy_(0, places, best.indices)
+        self._scores.index_copy_(0, places, best.values)
+        self._is_empty = False
+        if self._is_untaught:
+            picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]
+            self._offers.update(picks, num_accepted)
+        self._is_untaught = False
+
+    def reset_learning(self) -> None:
+        self._offers.reset()
+        self._scores.fill_(-torch.inf)
+        self._is_empty, self._is_untaught = True, False

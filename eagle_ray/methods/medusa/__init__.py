@@ -1,0 +1,1 @@
+"""Medusa and Hydra: a head for each level of the tree."""

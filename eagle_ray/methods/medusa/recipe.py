@@ -1,0 +1,82 @@
+"""Medusa-1 and Hydra: each head predicts the token at its own distance (arXiv 2401.10774, section 2.2.1).
+
+Cross-entropy with the text's own tokens, the head of level k weighted by decay^k; every head starts as the target's
+lm_head on the unchanged feature. Hydra's heads read the text's tokens in place of drafted ones (arXiv 2402.05109,
+section 3). Only positions whose predicted token is an answer's count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from eagle_ray.methods.medusa.checkpoint import save_path_heads
+from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
+from eagle_ray.training.feature_source import FeatureBatch
+from eagle_ray.training.frozen_target import FrozenTarget
+from eagle_ray.training.head_recipe import agreement_names, autocast, mean_over
+from eagle_ray.training.optimization import Losses
+
+BLOCK_WEIGHTS = ("linear.weight", "res_connection.weight")
+
+
+class MedusaRecipe:
+    """Trains Medusa or Hydra heads. decay: weight of each level relative to the one before."""
+
+    def __init__(self, target: FrozenTarget, heads: MedusaHeads | HydraHeads, decay: float, dtype: torch.dtype):
+        self.head = heads.to(target.device)
+        self.num_counts = heads.num_levels
+        self.names = ("loss", *agreement_names(heads.num_levels))
+        self._target, self._decay, self._dtype = target, decay, dtype
+        start_as_lm_head(heads, target)
+
+    def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
+        """Return the positions of each level's loss."""
+        pairs = batch.packed.pairs
+        levels = range(self.num_counts)
+        return torch.tensor([int(pairs.predicts_answer(level + 2).sum()) for level in levels], dtype=torch.float64)
+
+    def losses(self, batch: FeatureBatch, counts: Float[Tensor, " L"], seed: int) -> Losses:
+        pairs, ids = batch.packed.pairs, batch.packed.ids
+        total = torch.zeros((), device=ids.device)
+        sums: dict[str, float] = {}
+        with autocast(ids.device, self._dtype):
+            for level in range(self.num_counts):
+                counted = pairs.predicts_answer(level + 2)
+                path = [self._target.embed(ids[pairs.rows_after(1 + i)[counted]]) for i in range(level + 1)]
+                feature = batch.hidden[pairs.rows[counted]].float()
+                logits = self.head.logits(level, feature, torch.stack(path, 1)[:, None], self._target.logits)
+                logits, wanted = logits[:, 0].float(), ids[pairs.rows_after(level + 2)[counted]]
+                loss = mean_over(F.cross_entropy(logits, wanted, reduction="sum"), counts[level])
+                total = total + self._decay**level * loss
+                agreement = (logits.argmax(-1) == wanted).sum()
+                sums[f"agreement_{level + 1}"] = float(agreement) / max(1.0, float(counts[level]))
+        return Losses(total, {"loss": float(total.detach()), **sums})
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Return the residual blocks' matrices."""
+        return [p for name, p in self.head.named_parameters() if name.endswith(BLOCK_WEIGHTS)]
+
+    def save(self, path: Path) -> None:
+        save_path_heads(self.head, path)
+
+
+def start_as_lm_head(heads: MedusaHeads | HydraHeads, target: FrozenTarget) -> None:
+    """Initialize the heads: every residual block passes its first input on, and every lm_head is the target's."""
+    if isinstance(heads, HydraHeads):
+        lm_heads = list(heads.hydra_lm_head)
+    else:
+        lm_heads = [cast(nn.Sequential, head)[-1] for head in heads]
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.zero_()
+        for lm_head in lm_heads:
+            cast(nn.Linear, lm_head).weight.copy_(target.lm_head)
+        for name, parameter in heads.named_parameters():
+            if name.endswith("res_connection.weight"):
+                parameter[:, : len(parameter)].copy_(torch.eye(len(parameter)))

@@ -1,0 +1,437 @@
+"""PairDrafter: the KV cache over (token, feature) pairs and the queue of unread ones, which several drafters share.
+
+Position j of the KV cache holds the pair (token j, feature j-1) of a sequence. The feature is always the *target's*,
+so what a step drafts is discarded after it. With n tokens in the target's cache the root is token n. Position 0 has no
+pair and is masked; only a draft model, which reads tokens alone, uses it.
+
+    pairs     - (t1,f0) (t2,f1) ... (root,f[n-1]) | drafted nodes
+    position  0    1       2            n         | n+1 ...
+
+Pairs wait in a queue until the next draft. After a long time without drafts the oldest ones are dropped, and the
+head continues with a shorter context.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.kernels.availability import retry_portable
+from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
+from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.methods.feature_buffer import FeatureBuffer
+from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import TreeBuilder
+
+NARROW = 4  # the width that is recorded besides the widest, for batches of
+NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
+QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPairs:
+    """Pairs that the head has not read yet: for each of B sequences, positions `starts` up to its root's.
+
+    Attributes:
+        first: first position that each sequence attends to.
+        host_starts: starts on the host; empty if a captured pass is for any starts.
+        longest: an upper bound of the pairs per sequence.
+        unpack: rows of the rectangle B x longest that are pairs; None is all.
+    """
+
+    first: Int[Tensor, " B"]
+    starts: Int[Tensor, " B"]
+    host_starts: list[int]
+    longest: int
+    unpack: Int[Tensor, " R"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRows:
+    """Pending pairs as R rows of one pass.
+
+    Attributes:
+        columns, cells: position of each row in its slot, and where the cache stores it.
+        last: row of each sequence's root.
+        row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
+    """
+
+    tokens: Int[Tensor, " R"]
+    features: Float[Tensor, "R F"]
+    columns: Int[Tensor, " R"]
+    cells: Int[Tensor, " R"]
+    last: Int[Tensor, " B"]
+    row_of: Int[Tensor, "B longest"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A draft: the tree, the log values by level, and the feedback from which ranking learns."""
+
+    tree: DraftTree
+    levels: list[Float[Tensor, "B _ K"]]
+    lesson: RankingFeedback
+
+
+class PairDrafter(ABC):
+    """A KV cache that uses the target's block table, and the queue of unread pairs; a subclass reads them and drafts.
+
+    Args:
+        window: maximum number of queued pairs per slot.
+        calibration, coupling: as in CandidateRanker; None is EAGLE-2's own ranking.
+        token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None is all.
+    """
+
+    prefill_passes = 1
+    supports_graphs = True
+
+    def __init__(
+        self,
+        head: Any,
+        target: TargetModel,
+        window: int = QUEUE_WINDOW,
+        calibration: Calibration | None = None,
+        coupling: Coupling | None = None,
+        token_ids: Int[Tensor, " Dv"] | None = None,
+    ):
+        self.head = head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        lm_head = target.logits if token_ids is None else target.logits_over(token_ids)
+        self._token_ids = head.token_ids if token_ids is None else token_ids
+        self.ranking = CandidateRanker(
+            partial(head.logits, target_logits=lm_head), calibration, coupling, self._token_ids
+        )
+        self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
+        self._target = target
+        self._graphs: GraphRunner | None = None
+        self._max_depth = 0  # of replayed drafts
+        self._embed = head.embed_tokens or target.embed_tokens
+        kv_spec, num_slots = head.kv_spec, target.cache.num_slots
+        self.cache = KVCache(
+            target.cache.blocks,
+            kv_spec.num_layers,
+            kv_spec.num_kv_heads,
+            kv_spec.key_dim,
+            target.dtype,
+            target.device,
+            kv_spec.value_dim,
+        )
+        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
+        num_lists = num_slots + 1  # the last is the null slot's
+        self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
+        self._end = self._first.copy()  # the first column that the head has not read yet
+
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        self._graphs, self._max_depth = runner, max_depth
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        """Yield nothing: drafts of one pass are recorded when they are first made."""
+        yield from ()
+
+    @abstractmethod
+    def _grown(
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        ends: Int[Tensor, "B E"],
+        plan: DraftPlan,
+        backlog: PendingPairs,
+    ) -> Grown:
+        """Read the pending pairs, then grow trees until the plan is fulfilled."""
+
+    @abstractmethod
+    def _read_spans(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        """Read counts[b] > 0 pairs of each slot from columns[b] on into the cache, as separate prompts."""
+
+    @property
+    @abstractmethod
+    def cost_key(self) -> dict[str, Any]:
+        """Return what the drafter's step costs depend on, as JSON."""
+
+    def _num_passes(self, grown: Grown) -> int:
+        """Return the passes of the head that a draft took: one per level."""
+        return len(grown.levels)
+
+    def attach_prefix(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B F"],
+    ) -> None:
+        for slot, first, column in zip(slots, firsts, columns, strict=True):
+            self._first[slot], self._end[slot] = max(first, self.head.first_column), column
+        places = to_device([slots, columns], features.device)
+        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
+        reads.
+        """
+        self._register(prompts)
+        columns = self._end[prompts.slots].tolist()
+        waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
+        queued = self._queued(prompts.slots, columns, waiting)
+        self._enqueue(prompts, next_tokens, features)
+        rows = to_device(_followed(waiting, prompts.lengths), features.device)
+        tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
+        counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
+        self._read_prompts(prompts.slots, columns, counts, tokens, features)
+
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        self._register(prompts)
+        self._enqueue(prompts, next_tokens, features)
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        """Read the pending pairs and grow the plan's trees."""
+        at = batch if plan.members is None else batch.select(plan.members)
+        self._evict(at.host_slots, at.host_lengths)
+        grown, num_pairs, before = None, int(self._waiting(at).sum()), False
+        if self._graphs is not None and plan.has_known_shape:
+            before = self._read_all_but(self._most_pairs(plan), at)
+            grown = self._replayed(at, roots, plan, sampling, self._graphs)
+        if grown is None:
+            grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
+        self.mark_consumed(at.host_slots, at.host_lengths)
+        return Draft(grown.tree, grown.levels, self._num_passes(grown), num_pairs, caught_up_before=before)
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        """Replay a draft while the host knows only upper bounds of the lengths.
+
+        Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
+        """
+        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
+            return None
+        grown = self._replayed(at, roots, plan, sampling, self._graphs)
+        return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
+
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        """Record that the pairs up to these slots' roots have been read. Return how many of them had waited."""
+        index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
+        num_pairs = int((ends - self._end[index]).sum())
+        self._end[index] = ends
+        return num_pairs
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        """Queue the pairs of the accepted path and the bonus token."""
+        result = verified.result
+        path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+        offset = torch.arange(path_rows.shape[1], device=path_rows.device)
+        columns = batch.lengths[:, None] + 1 + offset
+        slots = batch.slots[:, None].expand_as(columns)
+        valid = offset <= result.num_accepted[:, None]
+        self._queue.put(
+            slots.flatten(),
+            columns.flatten(),
+            result.tokens.flatten(),
+            verified.features[path_rows.flatten()],
+            valid.flatten(),
+        )
+
+    def on_verified(self, result: VerifyResult) -> None:
+        """Update ranking and calibration from the target's samples, if trees were drafted."""
+        self.ranking.update(result)
+
+    def reset_learning(self) -> None:
+        self.ranking.reset()
+
+    def _eager(self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch) -> Grown:
+        """Return a draft for the plan's members, of any shape."""
+        members = None if plan.members is None else to_device(plan.members, roots.device)
+        self.ranking.start(sampling, at.lengths, plan.members)
+        theirs = (roots, sampling.ends) if members is None else (roots[members], sampling.ends[members])
+        grown = self._grown(at, *theirs, plan, self._backlog(at))
+        return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
+
+    def _replayed(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> Grown | None:
+        """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
+        draft = self._draft_pass(at, roots, plan, sampling, graphs)
+        if not graphs.record(*draft):
+            return None
+        grown = graphs.run(*draft)
+        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        num = len(roots)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
+
+    def _draft_pass(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+    ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
+        """Return key, function and inputs of the pass that is a whole draft of this plan."""
+        longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
+        first, starts = self._columns(at)
+        nowhere, shape = self.cache.blocks.null_slot, (size,)
+        inputs = [
+            PaddedInput(at.slots, shape, nowhere),
+            *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
+        ]
+        kind = graphs.sampling_kind(sampling.kind)
+        key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
+
+        def grow(
+            slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, starts: Tensor, *chosen: Tensor
+        ) -> Grown:
+            sampling = SamplingBatch.bound(kind, *chosen)
+            self.ranking.start(sampling, lengths)
+            at, backlog = DecodeSlots.with_max_length(slots, lengths, bound), PendingPairs(first, starts, [], longest)
+            return self._grown(at, roots, sampling.ends, plan, backlog)
+
+        return key, grow, inputs + sampling.padded(size)
+
+    def _most_pairs(self, plan: DraftPlan) -> int:
+        """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
+        return max(plan.max_depth, self._max_depth) + 1
+
+    def _register(self, prompts: PrefillBatch) -> None:
+        """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
+        for slot, start in zip(prompts.slots, prompts.starts, strict=True):
+            if start == 0:
+                self._first[slot] = self._end[slot] = self.head.first_column
+        self._evict(prompts.slots, prompts.starts)
+        if self.head.first_column == 0:
+            self._queue_first_tokens(prompts)
+
+    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
+        """Queue the pairs of position 0: first tokens, without a feature."""
+        device, count = prompts.tokens.device, len(prompts.slots)
+        firsts = [0, *accumulate(prompts.lengths[:-1])]
+        slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
+        nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
+        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+
+    def _evict(self, slots: list[int], newest: list[int]) -> None:
+        """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
+        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self._queue.window
+        is_late = oldest > self._end[index]
+        self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
+
+    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Queue the newest pairs of each chunk."""
+        places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
+        newest = prompts.positions >= starts + lengths - self._queue.window
+        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+
+    def _queued(
+        self, slots: list[int], columns: list[int], counts: list[int]
+    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
+        """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
+        spans = zip(slots, columns, counts, strict=True)
+        places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
+        wanted = to_device(places, self._queue.device).view(-1, 2)
+        return self._queue.take(wanted[:, 0], wanted[:, 1])
+
+    def _read_prompts(
+        self,
+        slots: list[int],
+        columns: list[int],
+        counts: list[int],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R F"],
+    ) -> None:
+        """Run the head over counts[b] pairs of each slot from columns[b] on, as separate prompts."""
+        spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
+        if not spans:
+            return
+        slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
+        self._read_spans(slots, columns, counts, tokens, features)
+        for slot, column, count in spans:
+            self._end[slot] = column + count
+
+    def _waiting(self, at: DecodeSlots) -> Int[np.ndarray, " B"]:
+        """Return the number of queued pairs of each sequence, root included."""
+        return np.array(at.host_lengths) + 1 - self._end[at.host_slots]
+
+    def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
+        """Return each sequence's first visible position and its first unread position."""
+        columns = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
+        return copy_to_device(torch.from_numpy(columns), at.slots.device)
+
+    def _backlog(self, at: DecodeSlots) -> PendingPairs:
+        """Return all unread pairs, packed if sequences have different numbers of them."""
+        counts, (first, starts) = self._waiting(at).tolist(), self._columns(at)
+        longest, unpack = max(counts), None
+        if min(counts) < longest:
+            rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
+            unpack = to_device(rows, at.slots.device)
+        return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
+
+    def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
+        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps.
+
+        Returns whether that was necessary.
+        """
+        counts = (self._waiting(at) - 1).tolist()
+        if max(counts) < most:
+            return False
+        columns = self._end[at.host_slots].tolist()
+        tokens, features = self._queued(at.host_slots, columns, counts)
+        self._read_prompts(at.host_slots, columns, counts, tokens, features)
+        return True
+
+    def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:
+        """Return the unread pairs as packed rows, each sequence's one after another."""
+        device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
+        index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
+        real = index < counts[:, None]
+        columns = backlog.starts[:, None] + index
+        slots = at.slots[:, None].expand_as(columns)
+        cells = self.cache.slot_mapping(slots, torch.where(real, columns, self.cache.blocks.null_position))
+        slots, columns, cells = slots.flatten(), columns.flatten(), cells.flatten()
+        if unpack is None:
+            first_rows = longest * torch.arange(len(counts), device=device)
+            row_of = None
+        else:
+            first_rows = counts.cumsum(0) - counts
+            row_of = torch.where(real, first_rows[:, None] + index, 0)
+            slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
+        tokens, features = self._queue.take(slots, columns)
+        return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
+
+
+def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
+    """Return the order of queued pairs and chunk rows by sequence, without the last row of each chunk."""
+    rows, queued, row = [], 0, sum(waiting)
+    for count, length in zip(waiting, lengths, strict=True):
+        rows += [*range(queued, queued + count), *range(row, row + length - 1)]
+        queued, row = queued + count, row + length
+    return rows

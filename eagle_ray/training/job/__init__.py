@@ -1,0 +1,1 @@
+"""The command that trains a head: its data, its loop, its files."""

@@ -1,0 +1,237 @@
+"""Training data: read chats, texts and runs, and encode them as documents.
+
+    chat    JSONL with `messages` (OpenAI) or `conversations` (ShareGPT: from and value)
+    text    a text a line, or JSONL with `text`: every token counts
+    run     a run directory or its Parquet files: output_token_ids count, the prompt does not
+
+Parquet files with `ids` and `is_answer` are documents that were encoded before.
+
+Rows that cannot be used are counted by reason, not raised: of a public data set a few always are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
+from eagle_ray.requests.messages import WrongMessage, check_messages
+from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.text.chat_format import template_message
+from eagle_ray.text.strict_json import parse_json
+from eagle_ray.text.tokenizer import Tokenizer
+from eagle_ray.training.job.chat_mask import encode_conversation
+from eagle_ray.training.packing import MIN_DOCUMENT_LENGTH, Document
+
+log = logging.getLogger("eagle_ray")
+Row = dict[str, Any]
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = ("system", "user", "assistant")
+RUN_DATA = "data"  # directory of a run's Parquet files
+RUN_PART = "part-"  # how their names begin
+RUN_COLUMNS = ("prompt", "prompt_token_ids", "output_token_ids", "text", "status", "messages", "prompt_tokens")
+DOCUMENT_COLUMNS = ("ids", "is_answer")  # of documents that are encoded already
+PARQUET_ROWS = 1024  # read at a time
+EMBEDDED = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "prompts.jsonl"}
+
+
+@dataclass
+class TextSource:
+    """The rows of data.path. format: as of the configuration. skipped: unusable rows, by reason."""
+
+    paths: Sequence[str]
+    format: str = "auto"
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield every row as it is in the file. Raises ConfigError for a file that cannot be read."""
+        for file in self.files():
+            yield from _parquet_rows(file) if file.name.endswith(".parquet") else self._lines(file)
+
+    def documents(self, tokenizer: Tokenizer | None) -> Iterator[Document]:
+        """Yield the usable rows as documents, and count the others."""
+        for row in self.rows():
+            try:
+                document = encode_row(row, tokenizer)
+            except RequestError as error:
+                self.skipped[error.code] += 1
+                continue
+            if len(document) >= MIN_DOCUMENT_LENGTH and any(document.is_answer[2:]):
+                yield document
+            else:
+                self.skipped["too_short"] += 1
+
+    def files(self) -> Iterator[StoragePath]:
+        """Yield every file, in the order of the paths. Raises ConfigError for a path without any."""
+        for name in self.paths:
+            files = _find(name)
+            if not files:
+                raise ConfigError(f"data.path: there is no file at {name}")
+            yield from files
+
+    def _lines(self, file: StoragePath) -> Iterator[Row]:
+        is_json = self.format == "chat" or (self.format != "text" and file.name.endswith((".jsonl", ".json")))
+        try:
+            for number, line in enumerate(_text_lines(file), 1):
+                if line.strip():
+                    yield _json_row(line, f"{file} line {number}") if is_json else {"text": line}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.path: {file} cannot be read: {error}") from None
+
+
+def _text_lines(file: StoragePath) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, which end at line feeds alone: a text may hold any other separator."""
+    with file.open() as stream:
+        if (encoding := wide_encoding(stream.read(ENCODING_BYTES))) is not None:
+            raise ConfigError(f"data.path: {file} is {encoding} text. Write it as UTF-8.")
+        stream.seek(0)
+        for number, line in enumerate(stream):
+            text = line.decode("utf-8-sig" if number == 0 else "utf-8")
+            yield text.rstrip("\r\n")
+
+
+def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
+    """Return a row as a document. Raises RequestError with the reason if it cannot be used."""
+    if row.get("status") not in (None, "ok"):
+        raise RequestError("error_row", "the row ended in an error")
+    if row.get("ids"):
+        return Document(list(row["ids"]), list(row["is_answer"]))
+    if row.get("output_token_ids"):
+        return _generated(row, tokenizer)
+    if tokenizer is None:
+        raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids")
+    messages = messages_of(row)
+    if messages is not None:
+        return encode_conversation(tokenizer, messages)
+    if isinstance(row.get("text"), str):
+        ids = tokenizer.encode(row["text"])
+        return Document(ids, [True] * len(ids))
+    raise RequestError("no_text", "the row has none of messages, conversations, text and output_token_ids")
+
+
+def messages_of(row: Row) -> list[Row] | None:
+    """Return a row's conversation as messages, or None if it has none. Raises RequestError for one that is wrong."""
+    turns = row.get("messages")
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if turns is None and isinstance(row.get("conversations"), list):
+        turns = [
+            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _said(turn)}
+            for turn in row["conversations"]
+        ]
+    if turns is None:
+        return None
+    if not isinstance(turns, list):
+        raise RequestError("bad_type", "messages must be a list or a text")
+    try:
+        messages = [template_message(message) for message in check_messages(turns)]
+    except WrongMessage as error:
+        code = "unknown_role" if error.code == "bad_role" else error.code
+        raise RequestError(code, f"{error.place('messages')}{error.problem}") from None
+    if not all(message["role"] in ROLES for message in messages):
+        raise RequestError("unknown_role", "a turn's role is none of system, user and assistant")
+    return [{"role": message["role"], "content": message.get("content")} for message in messages]
+
+
+def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield each row's prompt, without its answer, as a batch job reads it: messages, prompt or prompt_token_ids."""
+    for number, row in enumerate(rows):
+        identity = {"id": f"{number:08d}"}
+        try:
+            messages = messages_of(row)
+        except RequestError:
+            continue
+        if messages is not None:
+            asked = _up_to_last_question(messages)
+            if asked:
+                yield identity | {"messages": asked}
+        elif row.get("prompt_token_ids"):
+            yield identity | {"prompt_token_ids": row["prompt_token_ids"]}
+        elif isinstance(row.get("prompt"), str):
+            yield identity | {"prompt": row["prompt"]}
+
+
+def _up_to_last_question(messages: list[Row]) -> list[Row]:
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return messages[: last + 1]
+
+
+def _said(turn: Row) -> Any:
+    return turn.get("value", turn.get("content"))
+
+
+def _generated(row: Row, tokenizer: Tokenizer | None) -> Document:
+    """Return a row of a run: prompt, then output."""
+    prompt = row.get("prompt_token_ids")
+    if prompt is None:
+        if tokenizer is None:
+            raise RequestError("no_tokenizer", "the target has no tokenizer: the run must hold prompt_token_ids")
+        if isinstance(row.get("prompt"), str):
+            prompt = _encode_prompt(tokenizer, row["prompt"], row.get("prompt_tokens"))
+        else:
+            messages = messages_of(row)
+            if messages is None:
+                raise RequestError("no_prompt", "the row holds an output and no prompt (output.store_prompt)")
+            prompt = tokenizer.encode_chat(messages)
+    output = row["output_token_ids"]
+    return Document([*prompt, *output], [False] * len(prompt) + [True] * len(output))
+
+
+def _encode_prompt(tokenizer: Tokenizer, prompt: str, num_tokens: int | None) -> list[int]:
+    """Return the ids of a stored prompt: a rendered chat, or raw text that was encoded with special tokens.
+
+    num_tokens: how many the run counted, which tells the two apart.
+    """
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    return ids if num_tokens in (None, len(ids)) else tokenizer.encode(prompt)
+
+
+def _find(name: str) -> list[StoragePath]:
+    """Return the files that a name stands for: a file, a run, a directory, or a glob."""
+    path = StoragePath.of(EMBEDDED.get(name, name))
+    if path.exists():
+        return [path]
+    if any(mark in name for mark in "*?["):
+        directory, _, pattern = name.rpartition("/")
+        return StoragePath.of(directory or ".").glob(pattern)
+    data = (path / RUN_DATA).glob("*.parquet") if path.is_directory() else []
+    kinds = ("*.parquet", "*.jsonl", "*.json", "*.txt")
+    return data or [file for kind in kinds for file in (path.glob(kind) if path.is_directory() else [])]
+
+
+def _parquet_rows(file: StoragePath) -> Iterator[Row]:
+    """Yield the rows of a Parquet file. A damaged one is a ConfigError, or FileDamaged if a run wrote it."""
+    try:
+        with open_parquet(file) as parquet:
+            names = parquet.schema_arrow.names
+            columns = [name for name in (*RUN_COLUMNS, *DOCUMENT_COLUMNS, "conversations") if name in names]
+            for batch in parquet.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        if file.name.startswith(RUN_PART):
+            raise FileDamaged(damage_text(file, error)) from None
+        raise ConfigError(f"data.path: {file} cannot be read ({one_line(error)}): write it again") from None
+
+
+def _json_row(line: str, place: str) -> Row:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"data.path: {place} is not JSON: {error}. Give JSONL, or set data.format: text") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"data.path: {place} is not a JSON object")
+    return row
+
+
+def log_skipped(skipped: Counter[str]) -> None:
+    """Log how many rows were not used, and why."""
+    if skipped:
+        log.info("rows not used: %s", ", ".join(f"{count} {reason}" for reason, count in skipped.most_common()))

@@ -1,0 +1,342 @@
+"""Whether a target and a head are a pair, from their configs and tensor names alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle_ray.assembly import assemble as pair_module
+from eagle_ray.assembly.assemble import (
+    build_engine,
+    build_engine_from_config,
+    build_in_thread,
+    check_models,
+    cost_key,
+    load_causal_lm,
+    load_draft,
+    model_limits,
+)
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config.job import EnginesConfig
+from eagle_ray.core.errors import ConfigError, UnfitDevice
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.start_log import StartLog
+from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
+from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.medusa.checkpoint import save_path_heads
+from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
+from eagle_ray.methods.registry import make_drafter
+from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.storage.cache_directory import cache_home
+from tests.conftest import PAIR
+from tests.support.tokenizers import LFS_POINTER, write_tokenizer
+from tests.support.toy_models import LLAMA, llama
+
+PLAIN = SpeculativeConfig(method="none")
+
+
+@pytest.fixture
+def draft(tmp_path) -> Path:
+    """A copy of the goldens' head, to break."""
+    return Path(shutil.copytree(PAIR / "draft", tmp_path / "draft"))
+
+
+def check(draft: Path | None, method: str = "eagle2") -> None:
+    target = str(PAIR / "target")
+    check_models(ModelConfig(target=target, draft=draft and str(draft)), SpeculativeConfig(method=method))
+
+
+def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
+    check(draft)
+    check_models(ModelConfig(), SpeculativeConfig())
+    check(None, method="none")
+
+
+def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
+    speculative, parts = SpeculativeConfig(budget="uniform"), []
+    for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
+        pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
+        parts.append(cost_key(pair.engine, speculative))
+    assert parts[0] == parts[1] and parts[0]["device"]
+
+
+def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):
+    model, speculative = ModelConfig(target=str(PAIR / "target"), draft=str(draft)), SpeculativeConfig(budget="uniform")
+    keys = [
+        cost_key(build_engine_from_config(model, speculative, slots=2, kv_tokens=tokens).engine, speculative)
+        for tokens in (4096, 4352, 256)
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size"])
+def test_a_head_of_another_size_is_refused_with_both_numbers(draft, key):
+    raw = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(raw | {key: 7}))
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* {key} is 7 and the target's is {raw[key]}"):
+        check(draft)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "sequoia"])
+def test_other_trees_are_drawn_with_the_same_head(draft, method):
+    check(draft, method)
+
+
+def test_a_draft_model_has_the_targets_tokens(tmp_path):
+    llama(vocab_size=512).save_pretrained(tmp_path / "same")
+    check(tmp_path / "same", "draft_model")
+    llama().save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* vocab_size is 97 and the target's is 512"):
+        check(tmp_path / "other", "draft_model")
+
+
+@pytest.mark.parametrize(("heads", "method"), [(MedusaHeads, "medusa"), (HydraHeads, "hydra")])
+def test_path_heads_are_of_the_targets_width_and_method(tmp_path, heads, method):
+    own = dict(own_lm_head=True) if heads is MedusaHeads else {}
+    save_path_heads(heads(2, 1, 64, 512, **own), tmp_path / "same")
+    check(tmp_path / "same", method)
+    save_path_heads(heads(2, 1, 32, 512, **own), tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"model\.draft: .* not {method.title()} heads .*32\), wanted .*64\)"):
+        check(tmp_path / "other", method)
+    with pytest.raises(ConfigError, match=rf"model\.draft: .*holds neither {method}_lm_head"):
+        check(PAIR / "draft", method)
+
+
+E3 = PAIR.parent / "pair_e3"
+
+
+def check_e3(method: str, target: Path = E3) -> None:
+    model = ModelConfig(target=str(target / "target"), draft=str(E3 / "draft"))
+    check_models(model, SpeculativeConfig(method=method))
+
+
+def test_eagle2_takes_heads_of_both_generations_and_eagle3_its_own(draft):
+    check_e3("eagle2")
+    check_e3("eagle3")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* is an EAGLE-1/2 head: set speculative\.method to eagle2"):
+        check(draft, "eagle3")
+
+
+def test_a_target_of_too_few_layers_for_eagle3_is_refused(draft):
+    with pytest.raises(ConfigError, match=r"model\.draft: .* 7 layers or more, and the target has 4 .*pair_fit"):
+        check_e3("eagle3", target=PAIR)
+
+
+def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(draft):
+    save_file({"fc.weight": torch.ones(64, 128)}, draft / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.draft: .* missing layers\.0\.mlp\.down_proj\.weight"):
+        check(draft)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [("config.json", None), ("config.json", b"{"), ("model.safetensors", None), ("model.safetensors", b"short")],
+)
+def test_files_that_are_missing_or_damaged_are_named(draft, file, data):
+    (draft / file).unlink() if data is None else (draft / file).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"model\.draft: .*draft(/model\.safetensors)? cannot be read"):
+        check(draft)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_git_lfs_pointer_in_place_of_a_heads_file_is_named(draft, file):
+    (draft / file).write_text(LFS_POINTER)
+    with pytest.raises(ConfigError, match=rf"model\.draft: .*{file} is a Git LFS pointer, not the file itself. Run"):
+        check(draft)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("model.safetensors", LFS_POINTER, r"model\.target: .*model\.safetensors is a Git LFS pointer"),
+        ("config.json", LFS_POINTER, r"model\.target: .*config\.json is a Git LFS pointer"),
+        ("generation_config.json", "{", r"model\.target: .*generation_config\.json cannot be read as JSON"),
+        ("tokenizer.json", "{}", r"model\.target: the tokenizer in .* cannot be read from tokenizer\.json"),
+        ("chat_template.jinja", "{% if", r"model\.target: the chat template in .* is not a Jinja template"),
+    ],
+)
+def test_a_target_whose_files_cannot_be_read_is_refused_at_the_start(tmp_path, file, content, words):
+    target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
+    write_tokenizer(target, chat_template=None)
+    (target / file).write_text(content)
+    model = ModelConfig(target=str(target), draft=None)
+    for refuse in (check_models, build_engine_from_config):
+        with pytest.raises(ConfigError, match=words) as error:
+            refuse(model, SpeculativeConfig(method="none"))
+        assert "\n" not in str(error.value)
+
+
+def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path, caplog):
+    target = Path(shutil.copytree(PAIR / "target", tmp_path / "target"))
+    write_tokenizer(target)  # the tokenizer's EOS is 1
+    (target / "generation_config.json").write_text('{"eos_token_id": 4}')
+    with caplog.at_level("INFO", "eagle_ray"):
+        bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
+    assert "an answer also ends at the tokenizer's EOS, <|eos|>, which no config names" in caplog.messages
+    assert bundle.engine.target.eos_ids == bundle.tokenizer.eos_ids == {1, 4}
+    assert TargetModel(load_causal_lm(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    for refuse in (lambda model: build_engine_from_config(model, PLAIN), load_causal_lm):
+        with pytest.raises(ConfigError, match=r"model\.device: cuda, and torch sees no GPU .*set model.device to auto"):
+            refuse(ModelConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(("threads", "num_gpus", "name"), [(-1, 1, "threads"), (0, 1, "threads"), (1, 0, "num_gpus")])
+def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
+    with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
+        build_in_thread(ModelConfig(), PLAIN, EnginesConfig(slots=1), num_gpus, threads)
+
+
+def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
+    """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
+    model = ModelConfig(device="cpu", max_model_len=64)
+    engines = EnginesConfig(slots=2, require_kernels=True)
+    asked = model, PLAIN, engines, 1, 1
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UnfitDevice, match=r"kernels are off \(cpu is no CUDA device\)"),
+    ):
+        patched.setattr(pair_module, "build_engine_from_config", None)
+        build_in_thread(*asked)
+    monkeypatch.setattr(pair_module, "why_not", lambda device: None)
+    monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
+    with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
+        build_in_thread(*asked)
+    assert build_in_thread(model, PLAIN, EnginesConfig(slots=2), 1, 1).engine.fallbacks
+
+
+def test_a_missing_head_is_asked_for():
+    with pytest.raises(ConfigError, match=r"model\.draft: missing"):
+        check(None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_calibrated", "is_coupled"),
+    [
+        ({}, True, True),
+        ({"budget": "uniform"}, False, False),
+        ({"ranking": "published"}, False, False),
+        ({"ranking": "calibrated"}, True, False),
+        ({"budget": "uniform", "ranking": "coupled"}, True, True),
+        ({"budget": "uniform", "ranking": "calibrated"}, True, False),
+    ],
+)
+def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
+    model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
+    causal_lm = load_causal_lm(model, slots=1)
+    drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
+    ranking = drafter.ranking
+    assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(1, 8), (32, 32)])
+def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
+    """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
+    passes = []
+    monkeypatch.setattr(pair_module, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(pair_module, "tune_num_threads", lambda run: run())
+    load_causal_lm(ModelConfig(device="cpu"), slots=slots)
+    assert passes == [rows]
+
+
+def target_that_says(tmp_path: Path, **config: object) -> ModelConfig:
+    """A directory of nothing but a target's config."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    return ModelConfig(target=str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mamba", "gemma3"])
+def test_a_target_that_cannot_be_exact_is_refused_before_the_start(tmp_path, family):
+    with pytest.raises(ConfigError, match=rf"model\.target: unsupported model_type .{family}.[:.]"):
+        check_models(target_that_says(tmp_path, model_type=family), SpeculativeConfig(method="none"))
+
+
+def test_a_target_whose_quantiser_is_unknown_is_refused_before_the_start(tmp_path):
+    model = target_that_says(tmp_path, model_type="llama", quantization_config={"quant_method": "guesswork"})
+    with pytest.raises(ConfigError, match=r"model\.target: .*quantised \(guesswork\)"):
+        check_models(model, SpeculativeConfig(method="none"))
+
+
+def test_rotations_that_move_bound_the_length(tmp_path):
+    """Past its original positions longrope turns every earlier one otherwise: transformers itself starts anew there."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    said = dict(model_type="phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    model = target_that_says(tmp_path, **said)
+    assert model_limits(model).max_model_len == 100
+    assert model_limits(model.model_copy(update={"max_model_len": 100})).max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len: 101 is more than the 100 .* before its rotary scaling"):
+        model_limits(model.model_copy(update={"max_model_len": 101}))
+
+
+@pytest.mark.parametrize(("own", "limit", "guaranteed"), [(131_072, 131_072, 4096), (2048, 2048, 2048)])
+def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, guaranteed):
+    model = target_that_says(tmp_path, model_type="llama", max_position_embeddings=own)
+    assert (model_limits(model).max_model_len, model_limits(model).guaranteed) == (limit, guaranteed)
+    assert model_limits(model).longest(None) == guaranteed
+    chosen = model_limits(model.model_copy(update={"max_model_len": 1000}))
+    assert chosen.max_model_len == chosen.guaranteed == chosen.longest(None) == 1000
+
+
+@pytest.mark.parametrize(("asked", "most"), [(32, 32), ({"cpu": 48, "cuda": 1}, 48), (PREFILL_TOKENS, 200)])
+def test_a_step_computes_as_many_prompt_tokens_as_asked_for(asked, most):
+    engine = build_engine(llama(), None, PLAIN, 2, 256, prefill_tokens=asked)
+    sequence = Sequence("long", [1 + i % 50 for i in range(200)], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(sequence)
+    engine.step()
+    assert engine.counters.num_prefill_tokens == most
+    while engine.has_work:
+        engine.step()
+    assert engine.counters.num_prefill_tokens == 200 and len(sequence.output_ids) == 3
+
+
+def test_an_engine_takes_prompts_of_more_than_4096_tokens():
+    """As many as its cache holds; the limit is cut where it does not hold the target's."""
+    toy = llama(max_position_embeddings=8192)
+    plain = SpeculativeConfig(method="none")
+    engine = build_engine(toy, None, plain, 2, 8192, "auto", guaranteed=4096)
+    sequence = Sequence("long", [1 + i % 50 for i in range(5000)], SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(sequence)
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.output_ids) == 3
+    assert engine.max_model_len == 8192
+    assert build_engine(toy, None, plain, 2, 8192, 6016, guaranteed=4096).max_model_len == 6015
+
+
+class Parts(StartLog):
+    """Keeps what each part of a start would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def part(self, name: str, line: str):
+        self.lines.append(line)
+        return super().part(name, line)
+
+
+def parts_of_start(draft: Path) -> list[str]:
+    start = Parts()
+    model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
+    build_engine_from_config(model, SpeculativeConfig(), 2, start=start)
+    return [line.partition(":")[0] for line in start.lines]
+
+
+def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
+    first = parts_of_start(draft)
+    assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
+    assert any(line.startswith("making kernels") for line in first)
+    assert parts_of_start(draft) == first[:-1]
+    (kept,) = cache_home().glob("costs/*.json")
+    kept.write_text("{")
+    assert parts_of_start(draft) == first

@@ -1,0 +1,73 @@
+"""Calibration finds a known distortion, keeps the order of siblings and the law of paths, and stays within bounds."""
+
+import pytest
+import torch
+
+from eagle_ray.methods.calibration import Calibration, logit
+
+UNTAUGHT = torch.tensor([1.0, 0.0, 0.0])
+ON_LEVEL_1 = torch.tensor([[False], [True]])
+
+
+def judged(seed: int, slope: float, offset: float, first: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two children a node that are said to have probability p and are picked with sigmoid(slope * logit(p) + offset),
+    the first one with `first` more.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    said = torch.rand(count, 2, generator=generator).clamp(0.01, 0.99)
+    truly = torch.sigmoid(slope * logit(said.log()) + offset + torch.tensor([first, 0.0]))
+    return said.log(), torch.rand(count, 2, generator=generator) < truly
+
+
+@pytest.mark.parametrize(("slope", "offset", "first"), [(0.5, -0.7, 0.0), (1.0, 0.0, 0.8), (2.0, 0.8, 0.3)])
+def test_a_known_distortion_is_recovered(slope, offset, first):
+    calibration, kinds = Calibration(levels=2), torch.ones(16, dtype=torch.int64)
+    for seed in range(400):
+        said, picked = judged(seed, slope, offset, first, 16)
+        calibration.update(kinds, torch.stack([said] * 2), torch.stack([picked] * 2), ON_LEVEL_1.expand(2, 16))
+    found = calibration.fit.parameters[1, 1]
+    torch.testing.assert_close(found, torch.tensor([slope, offset, first]), atol=0.25, rtol=0)
+    assert (calibration.fit.parameters[0] == UNTAUGHT).all() and (calibration.fit.parameters[1, 0] == UNTAUGHT).all()
+
+
+def test_it_begins_as_the_identity():
+    said = torch.tensor([1e-6, 0.01, 0.5, 0.99]).log()
+    same = Calibration(levels=1).apply(0, torch.tensor([0]), said[None, None])[0, 0]
+    torch.testing.assert_close(same, said, atol=1e-4, rtol=0)
+
+
+def test_nodes_that_were_not_reached_teach_nothing():
+    calibration, (said, picked) = Calibration(levels=1), judged(0, 3.0, 2.0, 1.0, 64)
+    calibration.update(torch.zeros(64).long(), said[None], picked[None], torch.zeros(1, 64, dtype=torch.bool))
+    assert (calibration.fit.parameters == UNTAUGHT).all()
+
+
+@pytest.mark.parametrize("slope", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("offset", [-12.0, 0.0, 12.0])
+@pytest.mark.parametrize("first", [0.0, 6.0])
+def test_order_is_kept_and_no_probability_passes_one(slope, offset, first):
+    calibration = Calibration(levels=1)
+    calibration.fit.parameters[:] = torch.tensor([slope, offset, first])
+    said = torch.cat([torch.tensor([0.0, -1e-9]), torch.linspace(-1e-6, -40, 500)])[None, None]
+    mapped = calibration.apply(0, torch.tensor([1]), said)[0, 0]
+    assert (mapped <= 0).all() and mapped.isfinite().all() and (mapped.diff() <= 0).all()
+
+
+def test_wild_picks_do_not_make_it_wild():
+    """Every certain child refused and every impossible one picked: the parameters stay within their bounds."""
+    calibration = Calibration(levels=1)
+    said = torch.tensor([[-1e-7], [-50.0]]).repeat(8, 1)
+    for _ in range(200):
+        picked = said < -1
+        calibration.update(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
+    assert calibration.fit.parameters.isfinite().all() and calibration.fit.parameters[0, 0, 0] >= 0.1
+
+
+def test_a_second_choice_is_never_preferred():
+    """Second children picked and first ones refused, as chance may have it: what a first child has more stays at 0."""
+    calibration, said = Calibration(levels=1), torch.tensor([[0.4, 0.39]]).log().expand(16, 2)
+    picked = torch.tensor([[False, True]]).expand(16, 2)
+    for _ in range(50):
+        calibration.update(torch.zeros(16).long(), said[None], picked[None], torch.ones(1, 16, dtype=torch.bool))
+    first, second = calibration.apply(0, torch.tensor([0]), said[None, :1])[0, 0]
+    assert calibration.fit.parameters[0, 0, 2] == 0 and first >= second

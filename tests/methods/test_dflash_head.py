@@ -1,0 +1,169 @@
+"""DFlash heads: the published equations, both published layouts, and what is refused by name."""
+
+import pytest
+import torch
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.dflash.spec import spread_layers
+from eagle_ray.methods.eagle.checkpoint import load_dflash, load_head, meta_dflash
+from tests.support.dflash_checkpoints import (
+    BLOCK,
+    HIDDEN,
+    LAYERS,
+    MASK,
+    VOCAB,
+    publish,
+    published_head,
+    published_outputs,
+    speculators_config,
+    tensors_of,
+    toy_config,
+    zlab_config,
+)
+
+
+def outputs_of(head, block, features):
+    """One block behind as many tokens as there are features, by the head's own slow form."""
+    length, rows = len(features), len(block)
+    return head(
+        block[None],
+        head.project_features(features)[None],
+        length + torch.arange(rows)[None],
+        torch.arange(length)[None],
+        torch.ones(1, rows, length, dtype=torch.bool),
+    )[0]
+
+
+@pytest.mark.parametrize("causal", [None, "causal_head", "causal"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_block_is_what_the_published_equations_make_of_it(tmp_path, causal, window):
+    config = zlab_config(ids=(0,), **({causal: True} if causal else {}))
+    if window is not None:
+        config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
+    head, tensors = published_head(tmp_path, config), tensors_of(config)
+    torch.manual_seed(0)
+    block, features = torch.randn(BLOCK, HIDDEN), torch.randn(7, HIDDEN)
+    wanted = published_outputs(tensors, block, features, causal=bool(causal), windows=(window, None))
+    torch.testing.assert_close(outputs_of(head, block, features), wanted, atol=2e-5, rtol=1e-4)
+
+
+def test_a_row_of_a_causal_block_depends_on_no_later_row(tmp_path):
+    torch.manual_seed(0)
+    block, features = torch.randn(BLOCK, HIDDEN), torch.randn(7, HIDDEN)
+    for causal in (False, True):
+        head = published_head(tmp_path, zlab_config(causal_head=causal))
+        shorter = outputs_of(head, block[:3], features)
+        assert torch.allclose(outputs_of(head, block, features)[:3], shorter, atol=1e-5) == causal
+
+
+def test_zlabs_ids_name_outputs_and_speculators_ids_name_inputs(tmp_path):
+    zlab = published_head(tmp_path / "z", zlab_config(num_target_layers=8, ids=(1, 3, 5)), 8)
+    own = published_head(tmp_path / "s", speculators_config(ids=(2, 4, 6)), 8)
+    assert zlab.feature_layers(8) == own.feature_layers(8) == (2, 4, 6)
+    assert zlab.token_ids is None and zlab.embed_tokens is None and own.embed_tokens is not None
+    assert own.token_ids.tolist() == tensors_of(speculators_config(ids=(2, 4, 6)))["t2d"].nonzero()[:, 0].tolist()
+
+
+def test_published_defaults(tmp_path):
+    """Layers spread over the target's; block_size within dflash_config; blocks see both ways."""
+    assert spread_layers(36, 5) == [1, 9, 17, 25, 33] and spread_layers(36, 1) == [18]
+    config = zlab_config(num_target_layers=8)
+    del config["dflash_config"]["target_layer_ids"], config["block_size"]
+    config["dflash_config"]["block_size"] = 4
+    tensors = tensors_of(zlab_config(ids=(1, 5)))
+    head = load_dflash(publish(tmp_path, config, tensors), toy_config(8))
+    assert head.feature_layers(8) == (2, 6) and head.block.size == 4 and head.block.causal == (False, False)
+    assert head.block.num_levels == 3 and head.block.mask_token_id == MASK
+
+
+def test_sliding_layers_of_speculators_are_causal_in_the_block(tmp_path):
+    config = speculators_config()
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    assert published_head(tmp_path, config).block.causal == (True, False)
+    assert published_head(tmp_path, config | {"sliding_window_non_causal": True}).block.causal == (False, False)
+    anchored = published_head(tmp_path, config | {"sample_from_anchor": True}).block
+    assert anchored.num_levels == BLOCK and anchored.num_rows(3) == 3
+
+
+def changed(section: str | None = None, **values: object) -> dict:
+    config = zlab_config()
+    (config if section is None else config[section]).update(values)
+    return config
+
+
+def without(*names: str) -> dict:
+    config = zlab_config()
+    for name in names:
+        (config["dflash_config"] if name in config["dflash_config"] else config).pop(name)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (without("block_size"), "block_size is None"),
+        (changed(block_size=1), "block_size is 1"),
+        (changed(block_size=65), "from 2 to 64"),
+        (changed(block_size="16"), "block_size is '16'"),
+        (without("mask_token_id"), "no mask_token_id"),
+        (changed("dflash_config", mask_token_id=VOCAB), f"mask_token_id is {VOCAB}; the target's tokens are 0 to"),
+        (changed("dflash_config", mask_token_id=True), "mask_token_id is True"),
+        (changed("dflash_config", target_layer_ids=[1]), r"target_layer_ids is \[1\]; layers 0 to 0"),
+        (changed("dflash_config", target_layer_ids=[]), r"target_layer_ids is \[\]"),
+        (changed("dflash_config", target_layer_ids=[-1]), r"target_layer_ids is \[-1\]"),
+        (changed("dflash_config", causal_head="yes"), "causal_head is 'yes'"),
+        (changed("dflash_config", causal=1), "causal is 1; it must be true or false"),
+        (changed(layer_types=["full_attention", "linear_attention"]), "layer_types has 'linear_attention'"),
+        (changed(layer_types=["full_attention"]), "list of 2"),
+        (changed(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
+        (changed(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (changed(num_target_layers=36), "num_target_layers is 36"),
+        (changed(hidden_size=64), "hidden_size is 64"),
+        (changed(vocab_size=98), "vocab_size is 98"),
+        (changed(num_attention_heads=0), "num_attention_heads"),
+        (changed(num_key_value_heads=3), "num_key_value_heads"),
+        (changed(head_dim=7), "head_dim is 7"),
+        (changed("dflash_config", target_hidden_size=64), "target_hidden_size is 64"),
+        (changed(dflash_config=[1]), "dflash_config that is no section"),
+        (changed(architectures=["DFlash2DraftModel"]), "architectures are"),
+        (changed(architectures=["Qwen3DSparkModel"]), "architectures are"),
+        (changed(speculators_model_type="dspark"), "speculators_model_type is 'dspark'"),
+        (changed(rope_parameters={"rope_type": "spiral"}), "spiral"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):
+    with pytest.raises(EngineError, match=named):
+        meta_dflash(publish(tmp_path, config, tensors_of(zlab_config())), toy_config())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"fc.weight": None}, "missing fc.weight"),
+        ({"layers.1.self_attn.k_norm.weight": None}, "missing layers.1.self_attn.k_norm.weight"),
+        ({"markov_head.w1.weight": torch.zeros(2, 2)}, "unexpected markov_head.w1.weight"),
+        ({"hidden_dim_adapter.proj.weight": torch.zeros(2, 2)}, "unexpected hidden_dim_adapter.proj.weight"),
+        ({"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}, r"fc.weight is \(32, 64\), wanted \(32, 32\)"),
+        ({"layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}, "unexpected layers.2.mlp.up_proj.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, named):
+    tensors = {key: value for key, value in (tensors_of(zlab_config()) | change).items() if value is not None}
+    with pytest.raises(EngineError, match=named):
+        meta_dflash(publish(tmp_path, zlab_config(), tensors), toy_config())
+
+
+def test_a_draft_vocabulary_must_be_the_targets(tmp_path):
+    config = speculators_config()
+    tensors = tensors_of(config) | {"d2t": torch.full((40,), VOCAB)}
+    with pytest.raises(EngineError, match="d2t maps to tokens"):
+        load_dflash(publish(tmp_path, config, tensors), toy_config())
+
+
+def test_heads_of_other_methods_are_told_apart(tmp_path):
+    publish(tmp_path / "dflash", zlab_config())
+    with pytest.raises(EngineError, match=r"DFlash head: set speculative\.method to dflash"):
+        load_head(tmp_path / "dflash", toy_config())
+    eagle = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
+    with pytest.raises(EngineError, match=r"set speculative\.method to eagle2 or eagle3"):
+        load_dflash(publish(tmp_path / "eagle", dict(LAYERS), eagle), toy_config())

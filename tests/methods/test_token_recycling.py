@@ -1,0 +1,67 @@
+"""Token Recycling: what a tree is grown from are the target's own best tokens, of every row that was verified."""
+
+import torch
+
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.drafter import VerifyOutput
+from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree
+from tests.methods.test_lookup import paths
+from tests.tree.test_draft_tree import check_laws
+
+VOCAB = 12
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def taught(drafter: RecyclingDrafter, tokens: list[int], padding: int = 0) -> None:
+    """As if these tokens had been roots, by a target whose logits are the table's; padding rows say nonsense."""
+    tree = DraftTree.of_roots(torch.tensor(tokens))
+    rows = tree.pack(torch.zeros(len(tokens), dtype=torch.int64), len(tokens) + padding)
+    logits = torch.where(rows.seq[:, None] >= 0, TABLE[rows.tokens], torch.arange(VOCAB).float())
+    picks = TABLE[tokens].argmax(-1)
+    result = VerifyResult(torch.zeros(len(tokens), 1).long(), torch.zeros(len(tokens)).long(), picks[:, None])
+    drafter.extend(DecodeSlots.of([0], [3], "cpu"), VerifyOutput(tree, rows, logits, logits[:, :1], result))
+
+
+def drafted(drafter: RecyclingDrafter, roots: list[int], plan: DraftPlan):
+    batch = DecodeSlots.of(list(range(len(roots))), [3] * len(roots), "cpu")
+    sampling = SamplingBatch.of([SamplingParams()] * len(roots))
+    return drafter.draft(batch, torch.tensor(roots), plan, sampling, ())
+
+
+def test_children_are_the_best_of_what_was_verified_after_the_same_token():
+    drafter = RecyclingDrafter(VOCAB, num_kept=3)
+    assert drafted(drafter, [4], DraftPlan(3, 3)).depth == 0
+    taught(drafter, [t for t in range(VOCAB) if t != 7], padding=3)
+    draft = drafted(drafter, [4, 7], DraftPlan(max_depth=2, width=3))
+    check_laws(draft.tree)
+    best = TABLE.log_softmax(-1).topk(3, -1)
+    wanted = {}
+    for token, value in zip(best.indices[4].tolist(), best.values[4].tolist(), strict=True):
+        wanted[(token,)] = value
+        if token != 7:  # nothing was ever verified after it
+            for child, more in zip(best.indices[token].tolist(), best.values[token].tolist(), strict=True):
+                wanted[(token, child)] = value + more
+    found = paths(draft, 0)
+    assert found.keys() == wanted.keys() and paths(draft, 1) == {}
+    for path, value in wanted.items():
+        torch.testing.assert_close(torch.tensor(found[path]).log(), torch.tensor(value), atol=1e-4, rtol=1e-4)
+
+
+def test_it_learns_how_far_to_trust_them_and_can_forget():
+    calibration = Calibration(1)
+    drafter = RecyclingDrafter(VOCAB, 2, calibration=calibration)
+    taught(drafter, list(range(VOCAB)))
+    for _ in range(50):
+        draft = drafted(drafter, [1, 2, 3], DraftPlan(1, 2))
+        taught(drafter, [1, 2, 3])
+    first, sure = TABLE.softmax(-1).amax(-1)[1:4], torch.tensor([max(paths(draft, b).values()) for b in range(3)])
+    assert (sure > first + 0.3 * (1 - first)).all()  # the best of them was picked every time
+    drafter.reset_learning()
+    assert drafted(drafter, [1, 2, 3], DraftPlan(1, 2)).depth == 0
+    assert calibration.fit.parameters[0, 0].tolist() == [1.0, 0.0, 0.0]
