@@ -41,22 +41,20 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
+from eagle_ray.methods.combine.parts import (
+    check_drafts,
+    drafts_of,
+    feature_layers,
+    load_drafts,
+    make_drafter,
+    make_planner,
+)
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
 from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.eagle.checkpoint import meta_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
-from eagle_ray.methods.method import AUTO, draft_requirement, reads_draft
-from eagle_ray.methods.null import NullDrafter
-from eagle_ray.methods.registry import (
-    check_weights,
-    feature_layers,
-    has_own_vocab,
-    load_weights,
-    make_drafter,
-    make_switch,
-    own_planner,
-    parts_of,
-)
+from eagle_ray.methods.method import draft_requirement, reads_draft
 from eagle_ray.models.cpu_runtime import (
     cpu_name,
     run_in_temporary_thread,
@@ -361,7 +359,7 @@ def _engine_of(
     prefill_tokens = _prefill_tokens(prefill_tokens, causal_lm)
     slots = plan.slots
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
-    layers = feature_layers(parts_of(weights), config.num_hidden_layers)
+    layers = feature_layers(drafts_of(weights), config.num_hidden_layers)
     target = TargetModel(causal_lm, slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
@@ -369,8 +367,7 @@ def _engine_of(
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
             _warm_up_kernels([causal_lm, weights], most_rows)
-    switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
-    drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
+    drafter = make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
@@ -379,7 +376,7 @@ def _engine_of(
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
-    fixed = own_planner(speculative, drafter)
+    fixed = make_planner(speculative, drafter)
     tree = _tree_of(speculative)
     planner, trees = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
     engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, trees)
@@ -391,8 +388,8 @@ def _engine_of(
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
     with _plain_if_planner_fails(engine):
-        if switch is not None:
-            engine.planner = _method_trial(engine, speculative, switch, start)
+        if isinstance(drafter, SwitchDrafter):
+            engine.planner = _method_trial(engine, speculative, drafter, start)
         elif fixed is None:
             engine.planner = _planner(engine, speculative, start)
     return engine
@@ -547,7 +544,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     if not reads_draft(speculative.method, model.drafts):
         return
     try:
-        check_weights(speculative, _draft_paths(model, speculative), _target_config(model))
+        check_drafts(speculative.method, _draft_paths(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
@@ -556,7 +553,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 
 def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig, file: str) -> None:
     target = _target_config(model)
-    if has_own_vocab(_draft_paths(model, speculative)[0], target):
+    if meta_head(_draft_paths(model, speculative)[0], target).method == "eagle3":
         raise ConfigError(
             f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
         )
@@ -687,7 +684,7 @@ def _draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Pat
 def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM) -> nn.Module:
     """Load what the method reads from model.draft. Raises as build_engine_from_config does."""
     config = causal_lm.config.get_text_config(decoder=True)
-    weights = load_weights(speculative, _draft_paths(model, speculative), config)
+    weights = load_drafts(speculative.method, _draft_paths(model, speculative), config)
     weights.to(causal_lm.device, causal_lm.dtype)
     pack_linears(weights)
     return weights

@@ -16,11 +16,12 @@ from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.combine.parts import feature_layers
+from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.eagle.drafter import tree_columns
-from eagle_ray.methods.method import OWN_PLANNERS
+from eagle_ray.methods.method import plans_alone
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
-from eagle_ray.methods.registry import feature_layers
 from eagle_ray.models.model_probe import KVSpec
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
@@ -124,7 +125,7 @@ class EngineSizes:
     def of(
         cls,
         shape: Any,
-        parts: Sequence[object],
+        parts: Sequence[LoadedDraft],
         speculative: SpeculativeConfig,
         itemsize: int,
         on_gpu: bool,
@@ -134,14 +135,14 @@ class EngineSizes:
 
         Args:
             shape: the target's config.
-            parts: the drafts, loaded or as check_weights returns them.
+            parts: the drafts, loaded or as check_drafts returns them.
             itemsize: bytes of a number of the models.
         """
         method, vocab_size = speculative.method, shape.vocab_size
         layer_kv = kv_elements_per_token(shape)
         top_k = min(speculative.top_k, vocab_size)
         tree_rows = 1 if method == "none" else 1 + speculative.max_nodes
-        is_fixed = method != "none" and (speculative.budget != "global" or method in OWN_PLANNERS)
+        is_fixed = method != "none" and (speculative.budget != "global" or plans_alone(method))
         return cls(
             itemsize=itemsize,
             vocab_size=vocab_size,
@@ -182,7 +183,7 @@ class EngineSizes:
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
 
 
-def _kv_numbers(part: object) -> int:
+def _kv_numbers(part: LoadedDraft) -> int:
     """Return the numbers of a token's keys and values in all layers of a draft; Medusa heads keep none."""
-    spec = part if isinstance(part, KVSpec) else getattr(part, "kv_spec", None)
+    spec: KVSpec | None = getattr(part, "kv_spec", None)
     return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim)

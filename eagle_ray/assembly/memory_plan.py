@@ -29,8 +29,8 @@ from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.combine.parts import check_drafts, drafts_of, feature_layers
 from eagle_ray.methods.eagle.checkpoint import read_headers
-from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
 from eagle_ray.models.loader import CausalLM, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
 from eagle_ray.models.placement import input_embedding
@@ -122,7 +122,7 @@ class MemoryPlan:
 
         Raises UnfitDevice if not even one sequence fits.
         """
-        device, parts = causal_lm.device, parts_of(weights)
+        device, parts = causal_lm.device, drafts_of(weights)
         shape = causal_lm.config.get_text_config(decoder=True)
         dtype = input_embedding(causal_lm).weight.dtype
         on_gpu = device.type == "cuda"
@@ -175,7 +175,7 @@ class MemoryPlan:
         if target_bytes is None or None in of_drafts:
             return None
         draft_bytes = sum(size or 0 for size in of_drafts)
-        parts = check_weights(speculative, drafts, shape) if drafts else []
+        parts = check_drafts(speculative.method, drafts, shape) if drafts else []
         on_gpu = device == "cuda"
         explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
         sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)

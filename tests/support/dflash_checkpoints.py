@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from eagle_ray.methods.dflash.checkpoint import load
 from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.eagle.checkpoint import load_dflash
 from tests.support.toy_models import LLAMA
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, DIM, INNER = 32, 97, 4, 2, 8, 40
@@ -91,7 +91,7 @@ def toy_config(num_layers: int = 2) -> LlamaConfig:
 
 def published_head(path: Path, config: dict[str, Any], num_target_layers: int = 2) -> DFlashHead:
     """Publish a random head and load it."""
-    return load_dflash(publish(path, config), toy_config(num_target_layers)).requires_grad_(False)
+    return load(publish(path, config), toy_config(num_target_layers)).requires_grad_(False)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

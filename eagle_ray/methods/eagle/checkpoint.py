@@ -1,7 +1,6 @@
 """Published heads: read and write a directory with config.json and weights as a draft head.
 
     head = load_head(path, target.config)        # EAGLE-1, 2 or 3, recognized by its tensors
-    head = load_dflash(path, target.config)      # DFlash, or a causal head of JetSpec
 
 Weights are safetensors or pickles (weights only), single or sharded. `head_spec` decides whether a head fits a
 target; `meta_head` answers that from headers alone, before anything is read.
@@ -20,14 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
-from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.dflash.spec import build_dflash, own_names
+from eagle_ray.methods.eagle.draft_vocab import head_vocab
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.methods.eagle.spec import Shape, build_head, normalize_names
 from eagle_ray.storage.model_files import check_no_pointers
@@ -45,7 +44,7 @@ def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
     tensors = normalize_names(read_tensors(path))
     if isinstance(head, Eagle3Head):
         with with_path(path):
-            tensors |= vocabulary_maps(head, tensors)
+            tensors |= vocabulary_maps(head.d2t, head.config.vocab_size, tensors)
     head.load_state_dict(tensors, assign=True)
     return head.float()
 
@@ -57,22 +56,34 @@ def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
         return build_head(raw, shapes, target)
 
 
-def load_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
-    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
-    head = meta_dflash(path, target)
-    tensors = own_names(read_tensors(path))
-    if head.lm_head is not None:
-        with with_path(path):
-            tensors |= vocabulary_maps(head, tensors)
-    head.load_state_dict(tensors, assign=True)
-    return head.float()
+def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head without its weights. Raises EngineError, ConfigError if its draft vocabulary is wrong."""
+    head = meta_head(path, target)
+    if isinstance(head, EagleHead):
+        head_vocab(path, target.vocab_size)
+    return head
 
 
-def meta_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
-    """Return the DFlash head with its parameters on the meta device; no weights are read. Raises EngineError."""
-    raw, shapes = read_config(path), read_shapes(path)
-    with with_path(path):
-        return build_dflash(raw, shapes, target)
+def load(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head with the tokens that it was published to offer. Raises as `check` does."""
+    head = load_head(path, target)
+    if isinstance(head, EagleHead):
+        head.draft_vocab = head_vocab(path, target.vocab_size)
+    return head
+
+
+def check_eagle3(path: Path, target: PretrainedConfig) -> Eagle3Head:
+    """Return an EAGLE-3 head without its weights. Raises EngineError for another one, too."""
+    head = meta_head(path, target)
+    if not isinstance(head, Eagle3Head):
+        raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+    return head
+
+
+def load_eagle3(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return an EAGLE-3 head. Raises as `check_eagle3` does."""
+    check_eagle3(path, target)
+    return load_head(path, target)
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
@@ -192,13 +203,17 @@ def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
     return loaded
 
 
-def vocabulary_maps(head: Eagle3Head | DFlashHead, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return d2t and t2d. Missing maps, and maps of a head that drafts every token, are made and not read.
+def vocabulary_maps(d2t: Int[Tensor, " Dv"], vocab_size: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return d2t and t2d of a head. Missing maps, and maps of a head that drafts every token, are made and not read.
+
+    Args:
+        d2t: of the head, before it is loaded.
+        vocab_size: the target's.
 
     Raises ValueError if d2t does not select tokens of the target.
     """
-    count, vocab_size = len(head.d2t), head.config.vocab_size
-    if tensors.get("d2t", head.d2t).is_floating_point():
+    count = len(d2t)
+    if tensors.get("d2t", d2t).is_floating_point():
         raise ValueError("d2t holds no whole numbers")
     ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
