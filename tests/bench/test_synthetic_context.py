@@ -18,8 +18,8 @@ from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import requests
 from jobs.bench.gpu.device_checks import generate
 from jobs.bench.gpu.embedded_pair import ASSETS
+from jobs.bench.gpu.gpu_run import is_walk
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
-from jobs.bench.gpu.synthetic_cases import is_walk
 from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.simulated_costs import flat
 from jobs.bench.synthetic import successor, synthetic_pair
