@@ -12,16 +12,18 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -182,3 +184,78 @@ class Drafter(Protocol):
     @property
     def prefill_passes(self) -> int:
         """Return the forward passes of the drafter's model in one `prefill`."""
+
+
+class NullDrafter:
+    """Return trees of a root each, so that every step is plain decoding. Drafters without a model inherit from it."""
+
+    supports_graphs = True  # a subclass that drafts on the host sets False
+    prefill_passes = 0
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        return {}
+
+    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+        pass
+
+    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
+        return iter(())
+
+    def attach_prefix(
+        self,
+        slots: list[int],
+        firsts: list[int],
+        columns: list[int],
+        tokens: Int[Tensor, " B"],
+        features: Float[Tensor, "B H"],
+    ) -> None:
+        pass
+
+    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+        self.prefill_deferred(prompts, next_tokens, features)
+
+    def prefill_deferred(
+        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+    ) -> None:
+        pass
+
+    def draft(
+        self,
+        batch: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        texts: Sequence[TokenSequence],
+    ) -> Draft:
+        return Draft.empty(roots)
+
+    def draft_async(
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
+    ) -> Draft | None:
+        return None
+
+    def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
+        return 0
+
+    def reset_learning(self) -> None:
+        pass
+
+    def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
+        pass
+
+    def on_verified(self, result: VerifyResult) -> None:
+        pass
+
+
+def idle_batch(batch_size: int, target: TargetModel, max_length: int, params: SamplingParams) -> DecodeBatch:
+    """Return a batch of padding alone, on which passes are recorded: empty sequences in the null slot.
+
+    Its lengths are 0 and, for the host, at most max_length.
+    """
+    slots, device = [target.cache.blocks.null_slot] * batch_size, target.device
+    sequences = [engine_sequence.Sequence("", [0], params) for _ in slots]
+    sampling = SamplingBatch.of([params] * batch_size, device, target.eos_ids)
+    at, zeros = DecodeSlots.of(slots, [0] * batch_size, device), to_device([0] * batch_size, device)
+    at = replace(at, bound=max_length)
+    return DecodeBatch(sequences, at, zeros, sampling, [1] * batch_size, zeros, None)
