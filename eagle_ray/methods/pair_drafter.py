@@ -14,7 +14,7 @@ head continues with a shorter context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -34,9 +34,8 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -92,7 +91,7 @@ class Grown:
     lesson: RankingFeedback
 
 
-class PairDrafter(ABC):
+class PairDrafter(Drafter, ABC):
     """A KV cache that uses the target's block table, and the queue of unread pairs; a subclass reads them and drafts.
 
     Args:
@@ -101,7 +100,7 @@ class PairDrafter(ABC):
         token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None is all.
     """
 
-    prefill_passes = 1
+    prefill_passes = 1  # of one `prefill`
     supports_graphs = True
 
     def __init__(
@@ -141,10 +140,6 @@ class PairDrafter(ABC):
 
     def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
-
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
-        """Yield nothing: drafts of one pass are recorded when they are first made."""
-        yield from ()
 
     @abstractmethod
     def _grown(
