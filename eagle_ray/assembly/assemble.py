@@ -43,10 +43,9 @@ from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
-from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import AUTO, draft_requirement, reads_draft
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.methods.registry import (
     check_weights,
     feature_layers,

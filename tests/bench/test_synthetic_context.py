@@ -10,7 +10,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_target
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
