@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from eagle_ray import smollm2
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError

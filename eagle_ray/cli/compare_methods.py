@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
-from eagle_ray.assembly.assemble import check_models, load_causal_lm, load_tokenizer, model_limits
+from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
+from eagle_ray.assembly.placement import load_causal_lm
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.config import JobConfig

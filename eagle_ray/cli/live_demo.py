@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eagle_ray.assembly.assemble import load_causal_lm, load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.assembly.placement import load_causal_lm
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.config import JobConfig

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from eagle_ray.assembly.assemble import ASSETS, EngineBundle, build_engine_from_config, download
+from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.hub import ASSETS, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams

@@ -33,7 +33,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, download
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.methods.eagle.checkpoint import SAFETENSORS, load_head, read_config
 from eagle_ray.models.loader import load_target
 from eagle_ray.text.tokenizer import Tokenizer

@@ -32,7 +32,8 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.methods.eagle.checkpoint import load_head, read_config, save_head

@@ -13,7 +13,9 @@ import platform
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, load_causal_lm, load_draft, load_tokenizer
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.assembly.placement import load_causal_lm, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, download
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from eagle_ray.assembly.assemble import build_engine, download, grammar_compiler, load_causal_lm, load_draft
+from eagle_ray.assembly.assemble import build_engine, grammar_compiler
+from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.placement import load_causal_lm, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module

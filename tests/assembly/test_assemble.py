@@ -9,17 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.assembly import assemble as pair_module
-from eagle_ray.assembly.assemble import (
-    build_engine,
-    build_engine_from_config,
-    build_in_thread,
-    check_models,
-    cost_key,
-    load_causal_lm,
-    load_draft,
-    model_limits,
-)
+from eagle_ray.assembly import costs, placement
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, build_in_thread
+from eagle_ray.assembly.costs import cost_key
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.assembly.hub import check_models, model_limits
+from eagle_ray.assembly.placement import load_causal_lm, load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
@@ -241,8 +236,8 @@ def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_cali
 def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
     passes = []
-    monkeypatch.setattr(pair_module, "run_linears", lambda model, num_rows: passes.append(num_rows))
-    monkeypatch.setattr(pair_module, "tune_num_threads", lambda run: run())
+    monkeypatch.setattr(placement, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(placement, "tune_num_threads", lambda run: run())
     load_causal_lm(ModelConfig(device="cpu"), slots=slots)
     assert passes == [rows]
 
@@ -332,7 +327,7 @@ def parts_of_start(draft: Path) -> list[str]:
 
 def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
+    monkeypatch.setattr(costs, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
     first = parts_of_start(draft)
     assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
     assert any(line.startswith("making kernels") for line in first)

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.assembly.assemble import build_engine_from_config, cost_key
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.costs import cost_key
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_target

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle_ray.assembly.assemble import load_causal_lm
+from eagle_ray.assembly.placement import load_causal_lm
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.eagle.checkpoint import load_dflash, load_head, read_shapes

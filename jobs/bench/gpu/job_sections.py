@@ -156,7 +156,7 @@ def shaped_engine(
 
 def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
     """Return the pair inside an 8B's shape."""
-    from eagle_ray.assembly.assemble import download
+    from eagle_ray.assembly.hub import download
 
     small = load_target(download(scale.target, "target"), torch.float32, str(scale.device))
     head = load_head(download(scale.draft, "draft"), small.config).to(scale.device, torch.float32).eval()

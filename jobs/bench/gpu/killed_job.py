@@ -427,7 +427,7 @@ class KilledJob:
         """Return the target in fp32 on the CPU, its tokenizer, and how far the job's dtype moves its logits."""
         import torch
 
-        from eagle_ray.assembly.assemble import download
+        from eagle_ray.assembly.hub import download
         from eagle_ray.models.loader import load_target
         from eagle_ray.sampling.near_tie import NEAR_TIE
         from eagle_ray.text.tokenizer import Tokenizer
