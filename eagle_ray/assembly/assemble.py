@@ -23,7 +23,7 @@ from eagle_ray.assembly.costs import method_trial, planner_for, tree_of
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, SequenceLengths
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
-from eagle_ray.assembly.placement import check_device, device_type, load_causal_lm, load_draft, model_text
+from eagle_ray.assembly.placement import check_device, device_type, load_draft, load_target, model_text
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
@@ -131,7 +131,7 @@ def build_engine_from_config(
     start = start or StartLog()
     check_device(model)
     tokenizer = load_tokenizer(model)
-    causal_lm = load_causal_lm(model, slots, kv_tokens, num_gpus, start, tokenizer)
+    causal_lm = load_target(model, slots, kv_tokens, num_gpus, start, tokenizer)
     weights = None
     if reads_draft(speculative.method, model.drafts):
         with start.part("draft", f"reading the draft's weights from {model.draft_name}"):

@@ -35,8 +35,8 @@ from eagle_ray.models.loader import (
     decoder_layers,
     eos_ids,
     input_embedding,
+    load_causal_lm,
     load_config,
-    load_target,
     set_eos_ids,
 )
 from eagle_ray.models.packed_linear import pack_linears, run_linears
@@ -49,7 +49,7 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
 
 
-def load_causal_lm(
+def load_target(
     model: ModelConfig,
     slots: int | Auto = "auto",
     kv_tokens: int | Auto | None = "auto",
@@ -69,7 +69,7 @@ def load_causal_lm(
     path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
-        causal_lm = load_target(path, dtype, "cpu" if is_spread else device)
+        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))

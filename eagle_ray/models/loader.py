@@ -1,6 +1,6 @@
 """Load targets from local directories in transformers' layout, quantised ones included.
 
-    model = load_target(path, "auto", "cuda")
+    model = load_causal_lm(path, "auto", "cuda")
 
 A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
 random. Quantised checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by
@@ -40,7 +40,7 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
 

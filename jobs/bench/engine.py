@@ -42,7 +42,7 @@ from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.report.intervals import Counted, pooled_ratio
@@ -99,7 +99,7 @@ class Models:
     @classmethod
     def load(cls, args: argparse.Namespace, head_name: str) -> Models:
         path, dtype = download("embedded:tiny", "target"), getattr(torch, args.dtype)
-        causal_lm = load_target(path, torch.float32, args.device)
+        causal_lm = load_causal_lm(path, torch.float32, args.device)
         head = load_head(download("embedded:tiny", "draft"), causal_lm.config)
         head = HEADS[head_name](head).to(args.device)
         if args.pair == "wide":

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from eagle_ray.assembly.hub import download
 from eagle_ray.methods.eagle.checkpoint import SAFETENSORS, load_head, read_config
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.peer_lock import locked
@@ -67,7 +67,7 @@ def widened_pair(folder: Path, shape: ModelShape) -> Models:
 
 def _export(models: Models, shape: ModelShape) -> None:
     source = Models(download(EMBEDDED, "target"), download(EMBEDDED, "draft"))
-    small = load_target(source.target, torch.float32, "cpu")
+    small = load_causal_lm(source.target, torch.float32, "cpu")
     wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
 
     _save(models.target, wide, wide.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})

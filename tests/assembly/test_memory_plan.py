@@ -10,7 +10,7 @@ from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
-from eagle_ray.assembly.placement import load_causal_lm, load_draft
+from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -200,7 +200,7 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
         lengths = SequenceLengths.of(config.speculative, 256, 256)
         shape = target_config(target)
         planned = MemoryPlan.of_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
-        causal_lm = load_causal_lm(config.model)
+        causal_lm = load_target(config.model)
         weights = load_draft(config.model, config.speculative, causal_lm) if part else None
         loaded = MemoryPlan.of_models(causal_lm, weights, config.speculative, "auto", "auto", lengths, 512)
         assert planned == replace(loaded, draft=planned.draft), method
