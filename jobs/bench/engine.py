@@ -34,7 +34,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, download
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
@@ -42,7 +43,7 @@ from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
 from eagle_ray.methods.head_files import load_head
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.report.intervals import Counted, pooled_ratio
@@ -120,7 +121,7 @@ class Models:
     @classmethod
     def load(cls, args: argparse.Namespace, head_name: str) -> Models:
         path, dtype = download("embedded:tiny", "target"), getattr(torch, args.dtype)
-        causal_lm = load_target(path, torch.float32, args.device)
+        causal_lm = load_causal_lm(path, torch.float32, args.device)
         head = load_head(download("embedded:tiny", "draft"), causal_lm.config)
         head = HEADS[head_name](head).to(args.device)
         if args.pair == "wide":

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.methods.head_files import SAFETENSORS, load_head, read_config
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import widen_pair
@@ -70,7 +70,7 @@ def widened_pair(folder: Path, shape: ModelShape) -> Models:
 
 def _export(models: Models, shape: ModelShape) -> None:
     source = Models(download(EMBEDDED, "target"), download(EMBEDDED, "draft"))
-    small = load_target(source.target, torch.float32, "cpu")
+    small = load_causal_lm(source.target, torch.float32, "cpu")
     wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
 
     _save(models.target, wide, wide.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})

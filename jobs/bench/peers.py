@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.smollm2 import SMOLLM2
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of

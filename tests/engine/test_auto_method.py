@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from eagle_ray.assembly.assemble import build_engine, check_models
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationRun

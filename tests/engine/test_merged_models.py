@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_ray.assembly.assemble import build_engine, check_models
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
 from eagle_ray.core.errors import ConfigError

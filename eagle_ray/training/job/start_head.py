@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.head_files import load_head, read_config
