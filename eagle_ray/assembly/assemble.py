@@ -57,16 +57,8 @@ from eagle_ray.methods.registry import (
     own_planner,
     parts_of,
 )
-from eagle_ray.models.cpu_runtime import (
-    cpu_name,
-    run_in_temporary_thread,
-    tune_malloc,
-    tune_num_threads,
-    use_huge_pages,
-)
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import CausalLM, eos_ids, load_config, load_target, set_eos_ids
+from eagle_ray.models.loader import CausalLM, auto_dtype, eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.placement import (
     dispatch,
@@ -75,6 +67,13 @@ from eagle_ray.models.placement import (
     other_size,
     place_layers,
     room_beside,
+)
+from eagle_ray.models.runtime import (
+    cpu_name,
+    run_in_temporary_thread,
+    tune_malloc,
+    tune_num_threads,
+    use_huge_pages,
 )
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel

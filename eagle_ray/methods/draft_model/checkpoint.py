@@ -20,9 +20,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.loader import load_config, load_target
-from eagle_ray.models.model_probe import KVSpec, LogitsOf, probe
 from eagle_ray.models.placement import input_embedding
-from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
+from eagle_ray.models.supported_models import (
+    KVSpec,
+    LogitsOf,
+    check_config,
+    head_dims,
+    kv_elements_per_token,
+    logits_postprocessor,
+    probe,
+)
 
 
 class DraftModel(nn.Module):
