@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
-from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.checkpoint import build_dflash, own_names
-from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
+from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.eagle.checkpoint import Shape, build_head, normalize_names
+from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.storage.model_files import check_no_pointers
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
