@@ -15,7 +15,7 @@ from eagle_ray.models.model_probe import probe
 from eagle_ray.models.placement import dispatch, layer_sizes, moved, other_size, place_layers
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.support.toy_models import llama
 
 
