@@ -15,7 +15,7 @@ from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.support.toy_models import llama
 
 

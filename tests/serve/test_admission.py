@@ -14,7 +14,7 @@ from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.service import Service
-from tests.serve.client import exchange, post
+from tests.support.serving import exchange, post
 from tests.support.toy_models import llama_engine
 
 TEXT = "/v1/completions"

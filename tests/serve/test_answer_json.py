@@ -8,7 +8,7 @@ import threading
 from eagle_ray.serve import answer_json as parts
 from eagle_ray.serve.answer_json import json_bytes, json_parts
 from eagle_ray.serve.parse import parse
-from tests.serve.client import get, post
+from tests.support.serving import get, post
 
 TEXT = "/v1/completions"
 

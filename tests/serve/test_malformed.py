@@ -11,7 +11,7 @@ from eagle_ray.serve import parse as bodies
 from eagle_ray.serve.answer_json import event
 from eagle_ray.serve.http_errors import ApiError
 from eagle_ray.serve.parse import MAX_CONTAINERS, check_containers, parse
-from tests.serve.client import exchange, get, post, request
+from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]

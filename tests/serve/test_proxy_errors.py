@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from eagle_ray.serve import body_window, proxy_errors
-from tests.serve.client import get, parsed
+from tests.support.serving import get, parsed
 
 OK = b'data: {"choices":[]}\n\n'
 
