@@ -1,7 +1,7 @@
 """Service: one engine with its tokenizer, shared by the requests of many clients.
 
-All requests share the engine's batch. A full queue refuses at once (``admission``), clients with different API keys
-take turns (``fair_queue``), and a cancelled request frees its slots at the engine's next step.
+All requests share the engine's batch. A full queue refuses at once, clients with different API keys
+take turns (``admission``), and a cancelled request frees its slots at the engine's next step.
 
     service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request, num_bytes))
@@ -36,10 +36,9 @@ from eagle_ray.requests.openai_bodies import (
 )
 from eagle_ray.requests.sequence_answers import RequestAnswers
 from eagle_ray.sampling.grammar import MAX_COMPILING
-from eagle_ray.serve.admission import Admission, IdleSlots, Need
+from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
 from eagle_ray.serve.answer_json import DONE, error_event, event, json_bytes, without_nulls
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
-from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
     min_need,
