@@ -25,7 +25,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
 from eagle_ray.serve.batches.file_store import FileStore, ids_in
-from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
 KEY = "serving.batches.path"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from eagle_ray.serve.batches.batch_models import FILE, StoredFile, is_id, new_id
-from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 CHUNK_BYTES = 8 << 20

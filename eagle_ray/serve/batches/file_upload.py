@@ -1,6 +1,6 @@
 """Read an upload, a multipart form with a file, into a FileStore.
 
-Memory holds one chunk of the upload, and what Serve has read ahead (``serve/body_window.py``), whatever its size.
+Memory holds one chunk of the upload, and what Serve has read ahead (``serve/request_body.py``), whatever its size.
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
@@ -21,8 +21,8 @@ from starlette.requests import Request
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.serve.batches.batch_models import FILE, StoredFile, new_id
 from eagle_ray.serve.batches.file_store import CHUNK_BYTES, FileStore
-from eagle_ray.serve.http_errors import ApiError, unsupported
-from eagle_ray.serve.parse import ClientDisconnected, check_encoding
+from eagle_ray.serve.http_answers import ApiError, unsupported
+from eagle_ray.serve.request_body import ClientDisconnected, check_encoding
 
 PURPOSE: Final = "batch"
 EXPIRES_S = 30 * 86_400  # of an input file, as OpenAI's

@@ -19,7 +19,7 @@ from eagle_ray.serve.batches.batch_models import BATCH, FILE, BatchRecord, is_id
 from eagle_ray.serve.batches.batch_runner import sweep
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
-from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.storage.path import StoragePath
 
