@@ -179,10 +179,6 @@ def _param_of(error: RequestError) -> str | None:
     return PARAMS.get(error.code)
 
 
-def unsupported(param: str, fix: str) -> ApiError:
-    return ApiError(400, f"{param} is not supported: {fix}", param, "unsupported_parameter")
-
-
 def _shortened(text: str) -> str:
     """Return a client's text fit to be sent back: shortened, and without half surrogate pairs."""
     short = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."

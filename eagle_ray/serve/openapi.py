@@ -30,7 +30,7 @@ from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Kind, Object
 from eagle_ray.serve import response_models
-from eagle_ray.serve.batches.batch_body import EXPIRES_AFTER, BatchBody
+from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 from eagle_ray.serve.http_answers import json_body
 
