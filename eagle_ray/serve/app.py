@@ -34,11 +34,11 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from eagle_ray.serve.access import AllowedHosts
 from eagle_ray.serve.batches.batch_routes import batch_routes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
-from eagle_ray.serve.keys import AllowedHosts
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.request_body import AcknowledgeBody, ClientDisconnected, read_body
 from eagle_ray.serve.response_events import response_events

@@ -36,6 +36,7 @@ from eagle_ray.requests.openai_bodies import (
 )
 from eagle_ray.requests.sequence_answers import RequestAnswers
 from eagle_ray.sampling.grammar import MAX_COMPILING
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.generation_request import (
@@ -47,7 +48,6 @@ from eagle_ray.serve.generation_request import (
     prepare_generation,
 )
 from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body, typed_form
-from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.request_body import body_too_large, check_containers, parse
 from eagle_ray.serve.response_events import response_body
 from eagle_ray.text.null_tokenizer import NullTokenizer

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches import batch_models, file_store
 from eagle_ray.serve.batches.batch_routes import MAX_BATCH_BODY_BYTES
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.keys import ApiKeys
 from tests.serve.client import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
