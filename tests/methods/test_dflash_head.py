@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.dflash.checkpoint import check, load
-from eagle_ray.methods.dflash.spec import spread_layers
+from eagle_ray.methods.dflash.checkpoint import check as meta_dflash
+from eagle_ray.methods.dflash.checkpoint import load as load_dflash
+from eagle_ray.methods.dflash.checkpoint import spread_layers
 from eagle_ray.methods.eagle.checkpoint import load_head
 from tests.support.dflash_checkpoints import (
     BLOCK,
@@ -72,7 +73,7 @@ def test_published_defaults(tmp_path):
     del config["dflash_config"]["target_layer_ids"], config["block_size"]
     config["dflash_config"]["block_size"] = 4
     tensors = tensors_of(zlab_config(ids=(1, 5)))
-    head = load(publish(tmp_path, config, tensors), toy_config(8))
+    head = load_dflash(publish(tmp_path, config, tensors), toy_config(8))
     assert head.feature_layers(8) == (2, 6) and head.block.size == 4 and head.block.causal == (False, False)
     assert head.block.num_levels == 3 and head.block.mask_token_id == MASK
 
@@ -134,7 +135,7 @@ def without(*names: str) -> dict:
 )
 def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):
     with pytest.raises(EngineError, match=named):
-        check(publish(tmp_path, config, tensors_of(zlab_config())), toy_config())
+        meta_dflash(publish(tmp_path, config, tensors_of(zlab_config())), toy_config())
 
 
 @pytest.mark.parametrize(
@@ -151,14 +152,14 @@ def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):
 def test_tensors_that_do_not_fit_are_named(tmp_path, change, named):
     tensors = {key: value for key, value in (tensors_of(zlab_config()) | change).items() if value is not None}
     with pytest.raises(EngineError, match=named):
-        check(publish(tmp_path, zlab_config(), tensors), toy_config())
+        meta_dflash(publish(tmp_path, zlab_config(), tensors), toy_config())
 
 
 def test_a_draft_vocabulary_must_be_the_targets(tmp_path):
     config = speculators_config()
     tensors = tensors_of(config) | {"d2t": torch.full((40,), VOCAB)}
     with pytest.raises(EngineError, match="d2t maps to tokens"):
-        load(publish(tmp_path, config, tensors), toy_config())
+        load_dflash(publish(tmp_path, config, tensors), toy_config())
 
 
 def test_heads_of_other_methods_are_told_apart(tmp_path):
@@ -167,4 +168,4 @@ def test_heads_of_other_methods_are_told_apart(tmp_path):
         load_head(tmp_path / "dflash", toy_config())
     eagle = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
     with pytest.raises(EngineError, match=r"set speculative\.method to eagle2 or eagle3"):
-        load(publish(tmp_path / "eagle", dict(LAYERS), eagle), toy_config())
+        load_dflash(publish(tmp_path / "eagle", dict(LAYERS), eagle), toy_config())

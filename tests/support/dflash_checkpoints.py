@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eagle_ray.methods.dflash.checkpoint import load
+from eagle_ray.methods.dflash.checkpoint import load as load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
 from tests.support.toy_models import LLAMA
 
@@ -91,7 +91,7 @@ def toy_config(num_layers: int = 2) -> LlamaConfig:
 
 def published_head(path: Path, config: dict[str, Any], num_target_layers: int = 2) -> DFlashHead:
     """Publish a random head and load it."""
-    return load(publish(path, config), toy_config(num_target_layers)).requires_grad_(False)
+    return load_dflash(publish(path, config), toy_config(num_target_layers)).requires_grad_(False)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -24,9 +24,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.method import METHODS
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult

@@ -1,17 +1,54 @@
-"""Published DFlash heads, and causal heads of JetSpec: read a directory with config.json and weights.
+"""DFlash spec: which DFlash head a published config and its tensors describe, and whether it fits a target.
 
-head = load(path, target.config)
+    head = load(path, target.config)                    # a DFlash head, or a causal head of JetSpec
+    head = build_dflash(raw, shapes, target.config)     # parameters on the meta device: shapes without numbers
+
+Two published layouts name the same tensors (fc, hidden_norm, layers.*, norm), and differ in config.json:
+
+    z-lab, JetSpec   block_size at the top level or in dflash_config, which has target_layer_ids (the layers whose
+                     outputs are read), mask_token_id and, if true, causal_head; NeMo Automodel, whose heads vLLM
+                     serves, calls that causal
+    speculators      the layers' shape in transformer_layer_config; aux_hidden_state_layer_ids (the layers whose inputs
+                     are read), mask_token_id, sliding_window_non_causal, sample_from_anchor; embed_tokens, and lm_head
+                     over a draft vocabulary (d2t, t2d)
+
+Sources: z-lab/dflash dflash/model.py (44947fb), hao-ai-lab/JetSpec jetspec/models/draft_head.py (2c7b3fa),
+vllm-project/speculators models/dflash/{config,core,attention}.py and convert/dflash/converter.py (c05b95b3),
+NVIDIA-NeMo/Automodel pull request 2913.
+A sliding layer sees keys less than `sliding_window` positions before a row, as in z-lab's attention call; speculators'
+sliding layers are causal within the block unless sliding_window_non_causal.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import PretrainedConfig
+import torch
+from transformers import PretrainedConfig, Qwen3Config
 
-from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.dflash.spec import build_dflash, own_names
-from eagle_ray.methods.eagle.checkpoint import read_config, read_shapes, read_tensors, vocabulary_maps, with_path
+from eagle_ray.core.errors import one_line
+from eagle_ray.methods.dflash.heads import FULL, SLIDING, BlockShape, DFlashHead
+from eagle_ray.methods.eagle.checkpoint import (
+    IGNORED_KEYS,
+    SPECULATORS,
+    Named,
+    check_tensors,
+    is_count,
+    is_dflash,
+    rope_of,
+    without_nulls,
+)
+from eagle_ray.methods.head_files import Shape, read_config, read_shapes, read_tensors, vocabulary_maps, with_path
+
+SIZES = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
+MIN_BLOCK = 2  # rows: the root and one token
+MAX_BLOCK = 64  # rows of a block: as many as a row of a tree's mask names
+SWITCHES = ("causal_head", "causal", "sample_from_anchor", "sliding_window_non_causal")
+TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own, which some files repeat
 
 
 def load(path: Path, target: PretrainedConfig) -> DFlashHead:
@@ -30,3 +67,180 @@ def check(path: Path, target: PretrainedConfig) -> DFlashHead:
     raw, shapes = read_config(path), read_shapes(path)
     with with_path(path):
         return build_dflash(raw, shapes, target)
+
+
+def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> DFlashHead:
+    """Return the head with its parameters and buffers on the meta device.
+
+    raw: its config.json. shapes: of its tensors, by published name. Raises ValueError with the key, tensor or pair
+    of numbers that does not fit the target.
+    """
+    if not is_dflash(raw, shapes):
+        raise ValueError(
+            "not a DFlash head: its config.json has no dflash_config, and it has no tensor hidden_norm.weight. For an "
+            "EAGLE head set speculative.method to eagle2 or eagle3"
+        )
+    _check_kind(raw)
+    layers, own = _sections(raw)
+    wrong = [key for key in SIZES if not is_count(layers.get(key))]
+    wrong += [key for key in OPTIONAL_SIZES if key in {**layers, **own} and not is_count({**layers, **own}[key])]
+    if wrong:
+        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+    _check_target(layers, own, target)
+    block = block_of(raw, target)
+    has_lm_head = "lm_head.weight" in shapes
+    try:
+        with torch.device("meta"):
+            head = DFlashHead(
+                layer_config(raw),
+                block,
+                draft_vocab_size=(own.get("draft_vocab_size") or target.vocab_size) if has_lm_head else None,
+                own_embedding="embed_tokens.weight" in shapes,
+            )
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
+        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
+    check_tensors("a DFlash head", head, own_names(shapes), _optional(head))
+    return head
+
+
+def _check_kind(raw: Mapping[str, Any]) -> None:
+    """Refuse relatives with tensors of these names that draft otherwise: DFlash2, DSpark, and others to come."""
+    kind, classes = raw.get(SPECULATORS, "dflash"), raw.get("architectures") or ["DFlashDraftModel"]
+    if kind != "dflash":
+        raise ValueError(f"its {SPECULATORS} is {kind!r}; this release drafts with dflash")
+    if not any(re.search(r"DFlash(?!\d)", str(name)) for name in classes):
+        raise ValueError(f"its architectures are {classes}; this release drafts with DFlashDraftModel")
+
+
+def own_names(published: Mapping[str, Named]) -> dict[str, Named]:
+    """Return the entries that are the head's own: no buffers that are recomputed, no tensors of the target."""
+    skipped = (*IGNORED_KEYS, *TIED_TO_TARGET)
+    has_lm_head = "lm_head.weight" in published
+    maps = () if has_lm_head else ("d2t", "t2d")  # maps of a vocabulary without an lm_head over it say nothing
+    return {name: value for name, value in published.items() if not name.endswith(skipped) and name not in maps}
+
+
+def _optional(head: DFlashHead) -> set[str]:
+    """Return the tensors that may be missing: vocabulary maps if every token can be drafted, and t2d always."""
+    if head.lm_head is None:
+        return set()
+    return {"t2d"} if head.token_ids is not None else {"t2d", "d2t"}
+
+
+def _sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what config.json says of the layers, and what it says of the head, both without nulls."""
+    sections = []
+    for key in ("transformer_layer_config", "dflash_config"):
+        section = raw.get(key)
+        if not isinstance(section, dict | None):
+            raise ValueError(f"its config.json has a {key} that is no section")
+        sections.append(without_nulls(section or {}))
+    top = without_nulls(raw)
+    return {**top, **sections[0]}, {**top, **sections[1]}
+
+
+def _check_target(layers: Mapping[str, Any], own: Mapping[str, Any], target: PretrainedConfig) -> None:
+    for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if layers[key] != wanted:
+            raise ValueError(f"the head's {key} is {layers[key]} and the target's is {wanted}: they are not a pair")
+    width = own.get("target_hidden_size", target.hidden_size)
+    if width != target.hidden_size:
+        raise ValueError(f"its target_hidden_size is {width}, and the target's hidden_size is {target.hidden_size}")
+    count = own.get("num_target_layers")
+    if count is not None and count != target.num_hidden_layers:
+        raise ValueError(f"its num_target_layers is {count}, and the target has {target.num_hidden_layers} layers")
+
+
+def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
+    """Return what a head with this config.json drafts. Raises ValueError with the key that does not fit."""
+    layers, own = _sections(raw)
+    size, mask = own.get("block_size"), own.get("mask_token_id")
+    if not is_count(size) or not MIN_BLOCK <= size <= MAX_BLOCK:
+        raise ValueError(f"its block_size is {size!r}; it must be a whole number from {MIN_BLOCK} to {MAX_BLOCK}")
+    if mask is None:
+        raise ValueError("its config.json has no mask_token_id (in dflash_config, or at the top level)")
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
+        raise ValueError(f"its mask_token_id is {mask!r}; the target's tokens are 0 to {target.vocab_size - 1}")
+    switches = {key: own.get(key, False) for key in SWITCHES}
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"its {key} is {value!r}; it must be true or false")
+    causal_windows = raw.get(SPECULATORS) is not None and not switches["sliding_window_non_causal"]
+    is_causal = switches["causal_head"] or switches["causal"]
+    return BlockShape(
+        size=size,
+        mask_token_id=mask,
+        feature_layers=_feature_layers(layers, own, target.num_hidden_layers),
+        causal=tuple(is_causal or (kind == SLIDING and causal_windows) for kind in _layer_types(layers)),
+        from_root=switches["sample_from_anchor"],
+    )
+
+
+def _feature_layers(layers: Mapping[str, Any], own: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose inputs the head reads. The last layer's output is not among them: it is normed."""
+    if "aux_hidden_state_layer_ids" in own:
+        key, offset, ids = "aux_hidden_state_layer_ids", 0, own["aux_hidden_state_layer_ids"]
+    elif "target_layer_ids" in own:
+        key, offset, ids = "target_layer_ids", 1, own["target_layer_ids"]
+    else:
+        key, offset, ids = "target_layer_ids", 1, spread_layers(num_layers, layers["num_hidden_layers"])
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not whole or not ids or len({*ids}) < len(ids):
+        raise ValueError(f"its {key} is {ids!r}; it must be a list of different layers")
+    if not (min(ids) >= 0 and max(ids) + offset < num_layers):
+        raise ValueError(f"its {key} is {ids}; layers 0 to {num_layers - 1 - offset} of the target can be read")
+    return tuple(i + offset for i in ids)
+
+
+def spread_layers(num_layers: int, num_draft_layers: int) -> list[int]:
+    """Return the layers that are read if none are named: one per draft layer, from the second to the last but two."""
+    if num_draft_layers == 1:
+        return [num_layers // 2]
+    last = num_layers - 3
+    return [round(1 + i * (last - 1) / (num_draft_layers - 1)) for i in range(num_draft_layers)]
+
+
+def _layer_types(layers: Mapping[str, Any]) -> list[str]:
+    count = layers["num_hidden_layers"]
+    types = layers.get("layer_types", [FULL] * count)
+    if not isinstance(types, list) or len(types) != count:
+        raise ValueError(f"its layer_types is {types!r}; it must be a list of {count}, one for each layer")
+    if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
+        raise ValueError(f"its layer_types has {unknown[0]!r}, which is neither {FULL} nor {SLIDING}")
+    if SLIDING in types and not is_count(layers.get("sliding_window")):
+        raise ValueError(f"its sliding_window is {layers.get('sliding_window')!r}; {SLIDING} needs 1 or more")
+    return types
+
+
+def layer_config(raw: Mapping[str, Any]) -> Qwen3Config:
+    """Return the config of a head's layers from its config.json. Raises ValueError."""
+    layers, _ = _sections(raw)
+    heads, activation = layers["num_attention_heads"], layers.get("hidden_act", "silu")
+    kv_heads = layers.get("num_key_value_heads", heads)
+    head_dim = layers.get("head_dim", layers["hidden_size"] // heads)
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"its hidden_act is {activation!r}; DFlash layers run silu only")
+    if heads % kv_heads:
+        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+    types = _layer_types(layers)
+    return Qwen3Config(
+        vocab_size=layers["vocab_size"],
+        hidden_size=layers["hidden_size"],
+        intermediate_size=layers["intermediate_size"],
+        num_hidden_layers=layers["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_act=activation,
+        rms_norm_eps=layers.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=layers.get("max_position_embeddings", 32768),
+        attention_bias=layers.get("attention_bias", False),
+        rope_parameters=rope_of(layers),
+        layer_types=types,
+        use_sliding_window=SLIDING in types,
+        sliding_window=layers.get("sliding_window") if SLIDING in types else None,
+    )
