@@ -13,7 +13,7 @@ from eagle_ray.serve.admission import Admission, FairQueue, Need
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.service import Service
-from tests.serve.client import exchange, post
+from tests.support.serving import exchange, post
 from tests.support.toy_models import llama_engine
 
 TEXT = "/v1/completions"

@@ -21,8 +21,8 @@ from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job
-from tests.serve.client import exchange, get, parsed, post, request
 from tests.serve.conftest import SETTINGS
+from tests.support.serving import exchange, get, parsed, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -8,7 +8,7 @@ import threading
 from eagle_ray.serve import http_answers
 from eagle_ray.serve.http_answers import json_body, json_parts
 from eagle_ray.serve.request_body import parse
-from tests.serve.client import get, post
+from tests.support.serving import get, post
 
 TEXT = "/v1/completions"
 

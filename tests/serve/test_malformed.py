@@ -10,7 +10,7 @@ from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.serve import request_body
 from eagle_ray.serve.http_answers import ApiError, event
 from eagle_ray.serve.request_body import MAX_CONTAINERS, check_containers, parse
-from tests.serve.client import exchange, get, post, request
+from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]

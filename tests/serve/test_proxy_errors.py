@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from eagle_ray.serve import proxy_errors, request_body
-from tests.serve.client import get, parsed
+from tests.support.serving import get, parsed
 
 OK = b'data: {"choices":[]}\n\n'
 

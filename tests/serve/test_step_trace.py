@@ -11,8 +11,8 @@ from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.request_body import parse
-from tests.serve.client import post
 from tests.serve.test_app import CHAT, FRANCE, TEXT
+from tests.support.serving import post
 
 ASKS = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}
 

@@ -15,7 +15,7 @@ from eagle_ray.serve.batches import batch_models, file_store
 from eagle_ray.serve.batches.batch_routes import MAX_BATCH_BODY_BYTES
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
-from tests.serve.client import exchange, get, post, request
+from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
