@@ -15,7 +15,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import Auto, usual_slots
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
@@ -212,7 +212,7 @@ def build_in_thread(
         sizes = engines.slots, engines.kv_tokens, num_gpus
         pair = build_engine_from_config(model, speculative, *sizes, start, prefill_tokens)
         with start.part("first steps", "taking the first steps"):
-            warm_up(pair.engine, speculative.top_k)
+            warm_up(pair.engine)
         if engines.require_kernels:
             _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
@@ -374,19 +374,19 @@ def _engine_of(
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
-        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, 0, prefill_tokens, graphs)
+        engine = Engine(target, drafter, UniformPlanner(NO_TREE), max_model_len, NO_TREE, prefill_tokens, graphs)
         if ahead:
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
     fixed = own_planner(speculative, drafter)
-    tree = _tree_of(speculative)
-    planner, trees = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
-    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, trees)
+    bounds = speculative.tree_bounds
+    planner = fixed or UniformPlanner(bounds)
+    engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     if speculative.budget == "global" and fixed is None:
         if ahead:
             with start.part("recorded", RECORDING):
-                capture(engine, speculative.max_nodes, speculative.top_k)
+                capture(engine)
     elif ahead:
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
@@ -414,12 +414,12 @@ def _planner(
 ) -> Planner:
     """Return the planner of speculative.budget. target_costs: as for _costs_of."""
     if speculative.budget == "uniform":
-        return UniformPlanner(*_tree_of(speculative))
+        return UniformPlanner(engine.bounds)
     costs = _costs_of(engine, speculative, start, target_costs)
     graphs = engine.graphs
     can_sync = engine.target.device.type == "cpu" and graphs is None
-    sizes = graphs.pass_sizes(speculative.max_nodes, speculative.top_k) if graphs else None
-    return BudgetPlanner(*_tree_of(speculative), costs, can_sync, sizes)
+    sizes = graphs.pass_sizes(engine.bounds) if graphs else None
+    return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
 
 
 def _method_trial(
@@ -431,7 +431,7 @@ def _method_trial(
     for method in switch.methods:
         switch.use(method)
         if method == "none":
-            planners[method] = UniformPlanner(0, 0, 0)
+            planners[method] = UniformPlanner(NO_TREE)
             continue
         planner = _planner(engine, speculative.model_copy(update={"method": method}), start, target_costs)
         target_costs = target_costs or getattr(planner, "costs", None)
@@ -465,10 +465,10 @@ def _costs_of(
     def measured() -> StepCosts:
         if target_costs is not None:
             with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
-                return calibrate_draft_costs(engine, *_tree_of(speculative), target_costs)
+                return calibrate_draft_costs(engine, target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
-            return calibrate_costs(engine, *_tree_of(speculative))
+            return calibrate_costs(engine)
 
     return cached_costs(parts, measured)
 
@@ -748,12 +748,8 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
         "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
-        "tree": _tree_of(speculative),
+        "tree": astuple(engine.bounds),
     } | ({} if engine.graphs is None else {"graphs": True})
-
-
-def _tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
-    return speculative.max_nodes, speculative.max_depth, speculative.top_k
 
 
 def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:

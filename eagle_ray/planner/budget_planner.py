@@ -32,6 +32,7 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
@@ -60,7 +61,6 @@ class BudgetPlanner:
     """Plans by measured costs and observed acceptance.
 
     Args:
-        max_nodes, max_depth, top_k: upper bounds of each sequence's tree, as for UniformPlanner.
         can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the depth is decided
             before drafting and the number of rows by the acceptance model, so that only a probe waits for the device.
         sizes: the passes that are replayed; None if steps are not, and any size runs.
@@ -68,22 +68,20 @@ class BudgetPlanner:
 
     def __init__(
         self,
-        max_nodes: int,
-        max_depth: int,
-        top_k: int,
+        bounds: TreeBounds,
         costs: StepCosts,
         can_sync: bool = True,
         sizes: PassSizes | None = None,
     ):
-        self._max_nodes, self._max_depth, self._top_k = max_nodes, min(max_depth, max_nodes), top_k
+        self._bounds = bounds
         self._can_sync, self._replays = can_sync, sizes is not None
         self.mode = Mode.WARM_UP
         self.predicted_s = 0.0  # predicted seconds of all steps so far
         self.predicted_plain_s = 0.0  # likewise, if each had been a plain step
-        self._search = PlanSearch(max_nodes, self._max_depth, costs, can_sync, sizes or PassSizes())
+        self._search = PlanSearch(bounds, costs, can_sync, sizes or PassSizes())
         self._probes = ProbeSchedule()
-        widths = (*(w for w in WIDTHS if w < top_k), top_k)
-        self._by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._max_depth))
+        widths = (*(w for w in WIDTHS if w < bounds.top_k), bounds.top_k)
+        self._by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._bounds.depth))
         self._acceptance = self._by_size.last  # at the current batch size
         self._best = PlanEstimate(0.0)
         self._review_step = 0  # of the next review
@@ -139,7 +137,7 @@ class BudgetPlanner:
         self._rows_per_sequence = rows[best] / size
         keep = candidates.keep(rows[best])
         sizes = keep.sum(1).tolist() if self._can_sync else None
-        most = max(sizes) if sizes else min(1 + self._max_nodes, draft.tree.num_nodes)
+        most = max(sizes) if sizes else min(self._bounds.num_nodes, draft.tree.num_nodes)
         return Allocation(keep, most, rows[best], gains[best], sizes)
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -196,7 +194,7 @@ class BudgetPlanner:
     # plans
 
     def _plan(self, depth: int, width: int, **rest: Any) -> DraftPlan:
-        return DraftPlan(depth, width, num_children=self._top_k, **rest)
+        return DraftPlan(depth, width, num_children=self._bounds.top_k, **rest)
 
     def _best_plan(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan with the best expected rate: as deep as each level pays, or as has recently been best.
@@ -208,7 +206,7 @@ class BudgetPlanner:
         if explores:
             width = next((w for w in self._acceptance.model.widths if w > width), width)
         if not self._can_sync:
-            return self._plan(min(self._best.depth + more, self._max_depth), width)
+            return self._plan(min(self._best.depth + more, self._bounds.depth), width)
         price = self._opportunity_rate(len(batch), batch.num_cached)
         num_rows = len(batch) * self._rows_per_sequence
         row_price = price * self.costs.row_seconds(num_rows, batch.num_cached, len(batch), batch.num_prefill_rows)
@@ -220,7 +218,7 @@ class BudgetPlanner:
             unpaid += unpaid > 0 or not self._pays(builder, level_price, row_price)
             return unpaid > more
 
-        return self._plan(min(self._max_depth, max(batch.remaining_tokens) - 1), width, should_stop=should_stop)
+        return self._plan(min(self._bounds.depth, max(batch.remaining_tokens) - 1), width, should_stop=should_stop)
 
     def _pays(self, builder: TreeBuilder, level_price: float, row_price: float) -> bool:
         """Return whether one more level is expected to yield more than it costs. Both prices are in tokens.
@@ -281,12 +279,12 @@ class BudgetPlanner:
 
     def _widest_plan(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> DraftPlan:
         should_stop = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
-        return self._plan(self._max_depth, self._top_k, members=members, should_stop=should_stop, probe=True)
+        return self._plan(self._bounds.depth, self._bounds.top_k, members=members, should_stop=should_stop, probe=True)
 
     def _cannot_pay(self, builder: TreeBuilder, batch: DecodeBatch) -> bool:
         """Return whether no further level could pay, even if the whole batch drafted and children matched parents."""
         level = builder.levels[-1].flatten(1)
-        beam = level.topk(min(self._top_k, level.shape[1]), dim=1).values
+        beam = level.topk(min(self._bounds.top_k, level.shape[1]), dim=1).values
         scale = len(batch) / len(beam)
         price = self._search.plain_rate(len(batch), batch.num_cached)
         return scale * beam.exp().sum().item() < price * self.costs.expand(scale * beam.numel())
@@ -309,7 +307,7 @@ class BudgetPlanner:
         max_depths = None
         if min(batch.remaining_tokens) <= draft.depth:
             max_depths = batch.remaining_on_device - 1
-        return Budget(num_rows=0, num_nodes=1 + self._max_nodes, max_depths=max_depths)
+        return Budget(num_rows=0, num_nodes=self._bounds.num_nodes, max_depths=max_depths)
 
     def _gains(self, rows: list[int], candidates: Candidates, draft: Draft, plan: DraftPlan, size: int) -> list[float]:
         """Return the accepted drafts to expect of each number of rows: by this draft's values, or by recent drafts' if
@@ -320,7 +318,7 @@ class BudgetPlanner:
             return candidates.expected(sizes)
         model, num_members = self._acceptance.model, plan.num_members(size)
         width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
-        curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._max_depth) - 1]
+        curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._bounds.depth) - 1]
         return (num_members * curve).tolist()
 
     def _profits(self, batch: DecodeBatch, rows: list[int], gains: list[float]) -> np.ndarray:
@@ -371,9 +369,9 @@ class BudgetPlanner:
 
     def _to_full_depth(self, draft: Draft, plan: DraftPlan, size: int) -> list[Float[Tensor, "M _ K"]]:
         """Return the draft's levels, with empty ones below if the drafter had nothing more to propose."""
-        if not draft.is_exhausted or len(draft.levels) >= self._max_depth:
+        if not draft.is_exhausted or len(draft.levels) >= self._bounds.depth:
             return draft.levels
         shape = plan.num_members(size), plan.width, plan.children
         nothing = torch.full(shape, -torch.inf, device=draft.tree.tokens.device)
         levels = draft.levels or [nothing[:, :1]]
-        return levels + [nothing] * (self._max_depth - len(levels))
+        return levels + [nothing] * (self._bounds.depth - len(levels))

@@ -16,6 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.planner.acceptance_model import CalibratedAcceptance
 from eagle_ray.planner.cost_model import BUCKETS, StepCosts
 
@@ -60,15 +61,14 @@ class PlanSearch:
     """Rates of plans by the current costs.
 
     Args:
-        max_nodes, max_depth: upper bounds of each sequence's tree.
         costs: seconds of the parts of a step; the planner updates them.
         fine: a pass may have any number of rows of FINE_BUCKETS; otherwise of BUCKETS, as on a GPU.
         sizes: the passes that there are.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, costs: StepCosts, fine: bool, sizes: PassSizes):
+    def __init__(self, bounds: TreeBounds, costs: StepCosts, fine: bool, sizes: PassSizes):
         self.costs = costs
-        self._max_nodes, self._max_depth = max_nodes, max_depth
+        self._bounds = bounds
         self._buckets = FINE_BUCKETS if fine else BUCKETS
         self._sizes = sizes
 
@@ -95,11 +95,11 @@ class PlanSearch:
             num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
         """
         size, costs, widths = len(batch), self.costs, acceptance.model.widths
-        rows = [n for n in self.padded(self._between(size, size * self._max_nodes)) if n > size]
+        rows = [n for n in self.padded(self._between(size, size * self._bounds.max_nodes)) if n > size]
         gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
 
         prompts = num_prompt_tokens * costs.catch_up.per_row
-        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._max_depth)
+        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._bounds.depth)
         drafted = costs.catch_up.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
         spent = (
             prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)

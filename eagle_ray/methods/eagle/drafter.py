@@ -320,14 +320,6 @@ class EagleDrafter(PairDrafter):
         return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
 
 
-def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
-    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels.
-
-    A block has its root's row besides the root's pair.
-    """
-    return max(max_nodes + 1, max_depth + 2, 1 + max(max_depth - 1, 0) * width)
-
-
 @dataclass(frozen=True, slots=True)
 class TreeMask:
     """The tree positions that each node of the last frontier attends to, and the depths of all M positions so far.
