@@ -41,7 +41,7 @@ def run_endpoint(config: ServeConfig) -> int:
     keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
-    from eagle_ray.assembly.assemble import check_models  # torch, seconds
+    from eagle_ray.assembly.hub import check_models  # torch, seconds
 
     check_models(config.model, config.speculative)
     if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:

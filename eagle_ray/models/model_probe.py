@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionParams, NumberedLayer, causal_attention
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.placement import input_embedding
+from eagle_ray.models.loader import input_embedding
 
 EXAMINED = "eagle_ray_examined"
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import load_head
 from tests.support.eagle_formulas import decoder_layer, rms_norm
 from tests.support.published_checkpoints import (
     E3,

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
