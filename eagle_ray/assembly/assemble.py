@@ -44,13 +44,9 @@ from eagle_ray.methods.registry import (
     own_planner,
     parts_of,
 )
-from eagle_ray.models.cpu_runtime import (
-    run_in_temporary_thread,
-    tune_malloc,
-    use_huge_pages,
-)
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, warm_up_kernels
+from eagle_ray.models.runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
