@@ -61,7 +61,6 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
     "methods.dflash.heads": ("one module reads the files of both kinds of heads", "methods.head_files"),
     "methods.dflash.checkpoint": ("one module reads the files of both kinds of heads", "methods.head_files"),
     "methods.draft_model.checkpoint": ("its layers run as a head's do", "methods.eagle.head_decoder"),
-    "methods.combine.ensemble": ("its tokens are merged with an index's", "methods.lookup.lookahead"),
     "serve.batches.batch_body": ("the page of all routes", "serve.openapi"),
     "serve.batches.batch_routes": ("the application adds all routes", "serve.app serve.openapi"),
     "serve.batches.batch_runner": ("the deployment starts the runner", "serve.deployment"),

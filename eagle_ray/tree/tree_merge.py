@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eagle_ray.core.sampling_batch import as_int64
 from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
+from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 
 
@@ -78,6 +79,18 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
         valid=kept,
     )
     return Merged(merged, torch.stack(said, 2))
+
+
+def extra_log_values(
+    first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
+) -> list[Float[Tensor, "M N"]]:
+    """Return, by depth, the log values of nodes that the first drafter does not propose."""
+    values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
+    depths = tree.depths
+    if plan.members is not None:
+        members = torch.tensor(plan.members, device=values.device)
+        values, depths = values[members], depths[members]
+    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]
 
 
 def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:

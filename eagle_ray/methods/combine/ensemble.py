@@ -30,8 +30,7 @@ from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import Merged, merge
+from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +171,3 @@ class EnsembleDrafter:
             if level in taught:
                 self._blend.update(level, drafted.kinds, said, offered, picked)
             node, reached = picked.long().argmax(1), picked.any(1)
-
-
-def extra_log_values(
-    first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
-) -> list[Float[Tensor, "M N"]]:
-    """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
-    depths = tree.depths
-    if plan.members is not None:
-        members = torch.tensor(plan.members, device=values.device)
-        values, depths = values[members], depths[members]
-    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]

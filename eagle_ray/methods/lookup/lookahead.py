@@ -29,13 +29,12 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.combine.ensemble import extra_log_values
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import merge, path_hashes
+from eagle_ray.tree.tree_merge import extra_log_values, merge, path_hashes
 
 MOST_CONTEXTS = 100_000  # in the pool; then it is reset
 FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of a guess starts from
