@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.methods.lookup.ppm import interpolate
+from eagle_ray.methods.lookup.drafter import interpolate
 from eagle_ray.methods.lookup.rest import LONGEST, MOST_PLACES, TRIED, RestIndex
 from eagle_ray.storage.datastore import check_datastore, read_datastore
 

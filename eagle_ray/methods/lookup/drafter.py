@@ -11,11 +11,18 @@ of the text; it returns the likeliest next tokens and moves over one of them:
 
 Trees grow level by level, as a head's do. The target's samples are taken from the committed texts at the next draft,
 so a step does not sync with the device.
+
+An index scores next tokens from counts after contexts of falling length (prediction by partial matching). The longest
+context has weight m / (m + 1), where m is its number of tokens, divided by its counts. The rest of the probability goes
+to the next shorter context, and so on (Cleary and Witten 1984):
+
+    >>> interpolate([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
+    [(7, 0.84375), (9, 0.03125)]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,9 +34,10 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.lookup.ppm import Children
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
+
+Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 
 
 @runtime_checkable
@@ -67,6 +75,21 @@ class LookupIndex(Protocol):
 
     def reset(self) -> None:
         """Discard what was read; earlier readers are not used again."""
+
+
+def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
+    """Return the `width` likeliest next tokens; their probabilities sum to less than 1.
+
+    contexts: the length of each, longest first, and how often each token has followed it.
+    """
+    children: dict[int, float] = {}
+    left = 1.0
+    for length, follows in contexts:
+        believed = left * length / (length + 1) / sum(follows.values())
+        for token, count in follows.items():
+            children[token] = children.get(token, 0.0) + believed * count
+        left /= length + 1
+    return sorted(children.items(), key=lambda child: -child[1])[:width]
 
 
 @dataclass(slots=True)

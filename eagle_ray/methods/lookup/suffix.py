@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, interpolate
 
 ROOT = 0
 MOST_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
