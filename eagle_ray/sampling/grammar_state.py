@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
+from eagle_ray.sampling.token_mask import Words, num_token_words, pack_tokens
 
 MAX_CONTEXT = 3  # tokens
 MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
@@ -108,8 +108,8 @@ class GrammarState:
         self._num_recent = 0  # output ids that were added to it
         self._output_ids: Sequence[int] = ()
         self._ends, self._after = frozenset(eos_ids), after
-        self._num_words = num_words(vocab_size)
-        self._free = ~pack_mask(self._ends, vocab_size)  # an output cannot end before its grammar has begun
+        self._num_words = num_token_words(vocab_size)
+        self._free = ~pack_tokens(self._ends, vocab_size)  # an output cannot end before its grammar has begun
         self._begun = after is None
         self.has_end = False
         self._parsed: list[int] = []  # committed tokens since the grammar began

@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.tree.tree_mask import diagonal, unpack_mask
+NODES_PER_WORD = 64  # of a mask of ancestors: node j is bit j % 64 of word j // 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,12 @@ class DraftTree:
         """Return a mask [b, i, j]: node j is node i or an ancestor of it. max_depth: a bound on the depths."""
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
-        return unpack_mask(self.ancestor_words(max_depth), self.num_nodes)
+        return unpack_ancestors(self.ancestor_words(max_depth), self.num_nodes)
 
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
         """Return `ancestors` as bits of int64 words, by pointer doubling."""
         batch, num_nodes = self.tokens.shape
-        words = diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
+        words = _diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
         if num_nodes == 1:
             return words
         jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))
@@ -200,3 +201,28 @@ class VerifyRows:
     def is_rectangle(self) -> bool:
         """Return whether row b * N + i is node i of tree b."""
         return self.tokens.shape[0] == self.row_of.numel()
+
+
+def num_ancestor_words(num_nodes: int) -> int:
+    """Return the words of a node's mask."""
+    return -(-num_nodes // NODES_PER_WORD)
+
+
+def _diagonal(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
+    """Return the mask in which each of N nodes sees its own position."""
+    node = torch.arange(num_nodes, device=device)
+    words = torch.zeros(num_nodes, num_ancestor_words(num_nodes), dtype=torch.int64, device=device)
+    return words.scatter_(1, (node // NODES_PER_WORD)[:, None], (1 << (node % NODES_PER_WORD))[:, None])
+
+
+def pack_ancestors(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
+    """Return masks as words, which a GPU's attention reads: nodes 0, 1 and 3 are 0b1011."""
+    padding = num_ancestor_words(seen.shape[-1]) * NODES_PER_WORD - seen.shape[-1]
+    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, NODES_PER_WORD))
+    return (bits << torch.arange(NODES_PER_WORD, device=seen.device)).sum(-1)
+
+
+def unpack_ancestors(words: Int[Tensor, "*rows words"], num_nodes: int) -> Bool[Tensor, "*rows M"]:
+    """Return the bits of masks."""
+    bits = words[..., None] >> torch.arange(min(num_nodes, NODES_PER_WORD), device=words.device) & 1
+    return bits.flatten(-2)[..., :num_nodes].bool()
