@@ -1,18 +1,139 @@
-"""Compare two runs: identical outputs of the rows that both have, and the numbers of both by group.
+"""Compare two runs: identical outputs of the rows that both have, the numbers of both by group, and the speed-up.
 
 compare(read_run, read_baseline, by="category").identical      # 48: a run with its plain baseline, equal inputs
 side_by_side(read_a, read_b, by="category").identical          # 479: any two runs
+speed_ups(read_run, read_baseline, by="category")["code"]      # SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
+
+A speed-up is the ratio of decode speeds on shared rows. Rows are paired by key, so a prompt that is slow in both runs
+does not widen its 95 % interval. The interval covers the variance between rows. It does not cover other load on the
+machine during one of the runs.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import NormalDist
 from typing import Any
 
-from eagle_ray.report.outputs import Key, Output, outputs
-from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
-from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
+import numpy as np
+import pyarrow.compute as pc
+
+from eagle_ray.report.intervals import t_quantile
+from eagle_ray.report.summary import ReadColumns, RunStats, as_text, summarise, total
+
+Key = tuple[str, int]  # id_of_turn, sample_index
+Output = list[int] | None  # token ids; None for an error row
+OUTPUT_COLUMNS = ["request_id", "turn_index", "sample_index", "status", "output_token_ids"]
+
+MIN_PAIRS = 8  # 92 % of 300 simulated intervals contained the true ratio with 8 pairs, 82 % with 4 pairs
+MAX_BLOCKS = 200  # more pairs are first summed in blocks, which bounds time and memory
+RESAMPLES = 4000
+SPEED_COLUMNS = ["request_id", "turn_index", "sample_index", "status", "completion_tokens", "decode_s"]
+TOTAL = None  # the group of all pairs
+Pair = tuple[float, float, float, float]  # tokens and seconds of the faster side, tokens and seconds of the other
+
+
+def outputs(read: ReadColumns) -> dict[Key, Output]:
+    """Return the output token ids of each row. Raises ValueError if the run stored no token ids."""
+    found: dict[Key, Output] = {}
+    for table in read(OUTPUT_COLUMNS):
+        for row in table.to_pylist():
+            if row["status"] == "ok" and row["output_token_ids"] is None:
+                raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
+            found[id_of_turn(row["request_id"], row["turn_index"]), row["sample_index"]] = row["output_token_ids"]
+    return found
+
+
+def id_of_turn(request_id: str, turn_index: int | None) -> str:
+    """Return the request's id, and the turn with it if it is a later one of a conversation."""
+    return f"{request_id}, turn {turn_index}" if turn_index else request_id
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """Ratio of the decode speeds of two sides, in tokens per second.
+
+    Attributes:
+        ratio: ratio of the pooled speeds; None without pairs.
+        interval: two-sided 95 % interval; None for fewer than MIN_PAIRS pairs.
+        num_pairs: number of rows, or rounds, that both sides have.
+    """
+
+    ratio: float | None
+    interval: tuple[float, float] | None
+    num_pairs: int
+
+    @classmethod
+    def of(cls, pairs: list[Pair]) -> SpeedUp:
+        """Compute the ratio and its interval."""
+        if not pairs:
+            return cls(None, None, 0)
+        counts = np.array(pairs, float)
+        return cls(float(_ratios(counts.sum(0))), _ratio_interval(counts), len(pairs))
+
+    def as_json(self) -> dict[str, float | list[float] | int | None]:
+        return {
+            "speed_up": self.ratio,
+            "speed_up_interval": list(self.interval) if self.interval else None,
+            "speed_up_pairs": self.num_pairs,
+        }
+
+
+def speed_ups(run: ReadColumns, baseline: ReadColumns, by: str | None) -> dict[str | None, SpeedUp]:
+    """Return the speed-up of `run` over `baseline` for each value of the column `by` of `run`.
+
+    The entry TOTAL is for all rows.
+    """
+    others = _decode_speeds(baseline, None)
+    pairs: dict[str | None, list[Pair]] = defaultdict(list)
+    for key, (group, tokens, seconds) in _decode_speeds(run, by).items():
+        if key in others:
+            _, plain_tokens, plain_seconds = others[key]
+            pairs[group].append((tokens, seconds, plain_tokens, plain_seconds))
+    found = {group: SpeedUp.of(of_group) for group, of_group in pairs.items() if by}
+    return found | {TOTAL: SpeedUp.of([pair for of_group in pairs.values() for pair in of_group])}
+
+
+def _decode_speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, float]]:
+    """Return the group of each row that decoded, its tokens after the first, and its seconds of decoding."""
+    found = {}
+    for table in read(SPEED_COLUMNS + ([by] if by else [])):
+        has_decoded = pc.and_(pc.greater(table["decode_s"], 0), pc.greater(table["completion_tokens"], 1))
+        decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), has_decoded))
+        groups = as_text(decoded[by]).to_pylist() if by else [""] * len(decoded)
+        ids, turns, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in SPEED_COLUMNS)
+        for id, turn, sample, group, count, spent in zip(ids, turns, samples, groups, tokens, seconds, strict=True):
+            found[id_of_turn(id, turn), sample] = (group, count - 1, spent)
+    return found
+
+
+def _ratio_interval(counts: np.ndarray) -> tuple[float, float] | None:
+    """Return the bootstrap interval over pairs, with percentiles expanded for few pairs.
+
+    The expansion is from Hesterberg 2015, section 4.1.
+    """
+    if len(counts) < MIN_PAIRS:
+        return None
+    num = min(len(counts), MAX_BLOCKS)
+    order = np.random.default_rng(0).permutation(len(counts))
+    blocks = np.add.reduceat(counts[order], np.arange(num) * len(counts) // num)
+
+    drawn = np.random.default_rng(1).integers(num, size=(RESAMPLES, num))
+    ratios = _ratios(blocks[drawn].sum(1))
+    share = NormalDist().cdf(-math.sqrt(num / (num - 1)) * t_quantile(0.975, num - 1))
+    low, high = np.quantile(ratios, [share, 1 - share])
+    return float(low), float(high)
+
+
+def _ratios(sums: np.ndarray) -> np.ndarray:
+    """Return the ratios of speeds. The last dimension of `sums` is a Pair."""
+    tokens, seconds, other_tokens, other_seconds = np.moveaxis(sums, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (tokens / seconds) / (other_tokens / other_seconds)
+    return np.nan_to_num(ratios, nan=1.0, posinf=math.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from eagle_ray.evaluation.timing import Timing, total
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
-from eagle_ray.report.outputs import id_of_turn
+from eagle_ray.report.comparison import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequence_of
