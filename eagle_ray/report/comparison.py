@@ -1,7 +1,6 @@
 """Compare two runs: identical outputs of the rows that both have, the numbers of both by group, and the speed-up.
 
-compare(read_run, read_baseline, by="category").identical      # 48: a run with its plain baseline, equal inputs
-side_by_side(read_a, read_b, by="category").identical          # 479: any two runs
+side_by_side(read_a, read_b, by="category").identical          # 479
 speed_ups(read_run, read_baseline, by="category")["code"]      # SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
 
 A speed-up is the ratio of decode speeds on shared rows. Rows are paired by key, so a prompt that is slow in both runs
@@ -134,58 +133,6 @@ def _ratios(sums: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = (tokens / seconds) / (other_tokens / other_seconds)
     return np.nan_to_num(ratios, nan=1.0, posinf=math.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Comparison of a run with its baseline.
-
-    Attributes:
-        groups: counts of the run and of the baseline, by group.
-        speed_ups: speed-up of the run over the baseline, by group and under TOTAL for all rows.
-        identical: number of rows with equal output ids.
-        differing: rows with different output ids.
-    """
-
-    groups: dict[str, tuple[RunStats, RunStats]]
-    speed_ups: dict[str | None, SpeedUp]
-    identical: int
-    differing: list[Key]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return both decode speeds in tokens per second and the speed-up with its interval, per group and in total."""
-        whole = tuple(total({str(i): pair[side] for i, pair in enumerate(self.groups.values())}) for side in (0, 1))
-        return {
-            "identical": self.identical,
-            "differing": [list(key) for key in self.differing],
-            "total": _speeds(*whole) | self.speed_ups[TOTAL].as_json(),
-            "groups": {name: _speeds(*pair) | self._speed_up(name) for name, pair in self.groups.items()},
-        }
-
-    def _speed_up(self, name: str) -> dict[str, Any]:
-        return self.speed_ups.get(name, SpeedUp.of([])).as_json()
-
-
-def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
-    """Compare a run with its baseline, grouped by the values of the column `by`.
-
-    Rows that only one of them has count as differing. Raises ValueError if either stored no token ids.
-    """
-    ours, theirs = outputs(run), outputs(baseline)
-    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
-    counts, plain = summarise(run, by), summarise(baseline, by)
-    groups = {name: (group, plain.get(name, RunStats())) for name, group in counts.items()}
-    return Comparison(groups, speed_ups(run, baseline, by), len(ours) - len(differing), differing)
-
-
-def _speeds(run: RunStats, baseline: RunStats) -> dict[str, Any]:
-    return {
-        "rows": run.rows,
-        "output_tokens": run.output_tokens,
-        "mean_acceptance_length": run.mean_acceptance_length,
-        "decode_tokens_per_s": run.decode_tokens_per_s,
-        "baseline_decode_tokens_per_s": baseline.decode_tokens_per_s,
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,13 +101,6 @@ def rounding_words(row: dict[str, Any]) -> str:
     return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"
 
 
-def comparison_table(comparison: dict[str, Any], by: str) -> str:
-    """Return a table that compares a run with plain decoding: one line per group and a total."""
-    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
-    groups = comparison["groups"] | {"all": comparison["total"]}
-    return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
-
-
 def side_by_side_table(numbers: dict[str, Any]) -> str:
     """Return a table of two runs over equal inputs: one line per group, a total, and the first output differences."""
     header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A", INTERVAL]
@@ -141,20 +134,6 @@ def _difference(difference: dict[str, Any]) -> str:
     place = difference["position"]
     where = "an error row in one of them" if place is None else f"from token {place} on"
     return f"  differs: {difference['request_id']} sample {difference['sample_index']}, {where}"
-
-
-def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:
-    speed_up = speeds["speed_up"]
-    return [
-        name,
-        number(speeds["rows"]),
-        number(speeds["output_tokens"]),
-        number(speeds["mean_acceptance_length"], 2),
-        number(speeds["decode_tokens_per_s"]),
-        number(speeds["baseline_decode_tokens_per_s"]),
-        f"{number(speed_up, 2)}x" if speed_up else ABSENT,
-        interval_text(speeds) if speed_up else ABSENT,
-    ]
 
 
 def _run_line(name: str, counts: dict[str, Any]) -> list[str]:

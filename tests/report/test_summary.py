@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.report.comparison import compare
+from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
-from eagle_ray.report.text import comparison_table, render, run_table
+from eagle_ray.report.text import render, run_table, side_by_side_table
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.storage.path import StoragePath
@@ -136,11 +136,11 @@ def test_a_comparison_is_by_row_and_names_what_differs(run, tmp_path):
     slower = [row("a", "code", 19, 0, decode_s=3.8), row("b", "chat", 33, 0, decode_s=3.3)]
     other = row("c", "code", 2, 0, decode_s=2.0) | {"output_token_ids": [0, 7, 2]}
     plain = write(tmp_path / "plain", slower, [other, error("d", None)])
-    comparison = compare(reader(run), reader(plain), "category")
-    assert comparison.identical == 3 and comparison.differing == [("c", 0)]
+    comparison = side_by_side(reader(plain), reader(run), "category")
+    assert comparison.identical == 3 and [row.key for row in comparison.differences] == [("c", 0)]
     code = comparison.as_json()["groups"]["code"]
     assert code["speed_up"] == pytest.approx((21 / 3) / (21 / 5.8))
-    assert "1.93x" in comparison_table(comparison.as_json(), "category")
+    assert "1.93x" in side_by_side_table(comparison.as_json())
 
 
 def test_tables_are_aligned_plain_text():
