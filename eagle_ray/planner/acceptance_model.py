@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eagle_ray.core.async_copy import DeviceToHost, copy_to_device, to_device
-from eagle_ray.planner.probe_schedule import MEMORY
 
 # Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
 EMA_RATE = 0.04  # weight of one sequence's draft in a moving average
+MEMORY = 50  # steps that averages reach back, that turning drafts on must pay for itself in, and until the first retry
 PRIOR_COUNT = 4.0  # observations that a prior counts as: the level above for a level, 1 for the accuracy
 TINY = 1e-30  # avoids a division by 0
 

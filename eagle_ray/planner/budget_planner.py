@@ -16,7 +16,7 @@ The planner is in one of four modes, reviewed every REVIEW_EVERY steps and when 
     PROBING -> ON or OFF     after REVIEW_EVERY steps that draft for the whole batch
 
 It learns only from what it runs. So single steps are probes: OFF, a draft, on a CPU for a part of the batch; ON, a
-plain step or the widest draft (`probe_schedule.py`).
+plain step or the widest draft (`ProbeSchedule`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel
+from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import PassSizes, PlanEstimate, PlanSearch
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes, PlanEstimate, PlanSearch, ProbeSchedule
 from eagle_ray.planner.planner import Allocation, StepOutcome
-from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY, ProbeSchedule
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.expand import TreeBuilder

@@ -16,8 +16,9 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
