@@ -136,8 +136,8 @@ class BudgetPlanner:
         self._rows_per_sequence = rows[best] / size
         keep = candidates.keep(rows[best])
         sizes = keep.sum(1).tolist() if self._can_sync else None
-        most = max(sizes) if sizes else min(self._bounds.num_nodes, draft.tree.num_nodes)
-        return Allocation(keep, most, rows[best], gains[best], sizes)
+        num_nodes = max(sizes) if sizes else min(self._bounds.num_nodes, draft.tree.num_nodes)
+        return Allocation(keep, num_nodes, rows[best], gains[best], sizes)
 
     def observe(self, outcome: StepOutcome) -> None:
         predicted = self.costs.predict(outcome)

@@ -115,8 +115,8 @@ class PlanSearch:
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
-        most = max(min(size + num_candidates, self._sizes.max_rows), size)
-        return [*(n for n in self._buckets if size < n < most), most]
+        largest = max(min(size + num_candidates, self._sizes.max_rows), size)
+        return [*(n for n in self._buckets if size < n < largest), largest]
 
 
 class ProbeSchedule:

@@ -73,8 +73,8 @@ class ReasoningBudget:
         start: where an output is before its first token.
     """
 
-    def __init__(self, most: int, ids: ReasoningIds):
-        self.most, self._ids = most, ids
+    def __init__(self, max_tokens: int, ids: ReasoningIds):
+        self.max_tokens, self._ids = max_tokens, ids
         self._tail_length = max(map(len, ids.closings)) - 1
         self.start = ReasoningPlace(() if ids.openings else None)
 
@@ -88,7 +88,7 @@ class ReasoningBudget:
 
     def forced(self, place: ReasoningPlace | None) -> int | None:
         """Return the token that must come next: the marker's first after what the reasoning has of its beginning."""
-        if place is None or place.start is not None or place.num_tokens < self.most:
+        if place is None or place.start is not None or place.num_tokens < self.max_tokens:
             return None
         closing, tail = self._ids.closings[0], place.tail
         return next(closing[i] for i in reversed(range(len(closing))) if tail[len(tail) - i :] == closing[:i])
@@ -252,7 +252,7 @@ class ControlState:
     def _forced(self, path: Sequence[int]) -> int | None:
         """Return the one token that can follow the path, if thinking_budget leaves no other."""
         place, budget = self._place, self._budget
-        if place is None or budget is None or place.num_tokens + len(path) < budget.most:
+        if place is None or budget is None or place.num_tokens + len(path) < budget.max_tokens:
             return None
         return budget.forced(budget.after(place, path))
 

@@ -85,7 +85,7 @@ class DraftTree:
 
     def head(self, num_trees: int) -> DraftTree:
         """Return the first num_trees trees."""
-        return DraftTree(*(column[:num_trees] for column in self.tensors))
+        return DraftTree(*(tensor[:num_trees] for tensor in self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -94,25 +94,25 @@ class DraftTree:
 
     def to(self, device: torch.device | str) -> DraftTree:
         """Return the trees on another device."""
-        return DraftTree(*(column.to(device, non_blocking=True) for column in self.tensors))
+        return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """Return the subtrees of the given nodes. nodes: ascending indices; N for no node."""
         batch, num_nodes = self.tokens.shape
-        kept = nodes < num_nodes
+        is_node = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)
         new_index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
         index_of = nodes.new_zeros(batch, num_nodes + 1)
-        index_of.scatter_(1, torch.where(kept, nodes, num_nodes), new_index)
+        index_of.scatter_(1, torch.where(is_node, nodes, num_nodes), new_index)
         old_parents = self.parents.gather(1, nodes)
         parents = index_of.gather(1, old_parents.clamp(min=0))
         return DraftTree(
-            tokens=torch.where(kept, self.tokens.gather(1, nodes), 0),
-            parents=torch.where(kept & (old_parents >= 0), parents, -1),
-            depths=torch.where(kept, self.depths.gather(1, nodes), 0),
-            log_values=torch.where(kept, self.log_values.gather(1, nodes), -torch.inf),
-            draft_log_probs=torch.where(kept, self.draft_log_probs.gather(1, nodes), -torch.inf),
-            valid=kept,
+            tokens=torch.where(is_node, self.tokens.gather(1, nodes), 0),
+            parents=torch.where(is_node & (old_parents >= 0), parents, -1),
+            depths=torch.where(is_node, self.depths.gather(1, nodes), 0),
+            log_values=torch.where(is_node, self.log_values.gather(1, nodes), -torch.inf),
+            draft_log_probs=torch.where(is_node, self.draft_log_probs.gather(1, nodes), -torch.inf),
+            valid=is_node,
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
@@ -174,8 +174,8 @@ class DraftTree:
             rows = values.new_full((num_rows + 1,), padding)
             return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
 
-        columns = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
-        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1), sizes)
+        tensors = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
+        return VerifyRows(*tensors, row_of.clamp(max=num_rows - 1), sizes)
 
 
 @dataclass(frozen=True, slots=True)

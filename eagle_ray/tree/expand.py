@@ -79,8 +79,8 @@ class TreeBuilder:
         self._frontier = None
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
-        said = log_probs if draft_log_probs is None else draft_log_probs
-        self._draft_log_probs.append(_mask_nan(said).flatten(1))
+        own_log_probs = log_probs if draft_log_probs is None else draft_log_probs
+        self._draft_log_probs.append(_mask_nan(own_log_probs).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))
         self._num_nodes += tokens[0].numel()

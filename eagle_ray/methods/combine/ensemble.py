@@ -30,7 +30,7 @@ from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge
+from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class EnsembleDrafter:
         is_all = all(draft.is_exhausted for draft in drafts)
         if not depth:
             return replace(first, is_exhausted=is_all)
-        merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
+        merged, kinds = merge_trees([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
         tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, kinds, merged.log_probs_by_drafter), depth)
         self._drafted = _Drafted(merged, kinds, depth)
         return Draft(

@@ -34,7 +34,7 @@ from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import extra_log_values, merge, path_hashes
+from eagle_ray.tree.tree_merge import extra_log_values, merge_trees, path_hashes
 
 MOST_CONTEXTS = 100_000  # in the pool; then it is reset
 FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of a guess starts from
@@ -132,7 +132,7 @@ class LookaheadDrafter(NullDrafter):
         guesses = self._tree(roots[members], windows, cells)
         ends = [1 + k for k, (r, _) in enumerate(cells) if r == self._num_rows - 1]
         self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
-        merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
+        merged = merge_trees([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
         others = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
