@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from eagle_ray.report.intervals import t_quantile
-from eagle_ray.report.summary import ReadColumns, RunStats, as_text, summarise, total
+from eagle_ray.report.summary import ReadColumns, RunStats, as_text, sum_groups, summarise
 
 Key = tuple[str, int]  # id_of_turn, sample_index
 Output = list[int] | None  # token ids; None for an error row
@@ -37,13 +37,13 @@ Pair = tuple[float, float, float, float]  # tokens and seconds of the faster sid
 
 def outputs(read: ReadColumns) -> dict[Key, Output]:
     """Return the output token ids of each row. Raises ValueError if the run stored no token ids."""
-    found: dict[Key, Output] = {}
+    by_key: dict[Key, Output] = {}
     for table in read(OUTPUT_COLUMNS):
         for row in table.to_pylist():
             if row["status"] == "ok" and row["output_token_ids"] is None:
                 raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
-            found[id_of_turn(row["request_id"], row["turn_index"]), row["sample_index"]] = row["output_token_ids"]
-    return found
+            by_key[id_of_turn(row["request_id"], row["turn_index"]), row["sample_index"]] = row["output_token_ids"]
+    return by_key
 
 
 def id_of_turn(request_id: str, turn_index: int | None) -> str:
@@ -92,21 +92,21 @@ def speed_ups(run: ReadColumns, baseline: ReadColumns, by: str | None) -> dict[s
         if key in others:
             _, plain_tokens, plain_seconds = others[key]
             pairs[group].append((tokens, seconds, plain_tokens, plain_seconds))
-    found = {group: SpeedUp.of(of_group) for group, of_group in pairs.items() if by}
-    return found | {TOTAL: SpeedUp.of([pair for of_group in pairs.values() for pair in of_group])}
+    by_group = {group: SpeedUp.of(of_group) for group, of_group in pairs.items() if by}
+    return by_group | {TOTAL: SpeedUp.of([pair for of_group in pairs.values() for pair in of_group])}
 
 
 def _decode_speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, float]]:
     """Return the group of each row that decoded, its tokens after the first, and its seconds of decoding."""
-    found = {}
+    by_key = {}
     for table in read(SPEED_COLUMNS + ([by] if by else [])):
         has_decoded = pc.and_(pc.greater(table["decode_s"], 0), pc.greater(table["completion_tokens"], 1))
         decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), has_decoded))
         groups = as_text(decoded[by]).to_pylist() if by else [""] * len(decoded)
         ids, turns, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in SPEED_COLUMNS)
         for id, turn, sample, group, count, spent in zip(ids, turns, samples, groups, tokens, seconds, strict=True):
-            found[id_of_turn(id, turn), sample] = (group, count - 1, spent)
-    return found
+            by_key[id_of_turn(id, turn), sample] = (group, count - 1, spent)
+    return by_key
 
 
 def _ratio_interval(counts: np.ndarray) -> tuple[float, float] | None:
@@ -181,7 +181,7 @@ class SideBySide:
 
     def as_json(self) -> dict[str, Any]:
         """Return every number of the table, and the counts and ratios of each run."""
-        whole = [total({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
+        whole = [sum_groups({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
         named = self.groups if self.by else {}
         return {
             "rows": dict(zip(("a", "b", "both"), self.rows, strict=True)),

@@ -19,7 +19,7 @@ ABSENT = "-"
 TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
 FALLBACK_NAMES = {"kernels": "Triton's kernels", "graphs": "CUDA graphs"}
-MOST_DIFFERENCES = 10
+MAX_DIFFERENCES = 10
 GIB = 1 << 30
 ACCEPTED = " *"  # after a node of a tree's picture
 LONGEST_TEXT = 24  # characters of a token in a tree's picture
@@ -110,7 +110,7 @@ def side_by_side_table(numbers: dict[str, Any]) -> str:
     same = (
         f"{number(numbers['identical'])} of the {number(rows['both'])} rows that both have are token for token the same"
     )
-    shown = [_difference(difference) for difference in differing[:MOST_DIFFERENCES]]
+    shown = [_difference(difference) for difference in differing[:MAX_DIFFERENCES]]
     more = [f"  and {number(len(differing) - len(shown))} more"] if len(differing) > len(shown) else []
     return "\n".join([table, "", same, *shown, *more])
 
@@ -187,11 +187,11 @@ def _planner_errors(work: dict[str, Any] | None) -> str:
 def _fallbacks(work: dict[str, Any] | None) -> list[str]:
     """Return how many workers ran without kernels or CUDA graphs on a CUDA device, with the first reason of each."""
     by_worker = (work or {}).get("fallbacks", {}).values()
-    reasons = {part: [found[part] for found in by_worker if part in found] for part in FALLBACK_NAMES}
+    reasons = {part: [each[part] for each in by_worker if part in each] for part in FALLBACK_NAMES}
     return [
-        f"WARNING: slower, without {FALLBACK_NAMES[part]} in {len(found)} workers: {found[0]} (see `eagle-ray doctor`)"
-        for part, found in reasons.items()
-        if found
+        f"WARNING: slower, without {FALLBACK_NAMES[part]} in {len(texts)} workers: {texts[0]} (see `eagle-ray doctor`)"
+        for part, texts in reasons.items()
+        if texts
     ]
 
 
@@ -212,16 +212,16 @@ def _baseline(measured: dict[str, Any] | None) -> str:
     )
 
 
-def _verification(found: dict[str, Any] | None) -> str:
+def _verification(verified: dict[str, Any] | None) -> str:
     """Return how many outputs are identical to plain decoding (report.verify_rows)."""
-    if not found or not found["rows"]:
+    if not verified or not verified["rows"]:
         return ""
     others = ""
-    if found["differing"]:
-        num_cuts = sum(row.get("cause") == "cut" for row in found["differing"])
-        num_ties = sum(row["near_tie"] for row in found["differing"]) - num_cuts
+    if verified["differing"]:
+        num_cuts = sum(row.get("cause") == "cut" for row in verified["differing"])
+        num_ties = sum(row["near_tie"] for row in verified["differing"]) - num_cuts
         others = f"; of the others {num_ties} part at a near-tie, {num_cuts} at the edge of top-k, top-p or min-p"
-    return f"verified: {number(found['identical'])} of {number(found['rows'])} rows are plain decoding's{others}"
+    return f"verified: {number(verified['identical'])} of {number(verified['rows'])} rows are plain decoding's{others}"
 
 
 def _depths(counts: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.report.comparison import side_by_side
-from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
+from eagle_ray.report.summary import ReadColumns, RunStats, sum_groups, summarise, summary_json
 from eagle_ray.report.text import render, run_table, side_by_side_table
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs.part_files import read_tables
@@ -73,7 +73,7 @@ def test_groups_add_up_over_files(run):
         "chat": (1, 0),
         "code": (2, 0),
     }
-    assert total(groups) == summarise(reader(run))[""]
+    assert sum_groups(groups) == summarise(reader(run))[""]
     assert groups["code"].acceptance_histogram == [3, 9]
 
 
@@ -85,13 +85,13 @@ def test_tau_is_pooled_over_steps(run):
 
 def test_nothing_is_no_division_by_zero(tmp_path):
     assert summarise(reader(tmp_path)) == {}
-    empty = total({})
+    empty = sum_groups({})
     assert empty == RunStats() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
 
 
 def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
     deep = row("b", "chat", 2, 0) | {"acceptance_histogram": [1, 0, 1], "accepted_by_depth": [1, 1]}
-    whole = total(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
+    whole = sum_groups(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
     assert whole.acceptance_histogram == [2, 1, 1] and whole.accepted_by_depth == [2, 1]
 
 
