@@ -197,8 +197,8 @@ class OwnConfidence(TreeBuilder):
         super().grow(torch.minimum(above, log_probs) - above, tokens, own)
         self._own = log_probs.flatten(1)
 
-    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
-        return super()._best(self._own)
+    def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        return super().best_nodes(self._own)
 
 
 class ExpandedPlanner(UniformPlanner):

@@ -101,12 +101,12 @@ class TreeBuilder:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
             values = values.masked_fill(is_end, -torch.inf)
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
-        index = self._best(values) if self._shape is None else self._static_nodes(self._shape, values, children_each)
+        index = self.best_nodes(values) if self._shape is None else self._static_nodes(self._shape, values, children_each)
         first_of_level = self._num_nodes - tokens.shape[1]
         self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
 
-    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+    def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
     def _static_nodes(self, shape: StaticTree, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:

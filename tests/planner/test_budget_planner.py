@@ -138,7 +138,7 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner._probes.charge(1000 * believed.plain_seconds(8, 0))
+    planner.probes.charge(1000 * believed.plain_seconds(8, 0))
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
@@ -163,13 +163,13 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
-    best = planner._search.best(crowd, planner._acceptance, 0.0)
-    plain = planner._search.plain_rate(8, crowd.num_cached)
+    best = planner.search.best(crowd, planner._acceptance, 0.0)
+    plain = planner.search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])
-    planner._review_step = 0
-    planner._review(crowd)
-    assert planner._best.rate < plain
+    planner.next_review = 0
+    planner.review(crowd)
+    assert planner.best.rate < plain
     assert planner.will_draft == goes_on
 
 
@@ -181,8 +181,8 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     priced = made.engine.planner = SimulatedPlanner(planner, costs)
     run(made.engine, prompts, [LONG] * 8)
     best, plain = (
-        planner._search.best(Crowd(range(8)), planner._by_size.of(8), 0.0),
-        planner._search.plain_rate(8, 1000),
+        planner.search.best(Crowd(range(8)), planner.acceptance_by_size.of(8), 0.0),
+        planner.search.plain_rate(8, 1000),
     )
     costs.draft_overhead = CostCurve(
         [8], [costs.draft_overhead(8) + 8 * best.tau * (1 / (0.93 * plain) - 1 / best.rate)]
@@ -303,7 +303,7 @@ def test_short_answers_promise_what_they_have_room_for(pair):
     made.engine.planner = SimulatedPlanner(planner, flat())
     for _ in range(4):
         run(made.engine, prompts, [SamplingParams(max_tokens=3, ignore_eos=True)] * 8)
-    promised = planner._by_size.of(8).model.expected([8.0])
+    promised = planner.acceptance_by_size.of(8).model.expected([8.0])
     assert 0.5 < promised.max() <= 1
 
 
@@ -371,5 +371,5 @@ def test_a_plain_step_is_priced_in_the_pass_that_there_is():
         BudgetPlanner(TreeBounds(60, 6, 10), cpu(), sizes=PassSizes(batch=pad))
         for pad in (int, lambda n: 48 if n == 33 else n)
     )
-    assert padded._search.plain_rate(33, 0) < even._search.plain_rate(33, 0)
-    assert padded._search.plain_rate(32, 0) == even._search.plain_rate(32, 0)
+    assert padded.search.plain_rate(33, 0) < even.search.plain_rate(33, 0)
+    assert padded.search.plain_rate(32, 0) == even.search.plain_rate(32, 0)
