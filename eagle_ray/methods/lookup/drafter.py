@@ -134,9 +134,9 @@ class LookupDrafter(NullDrafter):
     ) -> Draft:
         """Give the `width` likeliest nodes of each level at most `plan.children` children each."""
         members = range(len(texts)) if plan.members is None else plan.members
-        reads = self._meet([batch.host_slots[i] for i in members], [texts[i] for i in members])
+        reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
         num_read = sum(read.catch_up() for read in reads)
-        self._learn()
+        self._update_calibration()
         self._drafted = [(read.text, read.num_tokens) for read in reads]
         sampled = set(sampling.sampled)
         self._offers.begin(torch.tensor([int(i in sampled) for i in members]))
@@ -156,7 +156,7 @@ class LookupDrafter(NullDrafter):
         self.source.reset()
         self._reads, self._drafted = {}, []
 
-    def _meet(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
+    def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """Register these sequences; sequences that left their slots are read to their ends first."""
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
@@ -184,7 +184,7 @@ class LookupDrafter(NullDrafter):
             builder.grow(self._offers.add(frontier, tokens, log_probs), tokens, log_probs)
         return False
 
-    def _learn(self) -> None:
+    def _update_calibration(self) -> None:
         """Update the calibration with the target's samples after the last draft, from the committed texts."""
         if not self._drafted:
             return
