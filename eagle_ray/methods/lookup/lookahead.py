@@ -10,8 +10,7 @@ last R tokens are the chain of the next step, and what the pool knows to follow 
            |   |   |
            f   g   h
 
-A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess verified so far. Does not
-know drafts from anything but its own guesses.
+A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess verified so far.
 """
 
 from __future__ import annotations
