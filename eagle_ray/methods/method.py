@@ -59,21 +59,22 @@ class Method:
         Args:
             target: the target's config.
         """
-        return self._function(self.check)(path, target)
+        return self.function(self.check)(path, target)
 
     def load_draft(self, path: Path, target: Any) -> Any:
         """Return the draft in a directory, in fp32. Raises EngineError if it cannot be read or does not fit."""
-        return self._function(self.load)(path, target)
+        return self.function(self.load)(path, target)
 
     def make_drafter(self, speculative: Any, target: Any, weights: Any) -> Any:
         """Return the drafter over a TargetModel. weights: what `load_draft` returned, or None."""
-        return self._function(self.drafter)(speculative, target, weights)
+        return self.function(self.drafter)(speculative, target, weights)
 
     def make_planner(self, speculative: Any, drafter: Any) -> Any | None:
         """Return the method's own planner, or None if speculative.budget decides."""
-        return None if self.planner is None else self._function(self.planner)(speculative, drafter)
+        return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 
-    def _function(self, reference: str) -> Callable[..., Any]:
+    def function(self, reference: str) -> Callable[..., Any]:
+        """Return the function of one of the references above, after importing its module."""
         module, _, name = reference.partition(":")
         return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
 

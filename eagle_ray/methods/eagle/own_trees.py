@@ -30,7 +30,7 @@ def make_sequoia_drafter(speculative: SpeculativeConfig, target: TargetModel, we
 
 def eagle1_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> StaticPlanner:
     """Return the planner of EAGLE-1's published tree within the limits."""
-    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.tree_bounds))
 
 
 def sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
@@ -42,10 +42,9 @@ def sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> Se
 
 def ddd_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> RulePlanner:
     """Return the planner of Dynamic Depth Decoding."""
-    return RulePlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k, ddd_stops)
+    return RulePlanner(speculative.tree_bounds, ddd_stops)
 
 
 def opt_tree_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> RulePlanner:
     """Return the planner of OPT-Tree."""
-    nodes = speculative.max_nodes
-    return RulePlanner(nodes, speculative.max_depth, speculative.top_k, opt_tree_stops(nodes))
+    return RulePlanner(speculative.tree_bounds, opt_tree_stops(speculative.max_nodes))

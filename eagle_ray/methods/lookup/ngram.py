@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.lookup.drafter import LookupDrafter
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
 from eagle_ray.models.target import TargetModel
 
 LONGEST = 4  # tokens of a context

@@ -23,12 +23,11 @@ from typing import Any, ClassVar
 
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.lookup.drafter import LookupDrafter
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
 from eagle_ray.models.target import TargetModel
 
 ROOT = 0
-MOST_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
+MAX_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
 
 
 class SuffixAutomaton:
@@ -92,7 +91,7 @@ class SuffixAutomaton:
 
     def _count(self, state: int) -> None:
         """Count one more occurrence of the state's runs and of all shorter runs that end there."""
-        for _ in range(MOST_COUNTED):
+        for _ in range(MAX_COUNTED):
             if state == ROOT:
                 return
             self._counts[state] += 1
@@ -151,9 +150,9 @@ class SuffixCursor:
     length: int
 
     def children(self, width: int) -> Children:
-        telling = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
-        asked = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(telling, TRIED))
-        return interpolate(asked, width)
+        informative = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
+        counts = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(informative, TRIED))
+        return interpolate(counts, width)
 
     def after(self, token: int) -> SuffixCursor:
         for state, length in self._contexts():
