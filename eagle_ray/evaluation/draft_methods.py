@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
@@ -85,7 +86,7 @@ class DraftMethod:
 
     def engine(self, causal_lm: CausalLM, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
         """weights: what the method reads from its drafts."""
-        engine = build_engine(causal_lm, weights, self.speculative, slots, max_model_len)
+        engine = build_engine(causal_lm, weights, self.speculative, EngineArgs(slots, max_model_len, kv_tokens=None))
         if self.adjust is not None:
             self.adjust(engine, self.speculative)
         return engine

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -136,7 +137,7 @@ class Models:
         return cls(causal_lm, head, meter, prompts, tuning)
 
     def engine(self, way: SpeculativeConfig, slots: int) -> Engine:
-        return build_engine(self.causal_lm, self.head, way, slots, MAX_MODEL_LEN)
+        return build_engine(self.causal_lm, self.head, way, EngineArgs(slots, MAX_MODEL_LEN, kv_tokens=None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.engine import Engine
@@ -69,7 +70,7 @@ def main() -> None:
 def built(slots: int) -> EngineBundle:
     """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published."""
     speculative = SpeculativeConfig(budget="uniform", ranking=SpeculativeConfig().ranking)
-    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots)
+    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(slots))
 
 
 def set_constant(name: str, value: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
@@ -104,7 +105,7 @@ def test_more_contexts_than_were_set_aside_are_refused(pair):
 
 def test_the_rig_drafts_as_a_jobs_engine_does(pair):
     tree = SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="uniform")
-    job = run(build_engine(*pair, tree, 3, 256), PROMPTS, PARAMS)
+    job = run(build_engine(*pair, tree, EngineArgs(3, 256)), PROMPTS, PARAMS)
     rig = rig_of(pair)
     ours = run(rig.engine(Way("tree", LARGEST), 0, 3, UniformPlanner(LARGEST)), PROMPTS, PARAMS)
     assert [(s.output_ids, s.stats.histogram) for s in ours] == [(s.output_ids, s.stats.histogram) for s in job]

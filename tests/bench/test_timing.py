@@ -5,6 +5,7 @@ import itertools
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
@@ -29,7 +30,7 @@ def engines(slots=3):
     model, eagle = llama(), head()
     meter = ForwardTimer(model.get_output_embeddings(), eagle.fc)
     ways = SpeculativeConfig(method="none"), TREE
-    return model, [build_engine(model, eagle, way, slots, max_model_len=64) for way in ways], meter
+    return model, [build_engine(model, eagle, way, EngineArgs(slots, 64)) for way in ways], meter
 
 
 def outputs(sequences):

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
@@ -256,7 +257,7 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_lay
     elif name not in ("none", "suffix", "ngram"):
         weights = weights_for(name)
     speculative = SpeculativeConfig(method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4)
-    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, 4, 128)
+    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, EngineArgs(4, 128))
     engine.grammars = compiler()
     sequences, heard = [], {}
     for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):

@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.tree_bounds import TreeBounds
@@ -59,7 +60,7 @@ def make_engine(model, oracle, tmp_path_factory) -> MakeEngine:
         drawn = dict(datastore=str(datastore)) if method == "rest" else {}
         speculative = SpeculativeConfig(method=method, budget=budget, **TREE, **drawn)
         weights = head() if "eagle2" in method else None
-        return build_engine(model, weights, speculative, num_slots, 128, kv_tokens)
+        return build_engine(model, weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
 
     return make
 
@@ -152,7 +153,7 @@ def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
 def test_a_text_that_repeats_itself_is_drafted(method):
     """The embedded target goes in circles when told to go on; tau counts the bonus token, so that 1 is plain."""
     pair = build_engine_from_config(
-        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), 2
+        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), EngineArgs(2)
     )
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": "Write a list of animals."}])
     sequences = run(pair.engine, [ids] * 2, [SamplingParams(max_tokens=64, ignore_eos=True)] * 2)
@@ -167,7 +168,7 @@ def test_a_merge_is_accepted_more_than_its_parts_at_equal_nodes():
     taus = {}
     for method in ("eagle2", "suffix", "eagle2+suffix"):
         speculative = SpeculativeConfig(method=method, budget="uniform", **TREE)
-        pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots=4)
+        pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(4))
         prompts = [pair.tokenizer.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
         sequences = run(pair.engine, prompts, [SamplingParams(max_tokens=48)] * len(prompts))
         accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)

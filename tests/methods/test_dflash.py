@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
@@ -104,7 +105,7 @@ def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, budget):
     for num_slots, causal in ((1, False), (16, True)) if budget == "uniform" else ((16, False),):
         head = published_head(tmp_path, zlab_config(causal_head=causal))
         speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
-        check_lossless(build_engine(llama(), head, speculative, num_slots, 128), oracle)
+        check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
 class Values(UniformPlanner):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -36,7 +37,7 @@ def tiny_prompts(pair, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair():
-    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots=8)
+    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), EngineArgs(8))
     return made, tiny_prompts(made, 8)
 
 

@@ -145,12 +145,13 @@ def shaped_engine(
 ) -> Engine:
     """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
     from eagle_ray.assembly.assemble import build_engine
+    from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.config import SpeculativeConfig
     from eagle_ray.core.start_log import StartLog
 
     speculative = SpeculativeConfig(method="none" if head is None else "eagle2")
     start = StartLog()
-    engine = build_engine(model, head, speculative, slots, max_model_len, kv_tokens, start)
+    engine = build_engine(model, head, speculative, EngineArgs(slots, max_model_len, kv_tokens=kv_tokens), start)
     start.ready()
     return engine
 
