@@ -40,13 +40,10 @@ methods
 models
 planner
 report
-requests
 runs
 sampling
-serve
 smollm2.py
 storage
-text
 training
 tree
 """  # packages whose identifiers are not mended yet; this only shrinks

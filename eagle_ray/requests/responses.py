@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Door
+from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.requests.values import bad_value, checked, missing, unsupported
@@ -34,7 +34,7 @@ from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError
 
 Json = dict[str, Any]
-OWN = {name: row for name, row in BODY.items() if row.doors == {Door.RESPONSES}}  # parameters of responses alone
+OWN = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}  # parameters of responses alone
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
 PART_KEYS = ("type", "text", "annotations", "logprobs")
@@ -174,7 +174,7 @@ def check_response(given: Json) -> None:
     """Raise RequestError for what no response has. given: values of their kinds, without nulls."""
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
-            raise unsupported(f"reasoning.{name}", fix_of("reasoning", Door.RESPONSES))
+            raise unsupported(f"reasoning.{name}", fix_of("reasoning", Api.RESPONSES))
     include = given.get("include", [])
     if other := [name for name in include if name != LOGPROBS]:
         raise unsupported("include", f"{other[0]!r} is not made here; leave it out")

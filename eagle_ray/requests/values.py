@@ -36,7 +36,7 @@ PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported h
 JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
 
 
-class Door(Enum):
+class Api(Enum):
     """Where a request comes in."""
 
     JOB = "a job's configuration and rows"
@@ -49,9 +49,9 @@ class Door(Enum):
     PYTHON = "SamplingParams"
 
 
-CHATS = frozenset({Door.CHAT, Door.RESPONSES})
-HTTP = CHATS | {Door.COMPLETIONS}
-EVERYWHERE = HTTP | {Door.JOB, Door.PYTHON}
+CHATS = frozenset({Api.CHAT, Api.RESPONSES})
+HTTP = CHATS | {Api.COMPLETIONS}
+EVERYWHERE = HTTP | {Api.JOB, Api.PYTHON}
 
 
 class WrongValue(ValueError):

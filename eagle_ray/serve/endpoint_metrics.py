@@ -157,15 +157,15 @@ class MetricsAggregator:
         self._last[replica] = now, Snapshot(before | counters, snapshot.gauges)
         self._retire(now)
         return {
-            name: part if now - said < STALE_S else Snapshot(part.counters, {})
-            for name, (said, part) in self._last.items()
+            name: part if now - seen_at < STALE_S else Snapshot(part.counters, {})
+            for name, (seen_at, part) in self._last.items()
         }
 
     def _retire(self, now: float) -> None:
-        ended = [name for name, (said, _) in self._last.items() if name != RETIRED and now - said > RETIRED_S]
+        ended = [name for name, (seen_at, _) in self._last.items() if name != RETIRED and now - seen_at > RETIRED_S]
         for name in ended:
-            _, kept = self._last.get(RETIRED, (now, Snapshot()))
-            self._last[RETIRED] = now, merge([Snapshot(kept.counters), Snapshot(self._last.pop(name)[1].counters)])
+            _, retired = self._last.get(RETIRED, (now, Snapshot()))
+            self._last[RETIRED] = now, merge([Snapshot(retired.counters), Snapshot(self._last.pop(name)[1].counters)])
 
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -201,18 +201,18 @@ class ReplicaMetrics:
     def refused(self, code: str | None) -> None:
         self._add("http_errors", 1, f'code="{code}"')
 
-    def snapshot(self, engine: EngineCounters, held: Occupancy, in_flight: int) -> Snapshot:
+    def snapshot(self, engine: EngineCounters, occupancy: Occupancy, in_flight: int) -> Snapshot:
         """Return the counters and gauges. in_flight: sequences of unanswered requests."""
         counters = dict(self._counts)
         for name in COUNTERS:
             if name.startswith("engine_"):
                 counters[f"{name}_total"] = getattr(engine, f"num_{name.removeprefix('engine_')}")
         gauges: dict[str, float] = {
-            "num_requests_running": held.num_running,
-            "num_requests_waiting": max(0, in_flight - held.num_running),
+            "num_requests_running": occupancy.num_running,
+            "num_requests_waiting": max(0, in_flight - occupancy.num_running),
             "num_slots": engine.num_slots,
-            "num_kv_blocks_used": held.num_blocks_used,
-            "num_kv_blocks": held.num_blocks,
+            "num_kv_blocks_used": occupancy.num_blocks_used,
+            "num_kv_blocks": occupancy.num_blocks,
             "replicas": 1,
         }
         if engine.method is not None:

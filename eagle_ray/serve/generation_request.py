@@ -100,16 +100,16 @@ def prepare_generation(
     return GenerationRequest(request, answers, is_typed=is_typed and not is_chat, client=client)
 
 
-def named_error(error: Exception, asked: GenerationRequest) -> Exception:
+def named_error(error: Exception, generation: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
-    names = [name for name in FORMS if getattr(asked.request, name)]
-    if needs_grammar(asked.chat_options):
+    names = [name for name in FORMS if getattr(generation.request, name)]
+    if needs_grammar(generation.chat_options):
         names = ["tools"]
     if not names:  # the server's own
         return error
-    name = asked.request.PARAM_NAMES.get(names[0], names[0])
+    name = generation.request.PARAM_NAMES.get(names[0], names[0])
     return RequestError(error.code, f"{name}: {str(error).partition(': ')[2]}")
 
 

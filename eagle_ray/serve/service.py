@@ -78,7 +78,7 @@ class Threads:
     def __init__(self, name: str, num_clients: int):
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
         self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
-        self._turns = FairQueue(num_clients, num_places=1)
+        self._turns = FairQueue(num_clients, max_turns=1)
 
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
         """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
@@ -106,7 +106,7 @@ class Service:
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         num_clients = max(1, len(self.keys))
         self._readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
-        self._compilations = [FairQueue(1, num_places=_num_compilations(num_clients)) for _ in range(num_clients)]
+        self._compilations = [FairQueue(1, max_turns=_num_compilations(num_clients)) for _ in range(num_clients)]
         self._engine = AsyncEngine(engine)
 
     @classmethod
@@ -125,12 +125,12 @@ class Service:
         self._engine.close()
 
     @property
-    def held(self) -> Need:
+    def in_flight(self) -> Need:
         """Return what the requests in flight hold."""
-        return self.admission.held
+        return self.admission.in_flight
 
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.held.sequences)
+        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.in_flight.sequences)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the request names another model than this one."""
@@ -193,8 +193,8 @@ class Service:
         self.check_model(request.model)
 
         def make() -> bytes:
-            if (most := max(request.tokens, default=0)) >= self.vocab_size:
-                raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
+            if (largest := max(request.tokens, default=0)) >= self.vocab_size:
+                raise ApiError(400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id")
             return json_body({"prompt": self.text.decode_with_special(request.tokens)})
 
         return await self._readers.run(num_bytes, client, make)
