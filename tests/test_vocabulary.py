@@ -38,14 +38,11 @@ kv
 lm_eval.py
 methods
 models
-planner
-report
 runs
 sampling
 smollm2.py
 storage
 training
-tree
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
