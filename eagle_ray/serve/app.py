@@ -41,8 +41,7 @@ from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.request_body import AcknowledgeBody, ClientDisconnected, read_body
-from eagle_ray.serve.response_events import response_events
-from eagle_ray.serve.service import Service, body_of
+from eagle_ray.serve.service import GenerationClass, Service
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -93,28 +92,22 @@ class Routes:
         self._hosts = AllowedHosts(service.config.serving.host, service.config.serving.allowed_hosts)
 
     async def chat(self, request: Request) -> Response:
-        return await self._complete(request, ChatRequest)
+        return await self._answer(request, ChatRequest)
 
     async def completions(self, request: Request) -> Response:
-        return await self._complete(request, CompletionRequest)
-
-    async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        client = self._client(request)
-        parsed, size = await self._body(request, kind, client)
-        read = self._service.read(parsed, size, is_typed(request.headers), client)
-        generation = await _while_there(request.receive, read)
-        if not generation.request.stream:
-            return _json(await _while_there(request.receive, self._service.answer(generation)))
-        return await _event_stream(request, self._service.events(generation))
+        return await self._answer(request, CompletionRequest)
 
     async def responses(self, request: Request) -> Response:
+        return await self._answer(request, ResponsesRequest)
+
+    async def _answer(self, request: Request, kind: GenerationClass) -> Response:
         client = self._client(request)
-        body, size = await self._body(request, ResponsesRequest, client)
-        generation = await _while_there(request.receive, self._service.read(body, size, client=client))
+        body, size = await self._body(request, kind, client)
+        read = self._service.read(body, size, is_typed(request.headers), client)
+        generation = await _while_there(request.receive, read)
         if not body.stream:
-            return _json(await _while_there(request.receive, self._service.answer(generation, body_of(body))))
-        events = response_events(self._service.chunks(generation), generation, body)
-        return await _event_stream(request, events)
+            return _json(await _while_there(request.receive, self._service.answer(generation)))
+        return await _event_stream(request, self._service.events(generation))
 
     async def no_response(self, request: Request) -> Response:
         self._client(request)

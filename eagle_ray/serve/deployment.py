@@ -30,7 +30,7 @@ from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
+from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merged_snapshot
 from eagle_ray.serve.service import Service
 
 log = logging.getLogger("eagle_ray")
@@ -78,7 +78,7 @@ class Replica(AtNodeAddress):
 
     async def _publish(self, snapshot: Snapshot) -> Snapshot:
         self._known = await self._aggregator.put.remote(self._name, snapshot, self._known)
-        return merge(self._known.values())
+        return merged_snapshot(self._known.values())
 
     async def _publish_again(self) -> None:
         """Publish this replica's metrics regularly."""

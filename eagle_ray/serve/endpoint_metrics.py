@@ -4,12 +4,12 @@ Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted 
 
     replica    ReplicaMetrics counts finished sequences and makes a Snapshot
     one actor  MetricsAggregator holds the last Snapshot of every replica, so that each replica can answer for all
-    HTTP       prometheus_text(merge(snapshots))
+    HTTP       prometheus_text(merged_snapshot(snapshots))
 
 Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is restarted, the first
 replica that reports gives it the last known totals.
 
-    >>> merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
+    >>> merged_snapshot([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
     {'prompt_tokens_total': 7}
 """
 
@@ -69,7 +69,7 @@ class Snapshot:
     gauges: dict[str, float] = field(default_factory=dict)
 
 
-def merge(parts: Iterable[Snapshot]) -> Snapshot:
+def merged_snapshot(parts: Iterable[Snapshot]) -> Snapshot:
     """Return the sums of counters and gauges."""
     counters: defaultdict[str, float] = defaultdict(int)
     gauges: defaultdict[str, float] = defaultdict(int)
@@ -165,7 +165,8 @@ class MetricsAggregator:
         ended = [name for name, (seen_at, _) in self._last.items() if name != RETIRED and now - seen_at > RETIRED_S]
         for name in ended:
             _, retired = self._last.get(RETIRED, (now, Snapshot()))
-            self._last[RETIRED] = now, merge([Snapshot(retired.counters), Snapshot(self._last.pop(name)[1].counters)])
+            parts = [Snapshot(retired.counters), Snapshot(self._last.pop(name)[1].counters)]
+            self._last[RETIRED] = now, merged_snapshot(parts)
 
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)

@@ -25,7 +25,7 @@ OTHER_LISTS = {
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "requests/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
-    "serve/response_events.py": "keys of a response",
+    "serve/generation_request.py": "keys of a response",
     "text/chat_options.py": "arguments of transformers that are no values of a template",
 }
 

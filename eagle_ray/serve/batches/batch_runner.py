@@ -36,8 +36,8 @@ from eagle_ray.serve.batches.batch_store import (
     BatchStore,
     LineAnswer,
     error_answer,
+    line_seed,
     response_answer,
-    seed_of,
 )
 
 log = logging.getLogger("eagle_ray")
@@ -167,7 +167,7 @@ class BatchRunner:
     async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
         """Return the answer of one line, however long the replicas are busy or away."""
         if "seed" not in body or body["seed"] is None:
-            body = body | {"seed": seed_of(record.id, custom_id)}
+            body = body | {"seed": line_seed(record.id, custom_id)}
         data = json.dumps(body, ensure_ascii=False).encode()
         num_lost = 0
         while num_lost < MAX_LOST:

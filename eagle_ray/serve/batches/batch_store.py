@@ -36,7 +36,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
-from eagle_ray.serve.batches.file_store import FileStore, ids_in
+from eagle_ray.serve.batches.file_store import FileStore, listed_ids
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
@@ -125,7 +125,7 @@ class BatchStore:
 
     def closed_ids(self, owner: str) -> list[str]:
         """Return the batches that are over and still have a run's directory."""
-        ids = ids_in(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
+        ids = listed_ids(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
         return sorted(set(ids) - {id for _, id in self.open_ids(owner)})
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
@@ -210,7 +210,7 @@ def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> Line
     return LineAnswer.of(json.dumps(line, ensure_ascii=False).encode())
 
 
-def seed_of(batch_id: str, custom_id: str) -> int:
+def line_seed(batch_id: str, custom_id: str) -> int:
     """Return the seed of a line that has none: a line that is answered again gets the same answer."""
     return int(line_key(batch_id, custom_id)[:15], 16)
 

@@ -70,7 +70,7 @@ class FileStore:
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
-        return sorted(set(ids_in(self._contents, FILE)) - set(self.ids()))
+        return sorted(set(listed_ids(self._contents, FILE)) - set(self.ids()))
 
     def write(
         self,
@@ -155,7 +155,7 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-def ids_in(directory: StoragePath, prefix: str) -> list[str]:
+def listed_ids(directory: StoragePath, prefix: str) -> list[str]:
     """Return the ids that names in a directory are, in a bucket of the first thousand. It need not exist."""
     try:
         return [name for name in directory.list_names() if is_id(name, prefix)]
