@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.dflash.spec import block_of, layer_config
-from eagle_ray.methods.eagle.checkpoint import load_dflash
 from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, EagleLoss, EagleRecipe
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads

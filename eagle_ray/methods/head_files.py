@@ -1,0 +1,286 @@
+"""Files of a published head: its config.json, its tensors, and what the layouts of all methods have in common.
+
+Weights are safetensors or pickles (weights only), single or sharded. Headers alone tell whether a head fits a target,
+before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.storage.model_files import check_no_pointers
+
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
+FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
+VOCABULARY_MAPS = ("d2t", "t2d")
+PUBLISHED_ROPE_THETA = 10000.0
+ROPES = {  # what each way of stretching positions must say
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
+MAX_NAMED = 8  # tensors of each fault
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
+Named = TypeVar("Named")
+Head = TypeVar("Head", bound=nn.Module)
+Read = TypeVar("Read")
+Shape = tuple[int, ...]
+
+
+def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
+    """Write the published layout: the given config.json, and model.safetensors in bf16.
+
+    Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+    skipped = VOCABULARY_MAPS if head.token_ids is None else ()
+    tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items() if key not in skipped}
+    halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
+    save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
+
+
+def load_into(head: Head, path: Path, tensors: dict[str, Tensor]) -> Head:
+    """Return the head with these tensors, in fp32. Raises EngineError if its vocabulary maps select no tokens."""
+    buffers = dict(head.named_buffers())
+    if "d2t" in buffers:
+        with with_path(path):
+            tensors |= vocabulary_maps(buffers["d2t"], len(buffers["t2d"]), tensors)
+    head.load_state_dict(tensors, assign=True)
+    return head.float()
+
+
+def on_meta(make: Callable[[], Head]) -> Head:
+    """Return a module on the meta device: shapes without numbers. Raises ValueError if its config makes none."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
+        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of config.json. Raises EngineError."""
+    check_no_pointers([path / "config.json"])
+    try:
+        return dict(json.loads((path / "config.json").read_text("utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise EngineError(f"the head's config in {path} cannot be read: {one_line(error)}") from error
+
+
+class TensorHeader(NamedTuple):
+    """num_bytes: as stored. is_float: loading casts it to the model's dtype."""
+
+    shape: Shape
+    num_bytes: int
+    is_float: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader] | None:
+    """Return the header of every tensor by name; None if there are no weights. Raises EngineError."""
+    has_weights = any(_files(path, name) for name in (SAFETENSORS, PICKLE))
+    return _read(path, _headers_of_safetensors, _headers_of_pickle) if has_weights else None
+
+
+def read_shapes(path: Path) -> dict[str, Shape]:
+    """Return the shape of every tensor by name, from headers. Raises EngineError."""
+    return {name: header.shape for name, header in _read(path, _headers_of_safetensors, _headers_of_pickle).items()}
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return every tensor by name. Raises EngineError."""
+    return _read(path, load_file, lambda file: load_pickle(file, "cpu"))
+
+
+def _read(
+    path: Path, safetensors: Callable[[Path], Mapping[str, Read]], pickled: Callable[[Path], Mapping[str, Read]]
+) -> dict[str, Read]:
+    for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
+        if files := _files(path, name):
+            return {key: value for file in files for key, value in read_file(file, read).items()}
+    raise EngineError(f"the weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
+
+
+def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
+    """Return what `read` returns for a file of weights. Raises EngineError with the file and the fix."""
+    check_no_pointers([file])
+    try:
+        return read(file)
+    except pickle.UnpicklingError as error:
+        raise EngineError(
+            f"the weights in {file} cannot be read: it is damaged, or holds more than weights, which is never "
+            "run here; convert it to safetensors"
+        ) from error
+    except UNREADABLE as error:
+        remedy = "" if isinstance(error, ValueError) else "; if it was cut off, fetch it again"
+        reason = one_line(error) or type(error).__name__
+        raise EngineError(f"the weights in {file} cannot be read: {reason}{remedy}") from error
+
+
+def _files(path: Path, name: str) -> list[Path]:
+    """Return the file of this name, or the shards that its index names, or nothing."""
+    index = path / f"{name}.index.json"
+    if (path / name).exists() or not index.exists():
+        return [path / name] if (path / name).exists() else []
+    try:
+        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        if all(Path(shard).name == shard for shard in shards):
+            return [path / shard for shard in shards]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise EngineError(f"{index} is no index of weights: {one_line(error)}") from error
+    raise EngineError(f"{index} names shards that are missing from its directory")
+
+
+def _headers_of_safetensors(file: Path) -> dict[str, TensorHeader]:
+    with safe_open(file, "pt") as opened:
+        slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {key: _header(tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()}
+
+
+def _header(shape: Shape, dtype: str) -> TensorHeader:
+    """Return the header of a tensor of safetensors. dtype: such as BF16, BOOL or F8_E4M3, with its bits."""
+    bits = re.search(r"\d+", dtype)
+    return TensorHeader(shape, prod(shape) * int(bits[0] if bits else 8) // 8, dtype in FLOATS)
+
+
+def _headers_of_pickle(file: Path) -> dict[str, TensorHeader]:
+    tensors = load_pickle(file, "meta")
+    return {key: TensorHeader(tuple(x.shape), x.nbytes, x.is_floating_point()) for key, x in tensors.items()}
+
+
+def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
+    """Load weights only; anything else in a pickle is refused. Archives are memory-mapped, so reading
+    shapes is cheap.
+    """
+    loaded = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
+    named = isinstance(loaded, dict) and all(isinstance(key, str) for key in loaded)
+    if not (named and all(isinstance(value, Tensor) for value in loaded.values())):
+        raise ValueError(f"{file.name} holds something else than named tensors")
+    return loaded
+
+
+@contextmanager
+def with_path(path: Path) -> Iterator[None]:
+    """Add the directory to errors of heads that do not fit."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineError(f"{path}: {error}") from error
+
+
+def vocabulary_maps(d2t: Tensor, vocab_size: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return d2t and t2d of a head with such a d2t.
+
+    Missing maps, and maps of a head that drafts every token, are made and not read.
+
+    Raises ValueError if d2t does not select tokens of the target.
+    """
+    count = len(d2t)
+    if tensors.get("d2t", d2t).is_floating_point():
+        raise ValueError("d2t holds no whole numbers")
+    ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"d2t maps to tokens {int(ids.min())} to {int(ids.max())}, and the target has {vocab_size}")
+    if len(ids.unique()) < count:
+        raise ValueError(f"d2t maps {count} draft tokens to {len(ids.unique())} different tokens of the target")
+    chosen = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    return {"d2t": ids - torch.arange(count), "t2d": chosen}
+
+
+def is_dflash(raw: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether config.json and tensor names are those of a DFlash head."""
+    return "dflash_config" in raw or raw.get(SPECULATORS) == "dflash" or {"hidden_norm.weight", "fc.weight"} <= {*names}
+
+
+def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_counts(
+    raw: Mapping[str, Any], needed: Collection[str], others: Mapping[str, Any], optional: Collection[str]
+) -> None:
+    """Check that sizes are whole numbers of 1 or more: those of `raw` that are needed, and others if present."""
+    wrong = [key for key in needed if not is_count(raw.get(key))]
+    wrong += [key for key in optional if key in others and not is_count(others[key])]
+    if wrong:
+        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+
+
+def attention_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the heads, key/value heads and width of a head. Raises ValueError if they do not go together."""
+    heads = raw["num_attention_heads"]
+    kv_heads, head_dim = raw.get("num_key_value_heads", heads), raw.get("head_dim", raw["hidden_size"] // heads)
+    if heads % kv_heads:
+        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+    return heads, kv_heads, head_dim
+
+
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
+    `type`).
+    """
+    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    kind = said.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
+    if rope["rope_type"] not in ROPES:
+        raise ValueError(
+            f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
+        )
+    if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
+        raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
+    for key in ("rope_theta", "factor"):
+        if not (isinstance(rope.get(key, 1), int | float) and rope.get(key, 1) > 0):
+            raise ValueError(f"its {key} is {rope[key]!r}; it must be a number above 0")
+    return rope
+
+
+def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
+    """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
+
+    Raises ValueError that names the first few of each fault.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
+    faults = [
+        *first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
+        *first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
+        *first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+    ]
+    if faults:
+        raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
+
+
+def first_few(faults: list[str]) -> list[str]:
+    """Return the first few faults: a whole language model instead of a head has hundreds."""
+    more = len(faults) - MAX_NAMED
+    return faults if more <= 0 else [*faults[:MAX_NAMED], f"and {more} more such"]
