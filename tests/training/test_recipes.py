@@ -12,8 +12,7 @@ from torch import Tensor
 from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
-from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, EagleLoss, EagleRecipe
+from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch

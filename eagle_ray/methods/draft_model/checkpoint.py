@@ -19,9 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.eagle.heads import LogitsOf
+from eagle_ray.methods.eagle.heads import HeadForward, head_forward
+from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import load_config, load_target
-from eagle_ray.models.model_probe import KVSpec, probe
+from eagle_ray.models.model_probe import KVSpec, LogitsOf, probe
 from eagle_ray.models.placement import input_embedding
 from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
 
@@ -60,6 +61,15 @@ class DraftModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None) -> Float[Tensor, "*rows V"]:
         return self._finished(self.model.get_output_embeddings()(hidden))
+
+
+@head_forward.register
+def _(head: DraftModel) -> HeadForward:
+    """An independent causal LM, which reads the embeddings alone."""
+    decoder = Decoder.of(head.model)
+    if decoder is None:
+        return head_forward.dispatch(object)(head)
+    return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
 
 
 def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:

@@ -19,9 +19,8 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, spread_layers
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
-from eagle_ray.methods.eagle.recipe import EagleLoss, EagleRecipe
+from eagle_ray.methods.eagle.recipe import Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
 from eagle_ray.methods.head_files import PUBLISHED_ROPE_THETA, SPECULATORS
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe

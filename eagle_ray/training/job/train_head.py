@@ -22,7 +22,7 @@ import torch
 from eagle_ray.assembly.assemble import load_causal_lm, load_tokenizer
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.methods.eagle.eagle3_recipe import feature_scale
+from eagle_ray.methods.eagle.recipe import feature_scale
 from eagle_ray.models.cpu_runtime import tune_malloc
 from eagle_ray.models.dtypes import bf16_unit
 from eagle_ray.models.placement import input_embedding
