@@ -71,7 +71,6 @@ MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "engine.engine": 21,
     "methods.registry": 34,
     "serve.service": 23,
-    "training.job.train_head": 24,
 }
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {

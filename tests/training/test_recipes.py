@@ -15,9 +15,8 @@ from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
 from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
-from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
+from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch, FrozenTarget
+from eagle_ray.training.optimization import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
 from tests.support.dflash_checkpoints import MASK, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama

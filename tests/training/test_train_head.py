@@ -19,7 +19,7 @@ from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.head_files import read_shapes
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.training.feature_source import ComputedFeatures
+from eagle_ray.training.frozen_target import ComputedFeatures
 from eagle_ray.training.job import train_head as train_head_module
 from eagle_ray.training.job.feature_cache import FeatureCache
 from eagle_ray.training.job.train_head import train_head

@@ -44,10 +44,8 @@ from torch import Tensor, nn
 from eagle_ray.methods.eagle.checkpoint import head_config
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.methods.head_files import save_head
-from eagle_ray.training.feature_source import FeatureBatch
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
-from eagle_ray.training.optimization import Losses
+from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
+from eagle_ray.training.optimization import Losses, agreement_names, autocast, initialize_linears, mean_over
 from eagle_ray.training.packing import UnrolledAttention
 
 NOISE_LENGTH = 512  # the published noise is for documents of 512 tokens and shrinks with longer ones
@@ -257,14 +255,6 @@ class Eagle3Recipe:
         pairs = batch.packed.pairs
         greedy_ids = batch.greedy_ids[pairs.rows_after(1 + unrolled)]
         return pairs.predicts_answer(2 + unrolled) & (self._target.draft_ids[greedy_ids] >= 0)
-
-
-def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
-    """Return the factors that give each number of these features a root mean square of about 1.
-
-    They are powers of two, so that a published head's fc takes them in and gives them back without rounding.
-    """
-    return features.float().square().mean(0).clamp(min=1e-12).rsqrt().log2().round().exp2()
 
 
 def initialize_eagle3(head: Eagle3Head, target: FrozenTarget) -> None:

@@ -26,8 +26,8 @@ from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
-from eagle_ray.training.job.start_head import StartHead
+from eagle_ray.training.job.published_head import StartHead
+from eagle_ray.training.optimization import HeadRecipe
 
 AnyHead = TypeVar("AnyHead", EagleHead, Eagle3Head)
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
