@@ -25,7 +25,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
-from eagle_ray.models.model_probe import LogitsOf
+from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import Frontier

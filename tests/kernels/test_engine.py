@@ -14,6 +14,7 @@ from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.core.graph_protocol import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.slot_limits import PREFILL_TOKENS
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
@@ -24,8 +25,8 @@ from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
-from tests.kernels.device import DEVICE, compile_fails
 from tests.kernels.test_tree_attention import trees_of
+from tests.support.kernels import DEVICE, compile_fails
 from tests.support.toy_models import llama_engine, run
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
@@ -163,7 +164,7 @@ def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
     made = llama_engine(2, *(() if planner == "plain" else (6, 3, 3)), device=DEVICE)
     if planner == "global":
-        made.planner = BudgetPlanner(6, 3, 3, flat(head_share=0.01), can_sync=False)
+        made.planner = BudgetPlanner(TreeBounds(6, 3, 3), flat(head_share=0.01), can_sync=False)
     return made
 
 

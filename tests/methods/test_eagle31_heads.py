@@ -29,8 +29,8 @@ from eagle_ray.methods.head_files import save_head
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
+from tests.support.checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write
 from tests.support.eagle_formulas import decoder_layer, rms_norm
-from tests.support.published_checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write
 from tests.support.toy_models import llama, llama_engine, run
 
 TARGET = target_config()

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from eagle_ray.models.model_probe import LogitsOf
+from eagle_ray.models.supported_models import LogitsOf
 
 
 class MedusaHeads(nn.ModuleList):

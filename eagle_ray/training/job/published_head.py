@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_ray.assembly.assemble import build_engine, download, load_draft
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
@@ -166,7 +169,9 @@ def held_out_tau(
     model = ModelConfig(target=str(draft), draft=str(draft))
     weights = load_draft(model, speculative, causal_lm)
     max_model_len = max(map(len, prompts)) + settings.max_tokens + 1
-    engine = build_engine(causal_lm, weights, speculative, min(MAX_SLOTS, len(prompts)), max_model_len)
+    engine = build_engine(
+        causal_lm, weights, speculative, EngineArgs(min(MAX_SLOTS, len(prompts)), max_model_len, kv_tokens=None)
+    )
     params = SamplingParams(max_tokens=settings.max_tokens)
     sequences = [engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)]
     for sequence in sequences:
