@@ -31,14 +31,15 @@ from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.combine.ensemble import EnsembleDrafter
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.dflash.checkpoint import load_dflash, meta_dflash
 from eagle_ray.methods.dflash.drafter import DFlashDrafter
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.draft_model.checkpoint import DraftModel, check_draft_model, load_draft_model
 from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.methods.eagle.checkpoint import load_head, meta_head
 from eagle_ray.methods.eagle.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import DraftHead, Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.methods.lookup.drafter import LookupDrafter, LookupIndex
 from eagle_ray.methods.lookup.lookahead import LookaheadDrafter
 from eagle_ray.methods.lookup.ngram import NgramIndex

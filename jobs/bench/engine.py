@@ -43,8 +43,8 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
