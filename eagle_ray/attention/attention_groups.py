@@ -1,7 +1,14 @@
 """AttentionGroup: sequences of a batch that attend in one call, padded to the longest and the largest tree.
 
-What a call takes goes with sequences times columns times (READ_COST + rows of a tree): keys and values are gathered,
-and each row meets each of them.
+What a call takes goes with sequences times positions times (READ_COST + rows of a tree): keys and values are gathered,
+and each row meets each of them. GQAPacking takes packed rows of trees to query heads grouped by the key/value head that
+they share, and back:
+
+    query [R, heads, d]  ->  [b, kv_heads, G * n, d]      rows of tree b by head of the group, then by node
+    out   [b, kv_heads, G * n, dv]  ->  [R, heads, dv]
+
+Trees that attend together are padded to n rows on the way. Each row is moved once either way, and not once to its tree
+and once more to its heads.
 """
 
 from __future__ import annotations
@@ -9,6 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from eagle_ray.core.async_copy import to_device
 
 READ_COST = 5  # rows: reading a column takes as long as that many rows that meet it
 CALL_COST = 200  # columns that take as long to read as one more call in a layer: measured at 16
@@ -62,3 +75,75 @@ def _costs(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> li
 def _cost(number: int, longest: int, largest: int) -> float:
     """Return the cost of one call, in positions read by a single row."""
     return number * longest * (READ_COST + largest) / (READ_COST + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GQAPacking:
+    """there: for each place of a group's folded queries its row and head. shapes: of the groups, but for the last dim.
+
+    back: for each row and head its place among those of all groups, one after the other.
+    """
+
+    gather_index: list[Int[Tensor, " BKGN"]]
+    shapes: list[tuple[int, int, int]]
+    scatter_index: Int[Tensor, " RH"]
+
+    @classmethod
+    def of(
+        cls,
+        row_of: Int[Tensor, "B N"],
+        unpack: Int[Tensor, " R"],
+        heads: int,
+        kv_heads: int,
+        companies: list[AttentionGroup],
+    ) -> GQAPacking:
+        """row_of: the row of each node. unpack: of each row b * N + n. companies: which trees are a group."""
+        num_nodes, group, device = row_of.shape[1], heads // kv_heads, row_of.device
+        head = torch.arange(heads, device=device).view(1, kv_heads, group, 1)
+        there, shapes = [], []
+        for company in companies:
+            rows = row_of if len(companies) == 1 else row_of[to_device(company.members, device)]
+            there.append((rows[:, None, None, : company.size] * heads + head).flatten())
+            shapes.append((len(company.members), kv_heads, group * company.size))
+        tree, node = unpack // num_nodes, unpack % num_nodes
+        begins, sizes = _gather_index(companies, heads, device)
+        member = torch.arange(group, device=device)
+        within = (member * sizes[tree][:, None] + node[:, None]) * kv_heads
+        back = begins[tree][:, None, None] + torch.arange(kv_heads, device=device)[:, None] + within[:, None]
+        return cls(there, shapes, back.flatten())
+
+    def fold(self, query: Float[Tensor, "1 heads R d"]) -> list[Float[Tensor, "b kv_heads Gn d"]]:
+        """Return the packed rows, by group."""
+        rows = query[0].transpose(0, 1).flatten(0, 1)  # as they lie in memory
+        parts = zip(self.gather_index, self.shapes, strict=True)
+        return [rows.index_select(0, there).view(*shape, -1) for there, shape in parts]
+
+    def unfold(self, outs: list[Float[Tensor, "b kv_heads Gn dv"]], heads: int) -> Float[Tensor, "1 heads R dv"]:
+        rows = [out.transpose(1, 2).flatten(0, 2) for out in outs]  # as torch's attention leaves them in memory
+        together = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return together.index_select(0, self.scatter_index).unflatten(0, (-1, heads)).transpose(0, 1)[None]
+
+
+def _gather_index(
+    companies: list[AttentionGroup], heads: int, device: torch.device
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """Return where each tree's rows begin among those of all groups, and the rows per tree of its group."""
+    sizes = [company.size for company in companies for _ in company.members]
+    begins = [n * heads for n in accumulate(sizes, initial=0)][:-1]
+    if len(companies) == 1:  # as a device knows it by itself
+        begin = torch.arange(len(sizes), device=device) * (sizes[0] * heads)
+        return begin, torch.full_like(begin, sizes[0])
+    order = sorted(range(len(sizes)), key=[i for company in companies for i in company.members].__getitem__)
+    both = to_device([[begins[i] for i in order], [sizes[i] for i in order]], device)
+    return both[0], both[1]
+
+
+def fold_rectangle(query: Float[Tensor, "1 heads R d"], batch: int, kv_heads: int) -> Float[Tensor, "B kv_heads GN d"]:
+    """Fold rows of trees of equal size."""
+    return query[0].unflatten(1, (batch, -1)).transpose(0, 1).reshape(batch, kv_heads, -1, query.shape[3])
+
+
+def unfold_rectangle(out: Float[Tensor, "B kv_heads GN dv"], heads: int) -> Float[Tensor, "1 heads R dv"]:
+    batch, _, _, value_dim = out.shape
+    by_node = out.reshape(batch, heads, -1, value_dim).transpose(1, 2)
+    return by_node.flatten(0, 1).transpose(0, 1)[None]

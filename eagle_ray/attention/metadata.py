@@ -16,11 +16,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface
 
-from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
-from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.attention.attention_groups import (
+    AttentionGroup,
+    GQAPacking,
+    fold_rectangle,
+    group_sequences,
+    unfold_rectangle,
+)
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels.torch_ops import rotated
+from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
 
 ATTENTION = "eagle_ray"

@@ -17,9 +17,8 @@ from torch import Tensor
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton, why_not
-from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
+from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, unsupported_heads
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.tree_mask import WORD_BITS, pack_mask
 
@@ -37,12 +36,12 @@ def uses_triton(kv_cache: KVCache) -> bool:
 def why_no_triton(kv_cache: KVCache) -> str | None:
     """Return why passes over this cache do not use Triton's attention, or None."""
     keys, values = kv_cache.keys, kv_cache.values
-    return why_not(keys.device) or tile_config.why_not(keys.dtype, keys.shape[-1], values.shape[-1])
+    return why_not(keys.device) or unsupported_heads(keys.dtype, keys.shape[-1], values.shape[-1])
 
 
 @cache
 def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    reason = tile_config.why_not(dtype, key_dim, value_dim)
+    reason = unsupported_heads(dtype, key_dim, value_dim)
     if reason is not None:
         log.warning("portable attention, not Triton's: %s", reason)
     return reason is None

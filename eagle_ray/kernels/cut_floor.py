@@ -15,8 +15,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ORDER_BITS
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import ORDER_BITS
 from eagle_ray.kernels.topk_topp import DIGIT, DIGITS, MASS, order_of, scores_of
 
 BLOCK = 4096  # tokens that are read at once

@@ -15,8 +15,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ranked, score_of, token_of
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import ranked, score_of, token_of
 
 WORD_BITS: tl.constexpr = tl.constexpr(64)
 LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in methods/calibration.py

@@ -18,9 +18,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.gumbel import gumbel, log, noise_key
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ORDER_BITS, ranked, token_of
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import ORDER_BITS, gumbel, log, noise_key, ranked, token_of
 from eagle_ray.kernels.topk_topp import (
     DIGIT,
     DIGITS,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eagle_ray.kernels.sort_key import order
+from eagle_ray.kernels.jit_functions import order
 
 DIGIT: tl.constexpr = tl.constexpr(4)  # bits that one launch fixes
 DIGITS: tl.constexpr = tl.constexpr(16)

@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.kernels.availability import is_interpreting
+from eagle_ray.kernels.availability import is_interpreting, launch
 from eagle_ray.kernels.flash_decoding import attend, combine
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
-from eagle_ray.kernels.tree_metadata import KernelTrees
+from eagle_ray.kernels.tree_metadata import LEAST_TILES, MOST_SPLITS, KernelTrees, num_splits, tile_shape
 
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 COMBINE_WARPS = 2

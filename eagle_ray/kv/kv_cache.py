@@ -131,7 +131,7 @@ class KVCache:
             flat.index_copy_(1, target, flat.index_select(1, source))
 
     def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        from eagle_ray.kernels import kv_commit as kernel
+        from eagle_ray.kernels import fused_layer as kernel
 
         kernel.commit(
             self.keys, self.values, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes

@@ -17,8 +17,8 @@ from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.cut_floor import least_kept
 from eagle_ray.kernels.draft_level import append_level
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
-from eagle_ray.kernels.kv_commit import commit
-from eagle_ray.kernels.log_probs import log_probs_of
+from eagle_ray.kernels.fused_layer import commit
+from eagle_ray.kernels.topk import log_probs_of
 from eagle_ray.kernels.sample import pick
 from eagle_ray.kernels.topk import Push, top_k
 from tests.kernels.launches import resources

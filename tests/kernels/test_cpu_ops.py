@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.cpu_ops import ScoreRule, SeenColumns
 
 pytestmark = pytest.mark.skipif(
@@ -36,11 +36,11 @@ def test_norms_and_activation_are_torchs(dtype, rows, size):
     ours, theirs = hidden.clone(), hidden.clone()
     normed = cpu_ops.add_rms_norm(ours, delta, weight, 1e-5)
     torch.testing.assert_close(
-        normed, torch_ops.add_rms_norm(theirs, delta, weight, 1e-5), atol=DTYPES[dtype], rtol=1e-2
+        normed, layer_ops.add_rms_norm(theirs, delta, weight, 1e-5), atol=DTYPES[dtype], rtol=1e-2
     )
     assert torch.equal(ours, theirs)
     gate_up = 4 * torch.randn(rows, 2 * size).to(dtype)
-    torch.testing.assert_close(cpu_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), atol=DTYPES[dtype], rtol=1e-2)
+    torch.testing.assert_close(cpu_ops.silu_mul(gate_up), layer_ops.silu_mul(gate_up), atol=DTYPES[dtype], rtol=1e-2)
 
 
 def test_the_activation_holds_at_the_ends_of_its_range():
@@ -62,7 +62,7 @@ def test_heads_are_rotated_and_written_where_they_belong(dtype, normed, dim):
     query, key, value = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if normed:
         query, key = (F.rms_norm(x, (dim,), w, 1e-6) for x, w in zip((query, key), norms, strict=True))
-    wanted = [torch_ops.rotated(x, angles.cos(), angles.sin()) for x in (query, key)]
+    wanted = [layer_ops.rotated(x, angles.cos(), angles.sin()) for x in (query, key)]
     value = value.clone()
     cpu_ops.rotate_and_write(qkv, keys, values, cells, angles.cos(), angles.sin(), *norms, 1e-6)
     tolerance = {"atol": 2 * DTYPES[dtype], "rtol": 1e-2}
