@@ -38,8 +38,7 @@ from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draf
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
-from eagle_ray.engine.verify import MaxTreeSizes
+from eagle_ray.engine.verify import MaxTreeSizes, unsupported_reason
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
@@ -58,6 +57,7 @@ from eagle_ray.methods.registry import (
     parts_of,
 )
 from eagle_ray.models.decoder import is_llama_shaped
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.loader import CausalLM, auto_dtype, eos_ids, load_config, load_target, set_eos_ids
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.placement import (

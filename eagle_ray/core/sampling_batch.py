@@ -15,10 +15,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.async_copy import copy_to_device, to_device
-from eagle_ray.core.graph_protocol import Kind, PaddedInput
 from eagle_ray.requests.parameters import SamplingParams
 
+Kind = tuple[bool, bool, bool, bool]
+"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 ALL_KINDS: Kind = (True, True, True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInput:
+    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that.
+
+    is_fixed: the tensor is never changed in place, so that the one that was given last need not be copied again.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    fill: float = 0
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.system import free_memory, num_cores
-from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.kernels.tree_metadata import unsupported_heads
+from eagle_ray.models.graphs import GRAPHS
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.models.supported_models import head_dims

@@ -42,14 +42,14 @@ from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, star
 from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.grammar_drafts import GrammarChains
-from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput, UnflushedStats
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
-from eagle_ray.engine.verify import MaxTreeSizes, Verifier
+from eagle_ray.engine.verify import MaxTreeSizes, Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -69,7 +69,7 @@ class Engine:
         prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences. On a CPU twice as
             many are hardly faster.
         graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must support it
-            (`engine.graphs.unsupported_reason`).
+            (`engine.verify.unsupported_reason`).
         trees: the largest trees, for which graphs are recorded.
         grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.

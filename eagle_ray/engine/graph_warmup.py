@@ -26,7 +26,7 @@ from eagle_ray.engine.calibrate import (
     calibration_mode,
 )
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.requests.parameters import SamplingParams
 
 log = logging.getLogger("eagle_ray")

@@ -13,6 +13,7 @@ not: `Verifier.start` launches what it can.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,15 +21,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.attention.triton_attention import why_no_triton
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import log_probs_at
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
+from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
@@ -202,7 +205,7 @@ class Verifier:
     """
 
     def __init__(
-        self, target: TargetModel, replay: GraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
+        self, target: TargetModel, replay: CudaGraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
     ):
         self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
         self._half_results: dict[tuple, int] = {}  # of each first half, the id of its results
@@ -250,7 +253,7 @@ class Verifier:
         mark()
         return StartedPass(shape, lambda: self._run_second_half(drafter, half[0], passed, shape, controlled))
 
-    def _record_second_half(self, drafter: Drafter, half: HalfPass, shape: StepShape, replay: GraphRunner) -> None:
+    def _record_second_half(self, drafter: Drafter, half: HalfPass, shape: StepShape, replay: CudaGraphRunner) -> None:
         """Record the pass that goes on from the results of this first half, on padding alone, if needed."""
         key, run_half, inputs = half
         last = self._half_results.get(key)
@@ -300,7 +303,7 @@ class Verifier:
 
     def _record(
         self,
-        replay: GraphRunner,
+        replay: CudaGraphRunner,
         drafter: Drafter,
         batch_size: int,
         shape: StepShape,
@@ -311,7 +314,7 @@ class Verifier:
         tree = DraftTree.of_roots(batch.roots)
         replay.record(*self._pass(drafter, batch, tree, tree.valid, shape, replay))
 
-    def _fixed(self, shape: StepShape, batch_size: int, replay: GraphRunner) -> StepShape:
+    def _fixed(self, shape: StepShape, batch_size: int, replay: CudaGraphRunner) -> StepShape:
         """Return the next larger of the captured shapes; a plain step has rows for the batch only.
 
         All numbers of the likeliest tokens up to MAX_TOP_LOGPROBS share a shape.
@@ -330,7 +333,7 @@ class Verifier:
         tree: DraftTree,
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
-        replay: GraphRunner,
+        replay: CudaGraphRunner,
     ) -> tuple[tuple, Callable[..., VerifyStepOutput], list[PaddedInput]]:
         """Return key, function and inputs of the pass for these rows whose longest sequence fits into the context."""
         sizes, forward, inputs = self._forward(batch, tree, keep, shape, replay)
@@ -347,7 +350,7 @@ class Verifier:
         tree: DraftTree,
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
-        replay: GraphRunner,
+        replay: CudaGraphRunner,
     ) -> HalfPass:
         """Return key, function and inputs of the pass up to the target's logits."""
         shape = replace(shape, logprobs=False, num_tops=0)  # of no use up to the logits
@@ -366,7 +369,7 @@ class Verifier:
         tree: DraftTree,
         keep: Bool[Tensor, "B N"],
         shape: StepShape,
-        replay: GraphRunner,
+        replay: CudaGraphRunner,
     ) -> HalfPass:
         """Return the padded sizes, a function of padded inputs that runs the target, and the inputs."""
         is_plain = not shape.max_depth
@@ -417,3 +420,29 @@ def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N
         return tree, tree.valid
     *columns, keep = others
     return DraftTree(first, *columns), keep
+
+
+def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
+    """Return why passes of this target and drafter are not captured, or None."""
+    if os.environ.get(GRAPHS) == "off":
+        return f"{GRAPHS}=off"
+    devices = {parameter.device for parameter in target.model.parameters()}
+    if len(devices) > 1:
+        return f"the target lies on {len(devices)} devices"
+    if max_exact_position(target.model.config) is not None:
+        return "the target's rotary embedding asks for the largest position of each pass"
+    if not drafter.supports_graphs:
+        return f"{type(drafter).__name__} works on the host"
+    return None
+
+
+def fallbacks(target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None) -> dict[str, str]:
+    """Return why Triton's kernels or CUDA graphs do not run, by "kernels" and "graphs".
+
+    Empty if both run, and on a CPU, where neither is expected.
+    """
+    if target.device.type != "cuda":
+        return {}
+    no_graphs = unsupported_reason(target, drafter) if graphs is None else graphs.failure
+    reasons = {"kernels": why_no_triton(target.cache), "graphs": no_graphs}
+    return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
@@ -98,7 +98,7 @@ class Drafter(Protocol):
 
     supports_graphs: bool
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         """Replay drafts of known shape through the runner from now on; None runs each as it is.
 
         Args:

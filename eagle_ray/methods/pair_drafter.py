@@ -27,8 +27,7 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
@@ -36,6 +35,7 @@ from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
 from eagle_ray.methods.feature_buffer import FeatureBuffer
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
@@ -43,8 +43,6 @@ from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 
-NARROW = 4  # the width that is recorded besides the widest, for batches of
-NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
@@ -122,7 +120,7 @@ class PairDrafter(ABC):
         )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
-        self._graphs: GraphRunner | None = None
+        self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
         self._embed = head.embed_tokens or target.embed_tokens
         kv_spec, num_slots = head.kv_spec, target.cache.num_slots
@@ -140,7 +138,7 @@ class PairDrafter(ABC):
         self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
         self._end = self._first.copy()  # the first column that the head has not read yet
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
@@ -282,7 +280,12 @@ class PairDrafter(ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
         draft = self._draft_pass(at, roots, plan, sampling, graphs)
@@ -294,7 +297,12 @@ class PairDrafter(ABC):
         return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _draft_pass(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)

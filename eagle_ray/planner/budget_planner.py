@@ -33,9 +33,10 @@ from torch import Tensor
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import PassSizes, PlanEstimate, PlanSearch
+from eagle_ray.planner.plan_search import PlanEstimate, PlanSearch
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY, ProbeSchedule
 from eagle_ray.tree.budget import Budget, Candidates

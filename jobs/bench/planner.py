@@ -23,8 +23,8 @@ import torch
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import SteadyQueue, run_requests
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, UniformPlanner

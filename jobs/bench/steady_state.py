@@ -1,7 +1,7 @@
 """The engine's steady state without a GPU: python -m jobs.bench.steady_state --slots 16 64 256 --json FILE
 
 An endless stream of random prompts runs on the embedded pair, with steps replayed in the order in which a GPU's host
-launches them (`engine/graphs.py` emulates that on a CPU). Outputs have lengths uniform in --outputs and end there.
+launches them (`models/graphs.py` emulates that on a CPU). Outputs have lengths uniform in --outputs and end there.
 
     share_ahead             steps launched before the one before them was read, of all steps
     prompt_passes_per_step  passes over prompts alone; each reads all weights
@@ -31,12 +31,12 @@ from torch import Tensor
 from eagle_ray.assembly.assemble import download, grammar_compiler
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.engine.verify import MaxTreeSizes, VerifyStepOutput
 from eagle_ray.methods.drafter import Drafter
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.methods.null import NullDrafter
+from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.models.loader import load_target
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel

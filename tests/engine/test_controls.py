@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sampling
-from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls

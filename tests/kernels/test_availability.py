@@ -9,12 +9,13 @@ import torch
 from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import TreeMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
+from eagle_ray.engine.verify import fallbacks
 from eagle_ray.kernels import availability, cpu_ops
 from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton, why_not
 from eagle_ray.kernels.tree_metadata import unsupported_heads
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.requests.parameters import SamplingParams
 from tests.kernels.device import compile_fails
 from tests.support.toy_models import llama_engine, run

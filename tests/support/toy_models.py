@@ -18,7 +18,6 @@ from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
@@ -29,6 +28,7 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.methods.null import NullDrafter
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner

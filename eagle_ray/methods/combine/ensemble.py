@@ -21,11 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration_feedback import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
@@ -68,7 +68,7 @@ class EnsembleDrafter:
     def cost_key(self) -> dict[str, Any]:
         return {"parts": [part.cost_key for part in self._parts]}
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         assert runner is None, "an ensemble drafts on the host"
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
@@ -67,7 +67,7 @@ class SwitchDrafter:
         """Return the cost key of the drafter in use."""
         return self._current.cost_key
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._is_replayed = runner is not None
         for drafter in self._drafters.values():
             drafter.use_graphs(runner, max_depth)

@@ -22,8 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.graph_protocol import Kind
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_batch import Kind, SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.calibration_feedback import Offered, OfferedLevel

@@ -24,8 +24,7 @@ from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.async_copy import copy_to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback
 from eagle_ray.methods.coupling import Coupling
@@ -33,7 +32,8 @@ from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, Padd
 from eagle_ray.methods.eagle.head_decoder import head_forward
 from eagle_ray.methods.eagle.heads import DraftHead
 from eagle_ray.methods.idle_batch import idle_batch
-from eagle_ray.methods.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -58,13 +58,18 @@ class EagleDrafter(PairDrafter):
         self._padded: dict[tuple, PaddedDraft] = {}
         self._forward = head_forward(self.head)
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         super().use_graphs(runner, max_depth)
         self._buffers.clear()
         self._padded.clear()
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
@@ -111,20 +116,20 @@ class EagleDrafter(PairDrafter):
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
     def _padded_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
         width = graphs.draft_width(plan.width, plan.children, batch_size)
         return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
 
     def _widest_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the draft whose first level is replayed: a narrower one goes on from there."""
         return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
 
     def _draft_of(
-        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: GraphRunner
+        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the part of the buffers for such a draft; the buffers are made at first use."""
         kind = graphs.sampling_kind(sampling.kind)

@@ -26,9 +26,9 @@ from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.engine.graph_warmup import capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from jobs.bench.embedding_map import ModelShape
