@@ -27,15 +27,15 @@ from torch import nn
 
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, SequenceLengths
 from eagle_ray.assembly.memory_plan import GPU_SHARE, MemoryPlan, reserved_bytes
+from eagle_ray.assembly.worker_plan import Auto, usual_slots
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES, EnginesConfig
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
+from eagle_ray.core.counters import choice_text
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import Auto, usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes, warm_up
-from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.verify import MaxTreeSizes, unsupported_reason

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineSizes, SequenceLengths
+from eagle_ray.assembly.worker_plan import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.checkpoint import read_headers

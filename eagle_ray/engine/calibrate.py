@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
 
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kv.block_manager import BLOCK_SIZE

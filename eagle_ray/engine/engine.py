@@ -34,19 +34,17 @@ import numpy as np
 import torch
 
 from eagle_ray.attention.backend import num_gathered
-from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.async_copy import DeviceToHost
+from eagle_ray.core.counters import AcceptanceStats, EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
-from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.engine.grammar_drafts import GrammarChains
+from eagle_ray.engine.controlled_sequences import GrammarChains
 from eagle_ray.engine.pending_step import PendingStep
 from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step_output import StepOutput, UnflushedStats
-from eagle_ray.engine.top_logprobs import ranked, record_outputs
+from eagle_ray.engine.step_output import StepOutput, UnflushedStats, ranked, record_outputs
 from eagle_ray.engine.verify import MaxTreeSizes, Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -288,7 +286,7 @@ class Engine:
 
     @property
     def _max_chain(self) -> int:
-        """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`grammar_drafts`)."""
+        """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`GrammarChains`)."""
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
         return min(self.num_spec_tokens, self.verifier.max_nodes - 1) if on_host else 0
 

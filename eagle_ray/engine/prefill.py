@@ -18,8 +18,8 @@ from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PrefillChunk
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, TopLogprobs
-from eagle_ray.engine.controlled_sampling import sample_adjusted, synced
-from eagle_ray.engine.top_logprobs import likeliest, ranked, record_prompts
+from eagle_ray.engine.controlled_sequences import sample_adjusted, synced
+from eagle_ray.engine.step_output import likeliest, ranked, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.methods.drafter import Drafter

@@ -6,7 +6,7 @@ The function runs eagerly on the step's own shapes, or is replayed as a graph on
 sync with the host. It changes the KV caches and the drafter's queue in place.
 
 If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by the paths of its
-tree (`controlled_sampling`). Then the step is replayed in two halves, up to the target's pass and from its samples on,
+tree (`controlled_sequences`). Then the step is replayed in two halves, up to the target's pass and from its samples on,
 and those tokens are an input of the second. They depend on the tokens of the step before, which the first half does
 not: `Verifier.start` launches what it can.
 """
@@ -24,9 +24,8 @@ from torch import Tensor
 from eagle_ray.attention.triton_attention import why_no_triton
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
-from eagle_ray.engine.controlled_sampling import ControlledRows
-from eagle_ray.engine.step_output import step_record
-from eagle_ray.engine.top_logprobs import log_probs_at
+from eagle_ray.engine.controlled_sequences import ControlledRows
+from eagle_ray.engine.step_output import log_probs_at, step_record
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput
 from eagle_ray.methods.idle_batch import idle_batch

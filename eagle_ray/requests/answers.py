@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.response_answers import Json, stored_response
 from eagle_ray.requests.token_logprobs import Spell, TokenLogprob, chat_form, completion_form, row_logprobs
 

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from eagle_ray.core.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
+from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import step_output
 from eagle_ray.engine.step_output import NUM_COUNTS, StepOutput, UnflushedStats

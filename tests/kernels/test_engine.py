@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.backend import num_gathered
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
