@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from eagle_ray.assembly.assemble import build_engine_from_config, cost_key
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.costs import cost_key
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import calibrate_costs

@@ -15,8 +15,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.assemble import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url

@@ -27,8 +27,7 @@ from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.step_output import log_probs_at, step_record
 from eagle_ray.kernels.availability import retry_portable
-from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput
-from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput, idle_batch
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel

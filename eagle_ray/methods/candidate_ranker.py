@@ -23,8 +23,7 @@ from torch import Tensor
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.calibration_feedback import Offered, Offers, TargetPath
+from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise

@@ -1,6 +1,6 @@
 """Load targets from local directories in transformers' layout, quantised ones included.
 
-    model = load_target(path, "auto", "cuda")
+    model = load_causal_lm(path, "auto", "cuda")
     dtype, reason = auto_dtype(config, path, "cpu")      # (torch.bfloat16, "the checkpoint's own; this CPU has ...")
 
 A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
@@ -40,7 +41,7 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
 
@@ -123,6 +124,22 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
+
+
+def input_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Return the embedding of the model's tokens."""
+    return cast(nn.Embedding, model.get_input_embeddings())
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the sequential layers between the embedding and the last norm."""
+    layers = getattr(model.base_model, "layers", None)
+    if not (isinstance(layers, nn.ModuleList) and hasattr(model.base_model, "norm")):
+        raise EngineError(
+            f"{type(model).__name__} is not built of `layers` and a `norm`: it can neither be placed over several "
+            "devices (set execution.gpus_per_actor to 1) nor be the target of an EAGLE-3 head"
+        )
+    return layers
 
 
 @torch.no_grad()

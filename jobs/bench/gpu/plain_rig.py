@@ -23,7 +23,7 @@ from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.verify import MaxTreeSizes
-from eagle_ray.methods.null import NullDrafter
+from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
