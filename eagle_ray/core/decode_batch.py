@@ -1,4 +1,4 @@
-"""What one step works on: DecodeBatch, the sequences that decode, and PrefillChunk, a part of one prompt."""
+"""What one step works on: DecodeBatch, the sequences that decode, and PromptChunk, a part of one prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_ray.core.sequence import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PromptChunk:
     """Tokens [start, end) of one sequence's prompt, to be computed in this step.
 
     Attributes:

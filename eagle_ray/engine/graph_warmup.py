@@ -60,13 +60,13 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 def _passes(engine: Engine, graphs: CudaGraphRunner, max_nodes: int, top_k: int) -> Iterator[Callable[[], None]]:
     """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
-    verifier, drafter = engine.verifier, engine.drafter
+    replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(max_nodes)
     for bound in graphs.contexts:
         for params in _params(graphs):
-            yield from (partial(verifier.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(verifier.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
+            yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(top_k, bound, params)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_ray.attention.prefill_metadata import MAX_GATHERED
 from eagle_ray.core.async_copy import copy_to_device, to_device
-from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PrefillChunk
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PromptChunk
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_batch import SamplingBatch, SamplingTable
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
@@ -130,9 +130,9 @@ class Scheduler:
             self._reserve([sequence], self._tree_columns)
         return self.num_preemptions - before
 
-    def chunks(self) -> list[PrefillChunk]:
+    def chunks(self) -> list[PromptChunk]:
         """Return the prompt chunks of this step. Waiting sequences are admitted while the prefill budget lasts."""
-        chunks: list[PrefillChunk] = []
+        chunks: list[PromptChunk] = []
         if self._partial is None and self._holds_back():
             return chunks
         self._num_held, self._full = 0, self.num_slots
@@ -336,7 +336,7 @@ class Scheduler:
         self._running[slot] = self._partial = sequence
         return sequence
 
-    def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
+    def _next_chunk(self, sequence: Sequence, budget: int) -> PromptChunk:
         """Return the sequence's next chunk. After its last chunk the sequence decodes."""
         start = sequence.num_prefilled
         end = min(start + budget, sequence.num_to_prefill)
@@ -346,7 +346,7 @@ class Scheduler:
         if is_last:
             sequence.status, self._partial = SequenceStatus.RUNNING, None
             self._params.set(sequence.slot, sequence.sampling)
-        return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
+        return PromptChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""

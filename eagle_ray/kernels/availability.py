@@ -104,9 +104,22 @@ def _why_not_cuda(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is under {CAPABILITY[0]}.{CAPABILITY[1]}"
-    from eagle_ray.kernels.jit_functions import failure_reason
+    return _smoke_test(device)
 
-    return failure_reason(device)
+
+def _smoke_test(device: torch.device) -> str | None:
+    """Compile and run the smallest kernel; return the error, or None. It fails, for example, without a C compiler."""
+    import triton
+
+    from eagle_ray.kernels.jit_functions import double
+
+    numbers = torch.ones(16, device=device)
+    try:
+        launch(double, (1,))(numbers, SIZE=16)
+    except Exception as error:  # whatever Triton, its compilers or the driver raise
+        text = str(error).strip() or type(error).__name__
+        return f"Triton {triton.__version__} fails here: {text.splitlines()[-1]}"
+    return None if numbers.sum().item() == 32 else f"Triton {triton.__version__} computes wrong numbers here"
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

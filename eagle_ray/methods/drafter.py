@@ -23,7 +23,7 @@ from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -134,7 +134,7 @@ class Drafter(Protocol):
         """
         return None
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """Read chunks of prompts.
 
         Args:
@@ -144,7 +144,7 @@ class Drafter(Protocol):
         self.prefill_deferred(prompts, next_tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         """Keep what `prefill` would read, without running a model, in case drafting begins later."""
         return None

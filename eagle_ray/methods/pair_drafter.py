@@ -35,7 +35,7 @@ from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -183,7 +183,7 @@ class PairDrafter(Drafter, ABC):
         places = to_device([slots, columns], features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
         reads.
         """
@@ -198,7 +198,7 @@ class PairDrafter(Drafter, ABC):
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
     ) -> None:
         self._register(prompts)
         self._enqueue(prompts, next_tokens, features)
@@ -323,7 +323,7 @@ class PairDrafter(Drafter, ABC):
         """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
         return max(plan.max_depth, self._max_depth) + 1
 
-    def _register(self, prompts: PrefillBatch) -> None:
+    def _register(self, prompts: PromptBatch) -> None:
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
@@ -332,7 +332,7 @@ class PairDrafter(Drafter, ABC):
         if self.head.first_column == 0:
             self._queue_first_tokens(prompts)
 
-    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
+    def _queue_first_tokens(self, prompts: PromptBatch) -> None:
         """Queue the pairs of position 0: first tokens, without a feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
         firsts = [0, *accumulate(prompts.lengths[:-1])]
@@ -346,7 +346,7 @@ class PairDrafter(Drafter, ABC):
         is_late = oldest > self._end[index]
         self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
-    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
         places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))

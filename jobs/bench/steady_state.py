@@ -39,7 +39,7 @@ from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
@@ -125,16 +125,16 @@ class RecordedGraphRunner(CudaGraphRunner):
 class RecordedTarget(TargetModel):
     """A target whose passes over prompts cost nothing."""
 
-    _whole: PrefillOutput | None = None
+    _whole: TargetOutput | None = None
 
-    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
+    def prefill(self, prompts: PromptBatch) -> TargetOutput:
         if self._whole is None:
             real = super().prefill(prompts)
             rows = [(PREFILL_TOKENS, x.shape[1]) for x in (real.logits, real.hidden, real.features)]
-            self._whole = PrefillOutput(*(real.logits.new_zeros(shape) for shape in rows))
+            self._whole = TargetOutput(*(real.logits.new_zeros(shape) for shape in rows))
         num_rows = len(prompts.tokens)
         whole = self._whole
-        return PrefillOutput(whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows])
+        return TargetOutput(whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows])
 
 
 class RecordedEagleDrafter(EagleDrafter):

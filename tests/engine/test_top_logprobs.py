@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.engine import controlled_sequences, prefill, step_output
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import sampler
 from tests.support.toy_models import llama_engine, run
@@ -20,7 +20,7 @@ def plain_log_probs(ids):
     target = llama_engine(1).target
     target.cache.blocks.reserve(0, len(ids))
     with torch.inference_mode():
-        return target.logits(target.prefill(PrefillBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
+        return target.logits(target.prefill(PromptBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
 
 
 class WatchRows(TorchDispatchMode):

@@ -15,7 +15,7 @@ from eagle_ray.methods.eagle.head_decoder import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.families import (
@@ -90,7 +90,7 @@ def test_logits_are_within_1e_5(name, operations):
 def test_features_are_the_inputs_of_their_layers(operations):
     model = llama(num_hidden_layers=5)
     plain, target = plain_copy(model), target_of(model, feature_layers=(3, 0, 4))
-    features = target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
+    features = target.prefill(PromptBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
     for ids, found in zip(PROMPTS, features, strict=True):
         hidden = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         torch.testing.assert_close(found, torch.cat([hidden[i][0] for i in (3, 0, 4)], -1), atol=1e-4, rtol=0)
@@ -110,12 +110,12 @@ def test_a_nodes_logits_are_those_of_plain_decoding_bit_for_bit(name, dtype):
     prefill(target, None)
     lengths = [len(ids) for ids in PROMPTS]
     rows = tree.pack(torch.tensor(lengths), 20)
-    together, _ = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8)
+    together = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8).logits
     for b, slot in enumerate(SLOTS):
         for depth, parent in enumerate(path(tree, b, deepest(tree, b))):
             alone = DraftTree.of_roots(tree.tokens[b, parent][None])
             batch = DecodeSlots.of([slot], [lengths[b] + depth])
-            logits, _ = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0)
+            logits = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0).logits
             assert torch.equal(logits[0], together[rows.row_of[b, parent]])
 
 

@@ -29,7 +29,7 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import ReasoningIds, WordIds
@@ -74,17 +74,18 @@ class TableTarget:
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
+    def prefill(self, prompts: PromptBatch) -> TargetOutput:
         nothing = torch.zeros(len(prompts.tokens), 1)
-        return PrefillOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
+        return TargetOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
-    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> tuple[Tensor, Tensor]:
-        return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> TargetOutput:
+        nothing = torch.zeros(len(rows.tokens), 1)
+        return TargetOutput(self.table[rows.tokens], nothing, nothing)
 
     def forward_mixed(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
-    ) -> tuple[Tensor, Tensor, PrefillOutput]:
-        return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PromptBatch
+    ) -> tuple[TargetOutput, TargetOutput]:
+        return self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         pass

@@ -26,7 +26,7 @@ from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -85,12 +85,12 @@ class EnsembleDrafter:
         for part, own in self._with_features(features):
             part.attach_prefix(slots, firsts, columns, tokens, own)
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for part, own in self._with_features(features):
             part.prefill(prompts, next_tokens, own)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         for part, own in self._with_features(features):
             part.prefill_deferred(prompts, next_tokens, own)

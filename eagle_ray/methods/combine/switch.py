@@ -21,7 +21,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -86,12 +86,12 @@ class SwitchDrafter:
         for drafter in self._reading:
             drafter.attach_prefix(slots, firsts, columns, tokens, features)
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for drafter in self._reading:
             drafter.prefill(prompts, next_tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         for drafter in self._reading:
             drafter.prefill_deferred(prompts, next_tokens, features)

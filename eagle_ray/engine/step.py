@@ -1,8 +1,8 @@
-"""PendingStep: a step that was launched and whose results the host has not read."""
+"""Step: one decoding step of a batch, from its launch to what its planner observes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,16 +10,17 @@ from eagle_ray.core.async_copy import DeviceToHost
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.core.step_timer import StepTimer, StepTimes
+from eagle_ray.engine.step_output import StepOutput
 from eagle_ray.engine.verify import StepShape
-from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 
 
 @dataclass(slots=True)
-class PendingStep:
-    """Everything about a launched step that is needed to finish it.
+class Step:
+    """A launched step, and everything that is needed to finish it.
 
     Attributes:
         planner: planned the step and observes its outcome.
@@ -64,6 +65,23 @@ class PendingStep:
         passes = np.zeros(len(self.batch), dtype=np.int64)
         passes[slice(None) if self.plan.members is None else list(self.plan.members)] = self.draft.num_passes
         return passes
+
+    def read(self) -> tuple[StepOutput, list[np.ndarray]]:
+        """Return the results once they are on the host, and ids and log-probabilities of the likeliest tokens."""
+        record, *tops = self.copy.arrays()
+        self.timer.arrived()
+        return StepOutput.of(record, self.shape.max_depth), tops
+
+    def sync_lengths(self, drafter: Drafter) -> None:
+        """Note the lengths of a step that was launched before they were known, and tell the drafter."""
+        sequences = self.batch.sequences
+        lengths = [sequence.num_cached for sequence in sequences]
+        self.num_cached = sum(lengths)
+        if not self.plan.is_drafting:
+            return
+        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
+        num_pairs = drafter.mark_consumed([sequences[i].slot for i in running], [lengths[i] for i in running])
+        self.draft = replace(self.draft, num_catch_up=num_pairs)
 
     def outcome(self, num_accepted: int, num_prompt_tokens: int, seconds: StepTimes) -> StepOutcome:
         """Return what the planner observes once the step is read."""
