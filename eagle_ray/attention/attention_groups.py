@@ -23,8 +23,8 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import to_device
 
-READ_COST = 5  # rows: reading a column takes as long as that many rows that meet it
-CALL_COST = 200  # columns that take as long to read as one more call in a layer: measured at 16
+READ_COST = 5  # rows: reading a position takes as long as that many rows that meet it
+CALL_COST = 200  # positions that take as long to read as one more call in a layer: measured at 16
 GROUP_COST = 700  # likewise of what is made for each group once for all layers
 
 
@@ -37,33 +37,33 @@ class AttentionGroup:
 
 
 def group_sequences(lengths: Sequence[int], sizes: Sequence[int], num_layers: int) -> list[AttentionGroup]:
-    """lengths: columns of each sequence. sizes: rows of its tree.
+    """lengths: positions of each sequence. sizes: rows of its tree.
 
     A batch is split where that saves most, by length or by size, as long as it saves more than it takes; then its parts
     are.
     """
-    least = CALL_COST + GROUP_COST / num_layers
-    parts = _split(list(range(len(lengths))), lengths, sizes, least)
+    min_saving = CALL_COST + GROUP_COST / num_layers
+    parts = _split(list(range(len(lengths))), lengths, sizes, min_saving)
     return [AttentionGroup(part, max(sizes[i] for i in part)) for part in parts]
 
 
-def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], least: float) -> list[list[int]]:
+def _split(members: list[int], lengths: Sequence[int], sizes: Sequence[int], min_saving: float) -> list[list[int]]:
     together = _cost(len(members), max(lengths[i] for i in members), max(sizes[i] for i in members))
-    if together - sum(_cost(1, lengths[i], sizes[i]) for i in members) < least:  # not even all apart
+    if together - sum(_cost(1, lengths[i], sizes[i]) for i in members) < min_saving:  # not even all apart
         return [members]
     cuts = [_best_cut(sorted(members, key=by.__getitem__), lengths, sizes) for by in (lengths, sizes)]
     apart, place, order = min(cuts)
-    if together - apart < least:
+    if together - apart < min_saving:
         return [members]
-    return [group for part in (order[:place], order[place:]) for group in _split(part, lengths, sizes, least)]
+    return [group for part in (order[:place], order[place:]) for group in _split(part, lengths, sizes, min_saving)]
 
 
 def _best_cut(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> tuple[float, int, list[int]]:
     """Return the least cost with this order split in two, the size of the first part, and the order."""
     below, above = _costs(order, lengths, sizes), _costs(order[::-1], lengths, sizes)[::-1]
     both = [x + y for x, y in zip(below[:-1], above[1:], strict=True)]
-    least = min(both)
-    return least, 1 + both.index(least), order
+    cost = min(both)
+    return cost, 1 + both.index(cost), order
 
 
 def _costs(order: list[int], lengths: Sequence[int], sizes: Sequence[int]) -> list[float]:
@@ -95,18 +95,18 @@ class GQAPacking:
         unpack: Int[Tensor, " R"],
         heads: int,
         kv_heads: int,
-        companies: list[AttentionGroup],
+        groups: list[AttentionGroup],
     ) -> GQAPacking:
-        """row_of: the row of each node. unpack: of each row b * N + n. companies: which trees are a group."""
+        """row_of: the row of each node. unpack: of each row b * N + n. groups: which trees are a group."""
         num_nodes, group, device = row_of.shape[1], heads // kv_heads, row_of.device
         head = torch.arange(heads, device=device).view(1, kv_heads, group, 1)
         there, shapes = [], []
-        for company in companies:
-            rows = row_of if len(companies) == 1 else row_of[to_device(company.members, device)]
-            there.append((rows[:, None, None, : company.size] * heads + head).flatten())
-            shapes.append((len(company.members), kv_heads, group * company.size))
+        for each in groups:
+            rows = row_of if len(groups) == 1 else row_of[to_device(each.members, device)]
+            there.append((rows[:, None, None, : each.size] * heads + head).flatten())
+            shapes.append((len(each.members), kv_heads, group * each.size))
         tree, node = unpack // num_nodes, unpack % num_nodes
-        begins, sizes = _gather_index(companies, heads, device)
+        begins, sizes = _gather_index(groups, heads, device)
         member = torch.arange(group, device=device)
         within = (member * sizes[tree][:, None] + node[:, None]) * kv_heads
         back = begins[tree][:, None, None] + torch.arange(kv_heads, device=device)[:, None] + within[:, None]
@@ -125,15 +125,15 @@ class GQAPacking:
 
 
 def _gather_index(
-    companies: list[AttentionGroup], heads: int, device: torch.device
+    groups: list[AttentionGroup], heads: int, device: torch.device
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Return where each tree's rows begin among those of all groups, and the rows per tree of its group."""
-    sizes = [company.size for company in companies for _ in company.members]
+    sizes = [each.size for each in groups for _ in each.members]
     begins = [n * heads for n in accumulate(sizes, initial=0)][:-1]
-    if len(companies) == 1:  # as a device knows it by itself
+    if len(groups) == 1:  # as a device knows it by itself
         begin = torch.arange(len(sizes), device=device) * (sizes[0] * heads)
         return begin, torch.full_like(begin, sizes[0])
-    order = sorted(range(len(sizes)), key=[i for company in companies for i in company.members].__getitem__)
+    order = sorted(range(len(sizes)), key=[i for each in groups for i in each.members].__getitem__)
     both = to_device([[begins[i] for i in order], [sizes[i] for i in order]], device)
     return both[0], both[1]
 

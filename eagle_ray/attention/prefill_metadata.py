@@ -47,7 +47,7 @@ class PrefillMetadata(Projected):
         starts: position of each chunk's first row, on the host.
         lengths: rows of each chunk, on the host.
         chain_rows: most rows of a chunk with a context that attends as chains.
-        cells: where the cache stores each row.
+        slot_mapping: where the cache stores each row.
     """
 
     cache: KVCache
@@ -56,7 +56,7 @@ class PrefillMetadata(Projected):
     starts: list[int]
     lengths: list[int]
     chain_rows: int = CHAIN_ROWS
-    cells: Int[Tensor, " R"] = field(init=False)
+    slot_mapping: Int[Tensor, " R"] = field(init=False)
     _chained: tuple[int, ...] = field(init=False)  # chunks that attend as chains
     _chained_rows: Int[Tensor, " C"] | None = field(default=None, init=False)  # None is all
     _gathered: GatheredChunks | None = field(default=None, init=False)  # the other chunks
@@ -74,10 +74,10 @@ class PrefillMetadata(Projected):
             gathered = GatheredChunks(self.cache, *self._select(others))
             self._gathered = gathered
             if not self._chained:
-                self.cells = gathered.own
+                self.slot_mapping = gathered.own
                 return
         ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
-        self.cells = _cells(self.cache, self.slots, self.starts, ends)
+        self.slot_mapping = _slot_mapping(self.cache, self.slots, self.starts, ends)
         if others:
             self._chained_rows, self._gathered_rows = self._rows_of(self._chained), self._rows_of(others)
 
@@ -88,7 +88,7 @@ class PrefillMetadata(Projected):
         return sum(chunks.num_seen) if chunks is not None and chunks.has_context else 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         return self._attend(query[0].transpose(0, 1), rows, attention).transpose(0, 1)[None]
 
@@ -97,7 +97,7 @@ class PrefillMetadata(Projected):
     ) -> Float[Tensor, "R heads*d"]:
         if not uses_triton(self.cache):
             return Projected.attend_projected(self, qkv, rotary, shape)
-        query = rotate_and_write(self.cache, self.cells, qkv, rotary, shape)
+        query = rotate_and_write(self.cache, self.slot_mapping, qkv, rotary, shape)
         return self._attend(query, None, shape.rule).flatten(1)
 
     def _attend(
@@ -143,7 +143,7 @@ class PrefillMetadata(Projected):
     def _rows_of(self, chunks: tuple[int, ...]) -> Int[Tensor, " N"]:
         """Return the rows of these chunks among those of the pass."""
         each = torch.arange(sum(self.lengths)).split(self.lengths)
-        return copy_to_device(torch.cat([each[i] for i in chunks]), self.cells.device)
+        return copy_to_device(torch.cat([each[i] for i in chunks]), self.slot_mapping.device)
 
 
 @dataclass(slots=True)
@@ -169,8 +169,8 @@ class GatheredChunks:
     def __post_init__(self) -> None:
         ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
         self.num_seen = [end - first for end, first in zip(ends, self.firsts, strict=True)]
-        self.own = _cells(self.cache, self.slots, self.starts, ends)
-        self.seen = _cells(self.cache, self.slots, self.firsts, ends) if self.has_context else self.own
+        self.own = _slot_mapping(self.cache, self.slots, self.starts, ends)
+        self.seen = _slot_mapping(self.cache, self.slots, self.firsts, ends) if self.has_context else self.own
         self._packed = PackedLengths.of(self.lengths, self.num_seen, self.own.device)
 
     @property
@@ -191,27 +191,27 @@ class GatheredChunks:
             together = varlen_attention(query, *parts, self._packed, attention)
             if together is not None:
                 return together
-        queries, cells = query.split(self.lengths), self.seen.split(self.num_seen)
+        queries, slot_mapping = query.split(self.lengths), self.seen.split(self.num_seen)
         seen: Iterable[tuple[Tensor, Tensor]]
         if rows is None:
-            seen = (self._read(attention.layer, places) for places in cells)  # one at a time
+            seen = (self._read(attention.layer, indices) for indices in slot_mapping)  # one at a time
         else:
             keys, values = rows
             seen = zip(keys.split(self.num_seen), values.split(self.num_seen), strict=True)
         return torch.cat([_one_by_one(part, *both, attention) for part, both in zip(queries, seen, strict=True)])
 
-    def _read(self, layer: int, cells: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-        keys, values = (flat.index_select(0, cells) for flat in self.cache.layer(layer))
+    def _read(self, layer: int, slot_mapping: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+        keys, values = (flat.index_select(0, slot_mapping) for flat in self.cache.layer(layer))
         return keys, values
 
 
-def _cells(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:
-    """Return the cells of each slot's positions from its start up to its end."""
+def _slot_mapping(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:
+    """Return where the cache stores each slot's positions, from its start up to its end."""
     device = cache.keys.device
     counts = [end - start for start, end in zip(starts, ends, strict=True)]
-    columns = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     each = torch.tensor(slots).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
-    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(torch.cat(columns), device))
+    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(torch.cat(positions), device))
 
 
 def _one_by_one(

@@ -78,11 +78,11 @@ class DecodeSlots:
     def max_length(self) -> int:
         return self.bound if self.bound is not None else max(self.host_lengths)
 
-    def shifted(self, columns: int) -> DecodeSlots:
-        """Return the same slots with `columns` more tokens in each."""
-        bound = None if self.bound is None else self.bound + columns
+    def shifted(self, num_tokens: int) -> DecodeSlots:
+        """Return the same slots with `num_tokens` more tokens in each."""
+        bound = None if self.bound is None else self.bound + num_tokens
         return DecodeSlots(
-            self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
+            self.slots, self.lengths + num_tokens, self.host_slots, [n + num_tokens for n in self.host_lengths], bound
         )
 
 

@@ -81,12 +81,12 @@ class SamplingBatch:
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
         """Return what `bound` takes, padded to a number of sequences with greedy ones."""
-        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
+        tensors = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
-        shapes = [(num_sequences, *x.shape[1:]) for x in columns]
+        shapes = [(num_sequences, *x.shape[1:]) for x in tensors]
         return [
-            PaddedInput(column, shape, fill, is_fixed=True)
-            for column, shape, fill in zip(columns, shapes, fills, strict=True)
+            PaddedInput(tensor, shape, fill, is_fixed=True)
+            for tensor, shape, fill in zip(tensors, shapes, fills, strict=True)
         ]
 
     @classmethod

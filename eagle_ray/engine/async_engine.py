@@ -181,8 +181,8 @@ class StepLoop:
                 return True
             if order is None:
                 return False
-            obey, call = order
-            obey(call)
+            handle, call = order
+            handle(call)
 
     def _fail_all(self, error: EngineError) -> None:
         """Fail all requests in flight and those that arrived too late."""

@@ -9,7 +9,7 @@ the target's pass, so on a GPU the host works out the adjustments while the pass
 step before, which may be read after `of`: then a sequence may have finished meanwhile, and its rows are left out.
 Nothing is read of other sequences' rows.
 
-    chains = GrammarChains.of(batch, most_tokens)                 # None if no sequence has a grammar
+    chains = GrammarChains.of(batch, max_tokens)                 # None if no sequence has a grammar
     plan = chains.without_long(plan)                              # the head need not draft where a chain is long
     draft = chains.fit(draft, batch, plan)
 
@@ -76,9 +76,9 @@ class ControlledRows:
         if tree.num_nodes == 1:
             return cls(members, sequences, None)
         rows = to_device(members, keep.device)
-        verified = DraftTree(*(column[rows] for column in tree.tensors)).rerank(keep[rows], num_nodes)
-        columns = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
-        return cls(members, sequences, DeviceToHost(columns))
+        verified = DraftTree(*(tensor[rows] for tensor in tree.tensors)).rerank(keep[rows], num_nodes)
+        parts = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
+        return cls(members, sequences, DeviceToHost(parts))
 
     def picks(self, logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows) -> Int[Tensor, " R"]:
         """Return the tokens of controlled sequences' rows, sampled from adjusted logits; -1 for all other rows."""
@@ -99,7 +99,7 @@ class ControlledRows:
         if self._trees is None:
             return [[[]] for _ in self._members]
         [(tokens, parents, valid)] = self._trees.read()
-        return [paths_of(*columns) for columns in zip(tokens, parents, valid, strict=True)]
+        return [paths_of(*parts) for parts in zip(tokens, parents, valid, strict=True)]
 
 
 def paths_of(tokens: list[int], parents: list[int], valid: list[int]) -> Paths:
@@ -174,11 +174,11 @@ class GrammarChains:
     grammars: dict[int, GrammarState]
 
     @classmethod
-    def of(cls, batch: DecodeBatch, most_tokens: int) -> GrammarChains | None:
+    def of(cls, batch: DecodeBatch, max_tokens: int) -> GrammarChains | None:
         """Return the chains of a batch, or None if no sequence has a grammar.
 
         Args:
-            most_tokens: of a chain, at most as many as the engine's deepest and largest draft has.
+            max_tokens: of a chain, at most as many as the engine's deepest and largest draft has.
         """
         grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
         if not grammars:
@@ -188,8 +188,8 @@ class GrammarChains:
         for i, grammar in grammars.items():
             synced(batch.sequences[i])
             if i in can_draft:
-                most = min(most_tokens, batch.remaining_tokens[i] - 1)
-                chains[i] = grammar.predicted_tokens(most)
+                limit = min(max_tokens, batch.remaining_tokens[i] - 1)
+                chains[i] = grammar.predicted_tokens(limit)
         return cls(chains, grammars)
 
     def without_long(self, plan: DraftPlan) -> DraftPlan:

@@ -101,9 +101,9 @@ class Engine:
         self.mixed_prefill = graphs is None
         self.is_intact = True
         blocks = target.cache.blocks
-        tree_columns = blocks.capacity - max_model_len
+        tree_positions = blocks.capacity - max_model_len
         gathered = partial(num_gathered, target.cache)
-        self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids, gathered)
+        self.scheduler = Scheduler(blocks, prefill_tokens, tree_positions, target.device, target.eos_ids, gathered)
         self.prefiller = Prefiller(target, drafter)
         self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
         self.counters = EngineCounters(target.cache.num_slots)
@@ -407,10 +407,10 @@ class Engine:
                     sequence.listener()
                 continue
             if sequence.sampling.wants_logprobs:
-                likeliest = ranked(*(column[i].tolist() for column in tops))[: len(tokens)] if tops else []
+                likeliest = ranked(*(values[i].tolist() for values in tops))[: len(tokens)] if tops else []
                 record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
-            num_kept = self._append(sequence, tokens)
-            num_accepted -= len(tokens) - max(num_kept, 1)
+            num_appended = self._append(sequence, tokens)
+            num_accepted -= len(tokens) - max(num_appended, 1)
         return num_accepted
 
     def _finish_prefill(self, prefill: Prefill | None) -> None:
@@ -429,12 +429,12 @@ class Engine:
         is_finished = sequence.status is SequenceStatus.FINISHED
         if is_finished:
             sequence.finished_at = time.monotonic()
-        num_kept = len(tokens) - num_discarded
-        if sequence.listener is not None and num_kept:
+        num_appended = len(tokens) - num_discarded
+        if sequence.listener is not None and num_appended:
             if is_finished or sequence.has_live_stats:
                 self._unflushed.flush(sequence)
             sequence.listener()
-        return num_kept
+        return num_appended
 
     def _retire(self) -> list[Sequence]:
         """Free the slots of sequences that finished and return the sequences."""

@@ -115,9 +115,10 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
                 yield length, params.temperature, batch_size
 
 
-def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, most: int) -> list[int]:
+def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, max_sequences: int) -> list[int]:
     """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
     passes = {
-        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n for n in range(1, most + 1)
+        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n
+        for n in range(1, max_sequences + 1)
     }
     return sorted(passes.values(), reverse=True)

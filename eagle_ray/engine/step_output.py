@@ -60,8 +60,8 @@ class StepOutput:
     def has_any(self, token_ids: Collection[int]) -> list[bool]:
         """Return which sequences got any of these tokens."""
         is_new = np.arange(self.tokens.shape[1]) <= self.num_accepted[:, None]
-        is_found = np.isin(self.tokens, list(token_ids)) & is_new
-        return [bool(row.any()) for row in is_found]
+        is_match = np.isin(self.tokens, list(token_ids)) & is_new
+        return [bool(row.any()) for row in is_match]
 
 
 class UnflushedStats:
@@ -178,16 +178,16 @@ def _confidence_counts(
     return [empty.scatter_add(1, bins, counts) for counts in (judged.long(), accepted.long(), units)]
 
 
-def tops(logits: Float[Tensor, "R V"], most: int) -> list[TopLogprobs]:
+def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
     """Return the `most` likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
-    if not most:
+    if not num_tops:
         return [[] for _ in range(len(logits))]
-    return ranked(*(column.tolist() for column in likeliest(logits, most)))
+    return ranked(*(values.tolist() for values in likeliest(logits, num_tops)))
 
 
-def likeliest(logits: Float[Tensor, "R V"], most: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
+def likeliest(logits: Float[Tensor, "R V"], num_tops: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
     """Return the likeliest ids and their log-probabilities, on the device."""
-    parts = [rows.float().log_softmax(-1).topk(min(most, rows.shape[-1])) for rows in logits.split(SLICE_ROWS)]
+    parts = [rows.float().log_softmax(-1).topk(min(num_tops, rows.shape[-1])) for rows in logits.split(SLICE_ROWS)]
     return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
@@ -201,8 +201,8 @@ def log_probs_at(
         log_probs.append(log_probs_of(slice_logits, picked))
         if num_tops:
             tops.append(likeliest(slice_logits, num_tops))
-    columns = tuple(torch.cat(column) for column in zip(*tops, strict=True))
-    return torch.cat(log_probs), (columns[0], columns[1]) if columns else None
+    parts = tuple(torch.cat(values) for values in zip(*tops, strict=True))
+    return torch.cat(log_probs), (parts[0], parts[1]) if parts else None
 
 
 def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:

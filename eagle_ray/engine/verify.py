@@ -430,8 +430,8 @@ def _second_key(half_key: tuple, shape: StepShape, results: int) -> tuple:
 def _padded(tree: DraftTree, keep: Bool[Tensor, "B N"], shape: tuple[int, int]) -> list[PaddedInput]:
     """Pad with trees and nodes that are not kept, not even their roots."""
     fills = (0, -1, 0, -torch.inf, -torch.inf, False)
-    columns = (PaddedInput(column, shape, fill) for column, fill in zip(tree.tensors, fills, strict=True))
-    return [*columns, PaddedInput(keep, shape, False)]
+    tensors = (PaddedInput(tensor, shape, fill) for tensor, fill in zip(tree.tensors, fills, strict=True))
+    return [*tensors, PaddedInput(keep, shape, False)]
 
 
 def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N"]]:
@@ -439,8 +439,8 @@ def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N
     if not others:
         tree = DraftTree.of_roots(first)
         return tree, tree.valid
-    *columns, keep = others
-    return DraftTree(first, *columns), keep
+    *tensors, keep = others
+    return DraftTree(first, *tensors), keep
 
 
 def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:

@@ -1,6 +1,6 @@
 """The least logit of each row that a sampler's cuts would keep: what methods/coupling.py's `least_kept` computes.
 
-    floors = least_kept(logits, temperature, top_k, top_p, min_p)      # one launch, without a sort
+    floors = retained_floor(logits, temperature, top_k, top_p, min_p)      # one launch, without a sort
 
 One program per row, which ends at once if the row is greedy or cuts nothing. It is for ranking drafts, so the cuts are
 worked out on the best few tokens alone. The least that is kept is found by four bits of its order at a time, as in
@@ -22,7 +22,7 @@ from eagle_ray.kernels.topk_topp import DIGIT, DIGITS, MASS, order_of, scores_of
 BLOCK = 4096  # tokens that are read at once
 
 
-def least_kept(
+def retained_floor(
     logits: Float[Tensor, "B F V"],
     temperature: Float[Tensor, " B"],
     top_k: Int[Tensor, " B"],
@@ -37,7 +37,7 @@ def least_kept(
     batch, num_nodes, vocab = logits.shape
     logits = logits.contiguous()
     floors = torch.empty(batch, num_nodes, device=logits.device)
-    launch(_least_kept, (batch * num_nodes,))(
+    launch(_retained_floor, (batch * num_nodes,))(
         logits, vocab, num_nodes, temperature, top_k, top_p, min_p, floors,
         NUM_BEST=min(num_best, vocab), ORDER_BITS=ORDER_BITS[logits.dtype],
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
@@ -46,7 +46,7 @@ def least_kept(
 
 
 @triton.jit(do_not_specialize=["top_ks", "top_ps", "min_ps"])
-def _least_kept(
+def _retained_floor(
     logits, vocab, num_nodes, temperatures, top_ks, top_ps, min_ps, floors,
     NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,13 +60,13 @@ def _least_kept(
         source = logits + row.to(tl.int64) * vocab
         wanted = tl.where(k > 0, tl.minimum(k, NUM_BEST), NUM_BEST).to(tl.int64)
         highest = _highest(source, vocab, temperature, BLOCK)
-        base = _least_order(source, vocab, temperature, highest, 0, wanted, False, ORDER_BITS, BLOCK)
+        base = _min_order(source, vocab, temperature, highest, 0, wanted, False, ORDER_BITS, BLOCK)
         if p < 1:
             total = _amount(source, vocab, temperature, highest, base, ORDER_BITS, BLOCK)
             dropped = ((1 - p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             enough = tl.maximum(total - dropped, 1)
-            base = _least_order(source, vocab, temperature, highest, base, enough, True, ORDER_BITS, BLOCK)
-        floor = _least_logit(source, vocab, temperature, highest, base, min_p, NUM_BEST, ORDER_BITS, BLOCK)
+            base = _min_order(source, vocab, temperature, highest, base, enough, True, ORDER_BITS, BLOCK)
+        floor = _min_logit(source, vocab, temperature, highest, base, min_p, NUM_BEST, ORDER_BITS, BLOCK)
     tl.store(floors + row, floor)
 
 
@@ -78,10 +78,10 @@ def _block(source, vocab, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _units(x, temperature, highest, kept):
+def _units(x, temperature, highest, retained):
     """exp(score - highest) in whole units, so that no sum depends on the order it is made in."""
     share = tl.exp(scores_of(x, temperature) - highest)
-    return tl.where(kept & (share == share), (share * MASS).to(tl.int64), 0)
+    return tl.where(retained & (share == share), (share * MASS).to(tl.int64), 0)
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def _amount(source, vocab, temperature, highest, base, ORDER_BITS: tl.constexpr,
 
 
 @triton.jit
-def _least_order(
-    source, vocab, temperature, highest, least, wanted,
+def _min_order(
+    source, vocab, temperature, highest, lowest, wanted,
     IS_MASS: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the highest order from which on there are `wanted` tokens, or units of probability, of `least` or more."""
@@ -117,7 +117,7 @@ def _least_order(
         for start in range(0, vocab, BLOCK):
             real, x = _block(source, vocab, start, BLOCK)
             orders = order_of(x, x, ORDER_BITS)
-            real &= orders >= least
+            real &= orders >= lowest
             weights = _units(x, temperature, highest, real) if IS_MASS else real.to(tl.int64)
             place = tl.minimum(tl.maximum(orders - base, 0) >> shift, DIGITS - 1)
             for digit in tl.static_range(1, DIGITS):
@@ -127,7 +127,7 @@ def _least_order(
 
 
 @triton.jit
-def _least_logit(
+def _min_logit(
     source, vocab, temperature, highest, base, min_p,
     NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -135,8 +135,8 @@ def _least_logit(
     floor, count = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, vocab, BLOCK):
         real, x = _block(source, vocab, start, BLOCK)
-        kept = real & (order_of(x, x, ORDER_BITS) >= base)
-        kept &= tl.exp(scores_of(x, temperature) - highest) >= min_p
-        count += tl.sum(kept.to(tl.int32))
-        floor = tl.minimum(floor, tl.min(tl.where(kept, x, float("inf"))))
+        retained = real & (order_of(x, x, ORDER_BITS) >= base)
+        retained &= tl.exp(scores_of(x, temperature) - highest) >= min_p
+        count += tl.sum(retained.to(tl.int32))
+        floor = tl.minimum(floor, tl.min(tl.where(retained, x, float("inf"))))
     return tl.where(count >= NUM_BEST, -float("inf"), floor)

@@ -1,7 +1,7 @@
 """The small operations of a decoder layer on a GPU, one launch each: what kernels/layer_ops.py computes with torch.
 
     normed = add_rms_norm(residual, delta, weight, eps)             # residual += delta, in place
-    rotate_and_write(qkv, keys, values, cells, cosine, sine)        # heads normed and rotated, keys and values cached
+    rotate_and_write(qkv, keys, values, slot_mapping, cosine, sine)  # heads normed and rotated, keys and values cached
     out = silu_mul(gate_up)
     commit(keys, values, table, slots, lengths, nodes)              # accepted paths to their final positions
 
@@ -48,23 +48,23 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
 
 def rotate_and_write(
     qkv: Float[Tensor, "R width"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads d"],
-    cells: Int[Tensor, " R"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads d"],
+    slot_mapping: Int[Tensor, " R"],
     cosine: Float[Tensor, "R half"],
     sine: Float[Tensor, "R half"],
     q_norm: Float[Tensor, " d"] | None = None,
     k_norm: Float[Tensor, " d"] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values at its cell.
+    """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values.
 
     qkv: query heads, then key heads, then value heads. q_norm, k_norm: both or neither.
     """
     kv_heads, dim = keys.shape[1:]
     num_heads = qkv.shape[1] // dim
     launch(_rotate_and_write, (len(qkv), num_heads))(
-        qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv.stride(0),
+        qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm, eps, qkv.stride(0),
         HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _silu_mul(gate_up, out, gate_row, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_and_write(
-    qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv_row,
+    qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm, eps, qkv_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -112,11 +112,11 @@ def _rotate_and_write(
     upper = tl.load(source + HALF, mask=real, other=0.0)
     target = source
     if head >= HEADS + KV_HEADS:
-        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
-        target = values + cell * (2 * HALF) + place
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
+        target = values + index * (2 * HALF) + place
     elif head >= HEADS:
-        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS
-        target = keys + cell * (2 * HALF) + place
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS
+        target = keys + index * (2 * HALF) + place
     if head < HEADS + KV_HEADS:
         a, b = lower.to(tl.float32), upper.to(tl.float32)
         if q_norm is not None:
@@ -167,7 +167,7 @@ def move(
     values,
     key_layer,  # from one layer to the next
     value_layer,
-    key_width,  # numbers of a cell
+    key_width,  # numbers of a position
     value_width,
     table,
     table_stride,
@@ -187,7 +187,7 @@ def move(
     while place < path_length:
         node = tl.load(nodes + row * path_length + place)
         if node > place:
-            source, target = _cell(blocks, length + node, SIZE), _cell(blocks, length + place, SIZE)
+            source, target = _cache_index(blocks, length + node, SIZE), _cache_index(blocks, length + place, SIZE)
             key = tl.load(keys + source * key_width, mask=numbers < key_width)
             tl.store(keys + target * key_width, key, mask=numbers < key_width)
             value = tl.load(values + source * value_width, mask=numbers < value_width)
@@ -196,5 +196,5 @@ def move(
 
 
 @triton.jit
-def _cell(blocks, column, SIZE: tl.constexpr):
-    return tl.load(blocks + column // SIZE) * SIZE + column % SIZE
+def _cache_index(blocks, position, SIZE: tl.constexpr):
+    return tl.load(blocks + position // SIZE) * SIZE + position % SIZE

@@ -77,7 +77,7 @@ def _log_of_parts(exponent, fraction):
 
 
 ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
-_LEAST: tl.constexpr = tl.constexpr(-(2**63))
+_LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 _NAN: tl.constexpr = tl.constexpr(2**32 - 1)
 _LOW: tl.constexpr = tl.constexpr(2**32 - 1)
 
@@ -93,10 +93,10 @@ def order(x):
 
 
 @triton.jit
-def ranked(score, tokens, kept):
+def ranked(score, tokens, is_valid):
     """int64 that order by score, then by the lower token (below 2**32). What is not kept is below everything else."""
     lower = tokens ^ _LOW
-    return tl.where(kept, ((order(score) - 2**31) << 32) | lower, lower + _LEAST)
+    return tl.where(is_valid, ((order(score) - 2**31) << 32) | lower, lower + _LOWEST)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from eagle_ray.kernels.jit_functions import gumbel, noise_key, ranked, score_of,
 from eagle_ray.kernels.topk_topp import load_row
 
 BLOCK = 2048  # tokens of a part
-MOST = 32  # children of a node: they are found one after the other
+MAX_K = 32  # children of a node: they are found one after the other
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 
@@ -56,15 +56,15 @@ def top_k(
     sums = torch.empty(4, num_rows, num_parts, device=device)
     best = torch.empty(num_rows, num_parts, k, dtype=torch.int64, device=device)
     scores, own = torch.empty(2, num_rows, k, device=device).unbind()
-    places = torch.empty(num_rows, k, dtype=torch.int64, device=device)
+    indices = torch.empty(num_rows, k, dtype=torch.int64, device=device)
     launch(best_of_parts, (num_rows, num_parts))(
         logits, vocab, *_pushed(push), shape[-1], sums, best, num_rows, num_parts, K=k, BLOCK=BLOCK
     )
     launch(merge, (num_rows,))(
-        logits, vocab, sums, best, scores, places, own, num_rows, num_parts,
+        logits, vocab, sums, best, scores, indices, own, num_rows, num_parts,
         K=k, PARTS=parts, CANDIDATES=triton.next_power_of_2(num_parts * k), PUSHED=push is not None,
     )  # fmt: skip
-    return scores.view(*shape, k), places.view(*shape, k), own.view(*shape, k)
+    return scores.view(*shape, k), indices.view(*shape, k), own.view(*shape, k)
 
 
 def _pushed(push: Push | None) -> tuple:
@@ -94,7 +94,7 @@ def best_of_parts(
 ):
     """Compute the K best of this part, best first, as packed keys."""
     row, part = tl.program_id(0), tl.program_id(1)
-    places, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
+    indices, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
     at, size = row * num_parts + part, num_rows * num_parts
     scores = x
     if weights is not None:
@@ -104,9 +104,9 @@ def best_of_parts(
         i = row // num_nodes
         temperature = tl.load(temperatures + i)
         if temperature > 0:
-            tokens = places.to(tl.int64)
+            tokens = indices.to(tl.int64)
             if token_ids is not None:
-                tokens = tl.load(token_ids + places, mask=real, other=0)
+                tokens = tl.load(token_ids + indices, mask=real, other=0)
             noise = gumbel(noise_key(tl.load(seeds + i), tl.load(positions + i)), tokens)
             on_noise, on_large = tl.load(weights + 1), tl.load(weights + 2)
             scores = tl.load(weights) * x + temperature * (on_noise * noise + on_large * tl.maximum(noise - large, 0.0))
@@ -116,7 +116,7 @@ def best_of_parts(
     top, total = part_of_sum(scores)
     tl.store(sums + at, top)
     tl.store(sums + size + at, total)
-    keys = ranked(scores, places.to(tl.int64), real)
+    keys = ranked(scores, indices.to(tl.int64), real)
     for i in range(K):
         highest = tl.max(keys)
         tl.store(best + at.to(tl.int64) * K + i, highest)
@@ -130,7 +130,7 @@ def merge(
     sums,
     best,
     scores,
-    places,
+    indices,
     own,
     num_rows,
     num_parts,
@@ -156,7 +156,7 @@ def merge(
         place = token_of(highest)
         x = tl.load(logits + row.to(tl.int64) * vocab + place).to(tl.float32)
         tl.store(scores + row * K + i, score_of(highest) - total)
-        tl.store(places + row * K + i, place)
+        tl.store(indices + row * K + i, place)
         tl.store(own + row * K + i, x - own_total)
         keys = tl.where(keys == highest, _TAKEN, keys)
 

@@ -50,10 +50,10 @@ def order_of(x, scores, ORDER_BITS: tl.constexpr):
 
 
 @triton.jit
-def _mass(scores, peak, kept):
+def _mass(scores, peak, retained):
     """exp(score - peak) in whole units; the peak itself is 1 where it is infinite too."""
     share = tl.where(scores == peak, 1.0, tl.exp(scores - peak))
-    return tl.where(kept & (share == share), (share * MASS).to(tl.int64), 0)
+    return tl.where(retained & (share == share), (share * MASS).to(tl.int64), 0)
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def ties(
 
 
 @triton.jit
-def kept_ties(
+def retained_ties(
     tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, KIND: tl.constexpr, PARTS: tl.constexpr
 ):
     """Return which tokens at the floor top-p keeps: the highest ids, as in a stable ascending sort."""

@@ -28,7 +28,7 @@ class PackedRows:
     counts: Int[Tensor, " B"]
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.seq, self.starts, self.counts
 
     @classmethod
@@ -41,12 +41,12 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees:
-    """Trees of up to N rows each, over M tree columns after what each of B slots holds.
+    """Trees of up to N rows each, over M tree positions after what each of B slots holds.
 
-    lengths: tokens that slots hold. table: the block of each of a slot's columns, by BLOCK_SIZE of them.
-    words: bit j % 64 of word j // 64 is set where a row sees tree column j. first: the first column that is seen.
-    depths, column_depths: of rows and tree columns, read by windows alone.
-    rows: None is the rectangle B x N without padding. most_columns: of a slot. longest: a bound on the lengths, known
+    lengths: tokens that slots hold. table: the block of each of a slot's positions, by BLOCK_SIZE of them.
+    words: bit j % 64 of word j // 64 is set where a row sees tree position j. first: the first position that is seen.
+    depths, position_depths: of rows and tree positions, read by windows alone.
+    rows: None is the rectangle B x N without padding. max_positions: of a slot. longest: a bound on the lengths, known
     on the host, which decides into how many parts they are split.
     """
 
@@ -55,10 +55,10 @@ class KernelTrees:
     table: Int[Tensor, "S W"]
     words: Int[Tensor, "B N words"]
     depths: Int[Tensor, "B N"]
-    column_depths: Int[Tensor, "B M"]
+    position_depths: Int[Tensor, "B M"]
     rows: PackedRows | None
     first: Int[Tensor, " B"] | None
-    most_columns: int
+    max_positions: int
     longest: int
     _schedules: dict[tuple[int, int, int], TileSchedule] = field(default_factory=dict, repr=False, compare=False)
 
@@ -79,9 +79,9 @@ class KernelTrees:
         return self.words.shape[1]
 
     @property
-    def num_columns(self) -> int:
+    def num_positions(self) -> int:
         """M"""
-        return self.column_depths.shape[1]
+        return self.position_depths.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class TileSchedule:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
-LEAST_TILES = 2  # of a part: fewer cost more to put together than they save
-MOST_SPLITS = 64
+MIN_TILES = 2  # of a part: fewer cost more to put together than they save
+MAX_SPLITS = 64
 MANY_WAVES = 8  # with as many, a last one that is nearly empty hardly counts
 ENOUGH = 0.9  # of the best share of busy places: more parts cost more to put together
 
@@ -126,13 +126,13 @@ class TileShape:
     That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks shared memory and
     registers of each shape, compiled ahead of time for sm_80 and sm_90.
 
-    rows: nodes x heads of a program. columns: keys and values of one tile, which may lie in two ancestor words.
+    rows: nodes x heads of a program. keys: with their values, of one tile, which may lie in two ancestor words.
 
     per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
     """
 
     rows: int
-    columns: int
+    keys: int
     warps: int
     stages: int
     per_core: int
@@ -168,20 +168,20 @@ def tile_shape(
     return TileShape(128, 64, warps=8, stages=3, per_core=1)
 
 
-def num_splits(programs: int, columns: int, shape: TileShape, cores: int) -> int:
+def num_splits(programs: int, num_positions: int, shape: TileShape, cores: int) -> int:
     """Return the parts per context: the fewest with which the GPU is about as busy as with any number.
 
     A GPU runs cores x per_core programs at a time. 512 programs on 396 of these places take two waves, the second of
     them mostly empty; in three parts each they take four waves, of which the last is nearly full.
     """
-    places = cores * shape.per_core
-    most = max(min(columns // (shape.columns * LEAST_TILES), MOST_SPLITS), 1)
-    if programs >= MANY_WAVES * places:
+    at_once = cores * shape.per_core
+    max_splits = max(min(num_positions // (shape.keys * MIN_TILES), MAX_SPLITS), 1)
+    if programs >= MANY_WAVES * at_once:
         return 1
-    busy = [busy_share(programs * splits, places) for splits in range(1, most + 1)]
+    busy = [busy_share(programs * splits, at_once) for splits in range(1, max_splits + 1)]
     return next(i for i, share in enumerate(busy, 1) if share >= ENOUGH * max(busy))
 
 
-def busy_share(programs: int, places: int) -> float:
+def busy_share(programs: int, at_once: int) -> float:
     """Return the share of places that hold a program, over all waves."""
-    return programs / (-(-programs // places) * places)
+    return programs / (-(-programs // at_once) * at_once)

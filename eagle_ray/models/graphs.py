@@ -95,8 +95,8 @@ class CudaGraphRunner:
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
         self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
-        self._most = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
-        self._kept: set[Hashable] = set()  # never dropped
+        self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
+        self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
@@ -221,8 +221,8 @@ class CudaGraphRunner:
 
     def _drop_one(self) -> None:
         """Drop the pass that was not used for longest if there are too many besides those that are kept."""
-        others = [key for key in self._graphs if key not in self._kept]
-        if len(others) >= self._most:
+        others = [key for key in self._graphs if key not in self._permanent]
+        if len(others) >= self._max_graphs:
             del self._graphs[others[0]]
 
     @property
@@ -242,7 +242,7 @@ class CudaGraphRunner:
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
         if self._is_keeping:
-            self._kept.add(key)
+            self._permanent.add(key)
         seconds, size = time.monotonic() - started, self._used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)

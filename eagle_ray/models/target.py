@@ -180,8 +180,8 @@ class TargetModel:
         if self._decoder is not None:
             return self._decoder(tokens, positions, layout)
         with self._tapped() as taps:
-            asked = {"position_ids": positions[None], "use_cache": False, "rows": layout}
-            out = self.model.base_model(input_ids=tokens[None], **asked)
+            arguments = {"position_ids": positions[None], "use_cache": False, "rows": layout}
+            out = self.model.base_model(input_ids=tokens[None], **arguments)
         hidden = out.last_hidden_state[0]
         return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
 
@@ -206,14 +206,14 @@ class TargetModel:
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> AttentionMetadata:
         seq = rows.seq.clamp(min=0)
-        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
+        positions = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
         return tree_metadata(
             self.cache,
             batch,
-            cells=self.cache.slot_mapping(batch.slots[seq], columns),
+            slot_mapping=self.cache.slot_mapping(batch.slots[seq], positions),
             ancestors=tree.ancestor_words(max_depth) if uses_triton(self.cache) else tree.ancestors(max_depth),
             depths=tree.depths,
-            column_depths=tree.depths,
+            position_depths=tree.depths,
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
             seq=None if max_depth == 0 and rows.is_rectangle else rows.seq,  # in roots alone there is no padding

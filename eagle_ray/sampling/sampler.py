@@ -49,7 +49,7 @@ def _pick_fused(
     cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if sampling.any_cut:
         cuts = sampling.top_k, sampling.top_p, sampling.min_p
-    return kernel.pick(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
+    return kernel.sample_rows(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
 
 
 def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:

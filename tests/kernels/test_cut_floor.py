@@ -27,7 +27,7 @@ def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tenso
     cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     expected = least_kept(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
     expected[sampling.temperature == 0] = -torch.inf
-    return kernel.least_kept(logits, *cuts, NUM_CUT), expected
+    return kernel.retained_floor(logits, *cuts, NUM_CUT), expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

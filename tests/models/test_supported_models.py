@@ -84,7 +84,7 @@ def test_packed_and_spread_models_compute_what_they_did(name):
     model = random_model(FAMILIES[name])
     plain = plain_copy(model)
     dispatch(model, ["cpu", "cpu"], [0, 1])
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     own = [plain(torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in PROMPTS]
     torch.testing.assert_close(prefill(target_of(model), None), torch.stack(own), atol=1e-4, rtol=0)
 
@@ -136,7 +136,7 @@ def test_the_other_families_too(family):
     plain, target = plain_copy(model), target_of(model)
     assert_trees_equal(plain, target, CHUNKS)
     assert target.cache.keys[0, 0, 0].numel() + target.cache.values[0, 0, 0].numel() == kv_elements_per_token(config)
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     assert_trees_equal(plain, target_of(model))
 
 

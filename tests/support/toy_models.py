@@ -193,7 +193,7 @@ def llama_engine(
     """
     model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
     for module in (model, weights) if packed else ():
-        pack_linears(module, fewest_weights=1)
+        pack_linears(module, min_weights=1)
     layers = weights.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))

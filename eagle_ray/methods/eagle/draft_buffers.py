@@ -111,7 +111,7 @@ class PaddedDraft:
         node = torch.arange(self.shape.num_nodes, device=device)
         self._depths = torch.where(node > buffers.shape.children, 1 + (node - 1 - buffers.shape.children).div(
             width * buffers.shape.children, rounding_mode="floor") + 1, (node > 0).long())  # fmt: skip
-        self.column_depths = torch.arange(self.shape.num_columns, device=device) // width
+        self.position_depths = torch.arange(self.shape.num_columns, device=device) // width
 
     @property
     def sampling(self) -> SamplingBatch:

@@ -195,10 +195,10 @@ class EagleDrafter(PairDrafter):
         layout = tree_metadata(
             self.cache,
             at,
-            cells=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
+            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
             ancestors=words if uses_triton(self.cache) else unpack_mask(words, draft.shape.num_columns),
             depths=depth,
-            column_depths=draft.column_depths.expand(draft.batch, -1),
+            position_depths=draft.position_depths.expand(draft.batch, -1),
             first=draft.first,
         )
         hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
@@ -237,9 +237,9 @@ class EagleDrafter(PairDrafter):
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         layout = self._layout(
             DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
-            cells=rows.cells,
+            slot_mapping=rows.cells,
             ancestors=causal.expand(len(at.slots), -1, -1),
-            column_depths=index.expand(len(at.slots), -1),
+            position_depths=index.expand(len(at.slots), -1),
             first=backlog.first,
             row_of=rows.row_of,
             unpack=backlog.unpack,
@@ -275,9 +275,9 @@ class EagleDrafter(PairDrafter):
         places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
         layout = self._layout(
             batch,
-            cells=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
             ancestors=seen.ancestors,
-            column_depths=seen.depths.expand(len(batch.slots), -1),
+            position_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,
         )
         columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
@@ -290,7 +290,7 @@ class EagleDrafter(PairDrafter):
         batch: DecodeSlots,
         cells: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
-        column_depths: Int[Tensor, "B M"],
+        position_depths: Int[Tensor, "B M"],
         first: Int[Tensor, " B"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
@@ -299,10 +299,10 @@ class EagleDrafter(PairDrafter):
         return tree_metadata(
             self.cache,
             batch,
-            cells=cells,
+            slot_mapping=cells,
             ancestors=ancestors,
-            depths=column_depths[:, -ancestors.shape[1] :],
-            column_depths=column_depths,
+            depths=position_depths[:, -ancestors.shape[1] :],
+            position_depths=position_depths,
             first=first,
             row_of=row_of,
             unpack=unpack,
