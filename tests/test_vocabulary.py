@@ -32,8 +32,6 @@ evaluation
 gguf
 lm_eval.py
 methods
-planner
-report
 requests
 runs
 sampling
@@ -42,7 +40,6 @@ smollm2.py
 storage
 text
 training
-tree
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 

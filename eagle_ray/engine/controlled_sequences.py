@@ -40,7 +40,6 @@ from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.core.sequence import SequenceStatus
-from eagle_ray.methods.combine.ensemble import extra_log_values
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.sampling.adjustments import Adjustments, Paths
 from eagle_ray.sampling.control_state import ControlState
@@ -48,7 +47,7 @@ from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.sampling.sampler import SLICE_ROWS, sample
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
-from eagle_ray.tree.tree_merge import merge
+from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
 
 
 class ControlledRows:
@@ -205,7 +204,7 @@ class GrammarChains:
             return pruned
         chains = _chain_trees(batch.roots.tolist(), self.chains)
         depth = max(draft.depth, max(map(len, self.chains)))
-        merged = merge([pruned.tree, chains], depth)
+        merged = merge_trees([pruned.tree, chains], depth)
         extra = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, depth, plan)
         return replace(draft, tree=merged.tree, extra_log_values=extra)
 

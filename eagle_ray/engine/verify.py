@@ -25,6 +25,7 @@ from torch import Tensor
 from eagle_ray.attention.triton_attention import why_no_triton
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.step_output import log_probs_at, step_record
 from eagle_ray.kernels.availability import retry_portable
@@ -36,7 +37,6 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
@@ -85,18 +85,6 @@ class VerifyStep:
         sampling = batch.sampling
         shape = StepShape(allocation.num_nodes, allocation.num_rows, draft.depth, sampling.logprobs, sampling.num_tops)
         return cls(batch.at, sampling, draft.tree, allocation.keep, shape, allocation.sizes, prompts)
-
-
-@dataclass(frozen=True, slots=True)
-class MaxTreeSizes:
-    """The largest tree of any step, root included. nodes: verified; candidates: drafted; 1 is not known."""
-
-    nodes: int = 1
-    candidates: int = 1
-
-    @classmethod
-    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> MaxTreeSizes:
-        return cls(1 + max_nodes, DraftPlan(min(max_depth, max_nodes), top_k).max_candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,22 +220,13 @@ class Verifier:
     """Runs verify_step, through a graph runner if there is one.
 
     Args:
-        max_depth: maximum depth of any draft.
-        trees: replayed passes are for trees of at least this size, so that their shape depends only on the numbers of
+        bounds: replayed passes are for the largest trees, so that their shape depends only on the numbers of
             sequences and rows.
     """
 
-    def __init__(
-        self, target: TargetModel, graphs: CudaGraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
-    ):
+    def __init__(self, target: TargetModel, graphs: CudaGraphRunner | None, bounds: TreeBounds):
         self._target = target
-        self._trees = trees or MaxTreeSizes()
-        self._replayed = None if graphs is None else ReplayedSteps(target, graphs, max_depth, self._trees)
-
-    @property
-    def max_nodes(self) -> int:
-        """Return the verified nodes of the largest tree, root included; 1 if that is not known."""
-        return self._trees.nodes
+        self._replayed = None if graphs is None else ReplayedSteps(target, graphs, bounds)
 
     @property
     def replayed(self) -> ReplayedSteps:
@@ -285,8 +264,8 @@ class Verifier:
 class ReplayedSteps:
     """Verify steps on padded shapes, each captured once; in two halves if a sequence has controls."""
 
-    def __init__(self, target: TargetModel, graphs: CudaGraphRunner, max_depth: int, trees: MaxTreeSizes):
-        self._target, self._graphs, self._max_depth, self._trees = target, graphs, max_depth, trees
+    def __init__(self, target: TargetModel, graphs: CudaGraphRunner, bounds: TreeBounds):
+        self._target, self._graphs, self._bounds = target, graphs, bounds
         self._half_results: dict[tuple, int] = {}  # of each first half, the id of its results
 
     def replays(self, kind: str) -> bool:
@@ -320,7 +299,7 @@ class ReplayedSteps:
         self, drafter: Drafter, num_trees: int, num_rows: int, max_length: int, params: SamplingParams
     ) -> None:
         """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
-        self._record(drafter, num_trees, StepShape(1, num_rows, self._max_depth, False, 0), max_length, params)
+        self._record(drafter, num_trees, StepShape(1, num_rows, self._bounds.max_depth, False, 0), max_length, params)
 
     def _record(
         self, drafter: Drafter, batch_size: int, shape: StepShape, max_length: int, params: SamplingParams
@@ -340,9 +319,9 @@ class ReplayedSteps:
             shape = replace(shape, num_tops=max(shape.num_tops, MAX_TOP_LOGPROBS))
         if not shape.max_depth:
             return replace(step, shape=replace(shape, num_rows=graphs.batch_size(len(step.at.slots))))
-        num_nodes = graphs.num_nodes(max(shape.num_nodes, self._trees.nodes))
+        num_nodes = graphs.num_nodes(max(shape.num_nodes, self._bounds.num_nodes))
         num_rows = graphs.num_rows(shape.num_rows)
-        shape = replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._max_depth)
+        shape = replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._bounds.max_depth)
         return replace(step, shape=shape)
 
     def _whole(self, drafter: Drafter, step: VerifyStep) -> FixedPass:
@@ -401,7 +380,7 @@ class ReplayedSteps:
         is_plain = not shape.max_depth
         size = shape.num_rows if is_plain else graphs.num_trees(len(step.at.slots), shape.num_rows)
         bound = graphs.context(step.at.max_length)
-        num_candidates = 1 if is_plain else graphs.num_nodes(max(step.tree.num_nodes, self._trees.candidates))
+        num_candidates = 1 if is_plain else graphs.num_nodes(max(step.tree.num_nodes, self._bounds.num_candidates))
         target, kind = self._target, graphs.sampling_kind(step.sampling.kind)
         chosen = step.sampling.padded(size)
         split = len(chosen)
