@@ -35,7 +35,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
-from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 
@@ -98,20 +98,6 @@ class ScriptedPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
-
-
-class ProxyPlanner(ScriptedPlanner):
-    """Plans as a planner with a fixed plan does, for the set number of sequences."""
-
-    def __init__(self, planner: Planner) -> None:
-        super().__init__()
-        self._always = planner
-
-    def plan(self, batch: DecodeBatch) -> DraftPlan:
-        return self._always.plan(batch)
-
-    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        return self._always.allocate(draft, plan, batch)
 
 
 class TimeBudget:

@@ -45,7 +45,7 @@ from eagle_ray.engine.controlled_sequences import GrammarChains
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step import Step
-from eagle_ray.engine.step_output import StepOutput, UnflushedStats, ranked, record_outputs
+from eagle_ray.engine.step_output import StepOutput, UnflushedStats, paired, record_outputs
 from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -411,7 +411,7 @@ class Engine:
                     sequence.listener()
                 continue
             if sequence.sampling.wants_logprobs:
-                likeliest = ranked(*(values[i].tolist() for values in tops))[: len(tokens)] if tops else []
+                likeliest = paired(*(values[i].tolist() for values in tops))[: len(tokens)] if tops else []
                 record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
             num_appended = self._append(sequence, tokens)
             num_accepted -= len(tokens) - max(num_appended, 1)

@@ -17,17 +17,21 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.engine.calibrate import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
     CalibrationRun,
     CalibrationSetting,
-    ProxyPlanner,
+    ScriptedPlanner,
     calibration_mode,
 )
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 
@@ -51,6 +55,20 @@ def capture_fixed(engine: Engine) -> None:
     with calibration_mode(engine, ProxyPlanner(engine.planner)) as bench:
         steps = list(_steps(engine, graphs, bench))
         _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
+
+
+class ProxyPlanner(ScriptedPlanner):
+    """Plans as a planner with a fixed plan does, for the set number of sequences."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__()
+        self._always = planner
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self._always.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._always.allocate(draft, plan, batch)
 
 
 def _graphs(engine: Engine) -> CudaGraphRunner:

@@ -25,7 +25,7 @@ from eagle_ray.core.decode_batch import PromptChunk
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.controlled_sequences import sample_adjusted, synced
-from eagle_ray.engine.step_output import likeliest, ranked, record_outputs, record_prompts
+from eagle_ray.engine.step_output import likeliest, paired, record_outputs, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.methods.drafter import Drafter
@@ -126,7 +126,7 @@ class Prefill:
     def read(self) -> Iterator[tuple[Sequence, int]]:
         """Yield each sequence with its first token, whose log-probabilities are recorded if requested."""
         tokens, logprobs, *tops = self._copy.read()
-        likeliest_of = ranked(*tops) if tops else [[] for _ in tokens]
+        likeliest_of = paired(*tops) if tops else [[] for _ in tokens]
         for sequence, token, logprob, top in zip(self.sequences, tokens, logprobs, likeliest_of, strict=True):
             sequence.first_token_at = time.monotonic()
             record_outputs(sequence, [logprob], [top])

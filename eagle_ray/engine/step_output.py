@@ -182,7 +182,7 @@ def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
     """Return the `most` likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
     if not num_tops:
         return [[] for _ in range(len(logits))]
-    return ranked(*(values.tolist() for values in likeliest(logits, num_tops)))
+    return paired(*(values.tolist() for values in likeliest(logits, num_tops)))
 
 
 def likeliest(logits: Float[Tensor, "R V"], num_tops: int) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
@@ -205,8 +205,8 @@ def log_probs_at(
     return torch.cat(log_probs), (parts[0], parts[1]) if parts else None
 
 
-def ranked(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
-    """Return the likeliest ids and their log-probabilities, on the host."""
+def paired(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
+    """Return pairs of the likeliest ids and their log-probabilities, by row."""
     return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
 
 
