@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.device import to_device
 
 READ_COST = 5  # rows: reading a position takes as long as that many rows that meet it
 CALL_COST = 200  # positions that take as long to read as one more call in a layer: measured at 16

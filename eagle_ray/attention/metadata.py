@@ -23,8 +23,8 @@ from eagle_ray.attention.attention_groups import (
     group_sequences,
     unfold_rectangle,
 )
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import to_device
 from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
 

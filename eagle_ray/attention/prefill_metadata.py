@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Projected, Rotary, causal_attention
 from eagle_ray.attention.triton_attention import CHAIN_ROWS, attend_trees, chain_trees, rotate_and_write, uses_triton
-from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.kernels.tree_metadata import KernelTrees
 from eagle_ray.kv.kv_cache import KVCache
 

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import to_device
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, unsupported_heads
 from eagle_ray.kv.kv_cache import KVCache

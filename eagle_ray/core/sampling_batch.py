@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.requests.parameters import SamplingParams
 
 Kind = tuple[bool, bool, bool, bool]

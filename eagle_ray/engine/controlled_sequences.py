@@ -35,8 +35,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import DeviceToHost, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.core.sequence import SequenceStatus

@@ -34,18 +34,16 @@ import numpy as np
 import torch
 
 from eagle_ray.attention.backend import num_gathered
-from eagle_ray.core.async_copy import DeviceToHost
 from eagle_ray.core.counters import AcceptanceStats, EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import DeviceToHost, StepTimer
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
-from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.controlled_sequences import GrammarChains
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step import Step
-from eagle_ray.engine.step_output import StepOutput, UnflushedStats, paired, record_outputs
+from eagle_ray.engine.step import Step, StepOutput, UnflushedStats, paired, record_outputs
 from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner

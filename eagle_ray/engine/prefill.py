@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import DeviceToHost, to_device
 from eagle_ray.core.decode_batch import PromptChunk
+from eagle_ray.core.device import DeviceToHost, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.controlled_sequences import sample_adjusted, synced
-from eagle_ray.engine.step_output import likeliest, paired, record_outputs, record_prompts
+from eagle_ray.engine.step import likeliest, paired, record_outputs, record_prompts
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.methods.drafter import Drafter

@@ -20,8 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.attention.prefill_metadata import MAX_GATHERED
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PromptChunk
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_batch import SamplingBatch, SamplingTable
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus

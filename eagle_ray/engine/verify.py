@@ -27,7 +27,7 @@ from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.controlled_sequences import ControlledRows
-from eagle_ray.engine.step_output import log_probs_at, step_record
+from eagle_ray.engine.step import StepShape, log_probs_at, step_record
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput, idle_batch
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
@@ -38,25 +38,6 @@ from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """The sizes of a verify step.
-
-    Attributes:
-        num_nodes: nodes per tree, root included.
-        num_rows: rows of the pass.
-        max_depth: a bound on the nodes' depths; 0 if only roots are verified.
-        logprobs: whether the record has log-probabilities.
-        num_tops: how many of the likeliest tokens are recorded.
-    """
-
-    num_nodes: int
-    num_rows: int
-    max_depth: int
-    logprobs: bool
-    num_tops: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device
+from eagle_ray.core.device import copy_to_device
 
 BLOCK_SIZE = 32  # positions: small enough to waste little, large enough that gathering is as fast as reading
 

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
+from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel

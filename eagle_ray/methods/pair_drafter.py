@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache

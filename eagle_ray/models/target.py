@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.decoder import Decoder

@@ -30,8 +30,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.graphs import PassSizes

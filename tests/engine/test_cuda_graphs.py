@@ -124,7 +124,7 @@ class Watched:
 
 
 SENDERS = (
-    "core.async_copy",
+    "core.device",
     "attention.prefill_metadata",
     "methods.eagle.drafter",
     "methods.pair_drafter",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_ray.core.async_copy import DeviceToHost, copy_to_device
+from eagle_ray.core.device import DeviceToHost, copy_to_device
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode

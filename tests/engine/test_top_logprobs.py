@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.engine import controlled_sequences, prefill, step_output
+from eagle_ray.engine import controlled_sequences, prefill, step
 from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import sampler
@@ -40,7 +40,7 @@ def test_few_rows_are_copied_at_a_time(tree, monkeypatch):
     params = [replace(ASKING, seed=i, presence_penalty=0.5 * (i > 1)) for i in range(4)]
     prompts = [[5 + i, 9, 33, 7, 21, 40, 2] for i in range(4)]
     whole = run(llama_engine(4, *tree), prompts, params)
-    for module in (sampler, step_output, prefill, controlled_sequences):
+    for module in (sampler, step, prefill, controlled_sequences):
         monkeypatch.setattr(module, "SLICE_ROWS", 3)
     applied, apply = [], controlled_sequences.sample
     monkeypatch.setattr(controlled_sequences, "sample", lambda x, *rest: applied.append(len(x)) or apply(x, *rest))

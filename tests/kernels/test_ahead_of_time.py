@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 import torch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
-from eagle_ray.kernels.cut_floor import retained_floor
+from eagle_ray.kernels.topk_topp import retained_floor
 from eagle_ray.kernels.draft_level import append_level
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
 from eagle_ray.kernels.fused_layer import commit

@@ -12,8 +12,8 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.models.graphs import CudaGraphRunner, PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY

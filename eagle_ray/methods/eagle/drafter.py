@@ -22,8 +22,8 @@ from torch import Tensor
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.async_copy import copy_to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import copy_to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback
