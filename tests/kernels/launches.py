@@ -1,6 +1,6 @@
 """Kernels compiled without a GPU, from the launches that a call would make. Run where TRITON_INTERPRET is not set.
 
-resources(lambda: pick(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
+resources(lambda: sample_rows(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 
 
