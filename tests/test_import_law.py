@@ -65,10 +65,7 @@ MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "assembly.assemble": 27,
     "cli.main": 28,
     "cli.validate": 24,
-    "engine.engine": 22,
     "methods.registry": 32,
-    "methods.registry": 33,
-    "training.job.train_head": 24,
 }
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {
