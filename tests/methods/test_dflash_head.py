@@ -6,7 +6,7 @@ import torch
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.dflash.spec import spread_layers
 from eagle_ray.methods.eagle.checkpoint import load_dflash, load_head, meta_dflash
-from tests.support.dflash_checkpoints import (
+from tests.support.checkpoints import (
     BLOCK,
     HIDDEN,
     LAYERS,

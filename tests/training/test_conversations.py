@@ -18,7 +18,7 @@ from eagle_ray.training.job.document_store import DocumentStore
 from eagle_ray.training.job.held_out import held_out_prompts
 from eagle_ray.training.job.training_data import split_data
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.training.conftest import write_answers
+from tests.support.inputs import write_answers
 
 TINY = Path(__file__).parents[2] / "eagle_ray" / "assets" / "tiny" / "target"
 CHAT = [

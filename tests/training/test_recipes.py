@@ -21,7 +21,7 @@ from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.support.dflash_checkpoints import MASK, speculators_config, zlab_config
+from tests.support.checkpoints import MASK, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)
