@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from eagle_ray.assembly.assemble import build_engine_from_config, cost_key
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.costs import cost_key
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import calibrate_costs
@@ -37,8 +39,10 @@ def bench_costs(config: JobConfig, threads: int | None) -> str:
     speculative = config.speculative.model_copy(update={"budget": "uniform"})
     if speculative.method == "none":
         raise ConfigError("speculative.method: none drafts nothing, so there are no costs to compare; leave it out")
-    pair = build_engine_from_config(config.model, speculative, config.execution.slots, config.execution.kv_tokens)
-    costs = calibrate_costs(pair.engine, speculative.max_nodes, speculative.max_depth, speculative.top_k)
+    pair = build_engine_from_config(
+        config.model, speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
+    )
+    costs = calibrate_costs(pair.engine)
     parts = cost_key(pair.engine, speculative)
     keep_costs(parts, costs)
     return f"{costs_text(costs)}\n\nkept in {cache_path(parts)}"

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
-from eagle_ray.assembly.assemble import check_models, load_causal_lm, load_tokenizer, model_limits
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
+from eagle_ray.assembly.placement import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.run_summary import GROUP_BY
 from eagle_ray.config import JobConfig
@@ -67,7 +69,7 @@ def evaluate(
         raise ConfigError("input.path: no row can be answered")
     log.info("loading %s", config.model.target)
     max_model_len = _longest(questions)
-    causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
+    causal_lm = load_target(config.model, EngineArgs(batch, kv_tokens=batch * max_model_len))
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: dict[float, list[Round]] = {}
     choices: list[dict[str, Any]] = []

@@ -16,7 +16,9 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from eagle_ray.assembly.assemble import ASSETS, EngineBundle, build_engine_from_config, download
+from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import ASSETS, download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
@@ -32,7 +34,7 @@ def main() -> None:
     model = LlamaForCausalLM.from_pretrained(download("embedded:tiny", "target"), dtype=torch.float32).eval()
     print(f"torch {torch.__version__}, {args.threads} threads, {args.rounds} rounds")
     for batch in args.batches:
-        plain = build_engine_from_config(ModelConfig(max_model_len=1024), PLAIN, batch)
+        plain = build_engine_from_config(ModelConfig(max_model_len=1024), PLAIN, EngineArgs(batch))
         prompts = bundled_prompts(plain)
         same_length = [ids[-40:] for ids in prompts if len(ids) >= 40][:batch]  # generate at its best: no padding
         fixed = SamplingParams(max_tokens=args.tokens, ignore_eos=True)

@@ -32,11 +32,13 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.methods.eagle.checkpoint import load_head, read_config, save_head
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head, read_config, save_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.requests.sequences import sequences_of
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import widen_pair
@@ -121,7 +123,7 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
     """The embedded pair at the shape of WIDE, as checkpoints on disk; the settings that name them."""
     small, published = download("embedded:tiny", "target"), download("embedded:tiny", "draft")
     target, draft = directory / "target", directory / "draft"
-    model = load_target(small, torch.float32, "cpu")
+    model = load_causal_lm(small, torch.float32, "cpu")
     model, head = widen_pair(model, load_head(published, model.config), WIDE)
     shutil.copytree(small, target, ignore=shutil.ignore_patterns("*.safetensors"))  # its tokenizer
     model.save_pretrained(target)
@@ -132,7 +134,7 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
 def engine_alone(config: JobConfig) -> float:
     """Seconds from the first row's prompt to the last one's end, all rows queued at once."""
     pair = build_engine_from_config(
-        config.model, config.speculative, config.execution.slots, config.execution.kv_tokens
+        config.model, config.speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
     )
     sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.tokenizer)]
     started = time.monotonic()

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly.assemble import ASSETS, build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
+from jobs.bench import peer_engines, peer_inputs, peer_process, peer_turns, peers
 from jobs.bench.embedding_map import ModelShape
 from tests.support.processes import children_of, is_running
 
@@ -253,7 +255,7 @@ def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
 def outputs_of(models) -> list[list[int]]:
     model = ModelConfig(target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu")
     engine = build_engine_from_config(
-        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), 2, 1024
+        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), EngineArgs(2, kv_tokens=1024)
     ).engine
     sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)]
     for sequence in sequences:
@@ -270,7 +272,7 @@ def test_a_table_divides_by_the_best_peer_of_each_kind():
     rows = [row("eagle_ray", "plain", 50.0), row("eagle_ray", "default", 90.0), row("vllm", "plain", 60.0)]
     rows += [row("vllm", "chain 3", 75.0), row("vllm", "chain 5", 72.0), row("openvino", "plain", 45.0)]
     rows.append(row("llama.cpp", "plain", None) | {"reason": "not installed"})
-    lines = peer_table.table(rows, "fp32").splitlines()
+    lines = peers.table(rows, "fp32").splitlines()
     ratios = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if " / " in line}
     assert ratios["eagle_ray plain / best plain peer"] == "0.83"
     assert ratios["eagle_ray default / best plain peer"] == "1.50"

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -139,7 +141,7 @@ def test_on_the_embedded_pair_eagle2_accepts_more_than_static_trees_of_as_many_n
     prompts = embedded_prompts(per_category=2)
     for method in ("eagle1", "sequoia", "eagle2"):
         tree = SpeculativeConfig(method=method, max_nodes=25, max_depth=6, budget="uniform")
-        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, slots=4).engine
+        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(4)).engine
         sequences = run(engine, prompts, [SamplingParams(max_tokens=96)] * len(prompts))
         steps = sum(s.stats.num_steps for s in sequences)
         taus[method] = 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps

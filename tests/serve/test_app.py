@@ -9,10 +9,10 @@ import pytest
 from eagle_ray.config import ServeConfig
 from eagle_ray.requests.openai_bodies import CompletionRequest
 from eagle_ray.serve import openapi
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.service import Service
 from tests.support.serving import (
     CHAT,

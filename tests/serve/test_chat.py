@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.serve.app import build_app
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, post

@@ -15,8 +15,8 @@ from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
 from eagle_ray.config import load_serve_config
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.service import LONG, Service
 from tests.support.serving import SETTINGS, Answer, exchange, get, post, request
 

@@ -48,7 +48,7 @@ def test_what_users_are_given_is_valid():
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
-    monkeypatch.setattr("eagle_ray.assembly.assemble.check_models", None)
+    monkeypatch.setattr("eagle_ray.assembly.hub.check_models", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
     with socket.socket() as taken:

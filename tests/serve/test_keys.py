@@ -12,7 +12,7 @@ import pytest
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.serve.keys import ENV_NAME, AllowedHosts, ApiKeys, read_keys
+from eagle_ray.serve.access import ENV_NAME, AllowedHosts, ApiKeys, read_keys
 from eagle_ray.serve.proxy_errors import ROUTES, middlewares
 from tests.support.processes import descendants
 from tests.support.serving import Server, get

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.keys import ApiKeys
 from tests.support.browser import CHROMIUM, DRIVER, browser, serving
 from tests.support.serving import FRANCE, get, post, request
 

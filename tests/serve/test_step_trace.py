@@ -7,10 +7,10 @@ import pytest
 
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.requests.answer_chunks import ChoiceChunks
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.parse import parse
+from eagle_ray.serve.request_body import parse
 from tests.support.serving import CHAT, FRANCE, TEXT, post
 
 ASKS = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}

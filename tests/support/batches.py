@@ -28,10 +28,9 @@ from eagle_ray.runs import lease
 from eagle_ray.runs.lease import hold
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches import batch_runner, file_store
-from eagle_ray.serve.batches.answer_log import response_answer
 from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_store import BatchStore, response_answer
 from eagle_ray.serve.batches.file_store import FileStore
 
 URL = "/v1/completions"

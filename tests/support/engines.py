@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence, SequenceStatus
@@ -122,7 +123,7 @@ def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **
     kv_tokens = settings.pop("kv_tokens", None)
     speculative = SpeculativeConfig(method=method.split()[0], **{**TREE, **settings})
     weights = weights_for(method) if weights is None else weights
-    return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
+    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
 
 
 def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: int) -> Oracle:

@@ -39,9 +39,8 @@ from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported
 from eagle_ray.requests.refused import has_effect
-from eagle_ray.requests.request import Request
+from eagle_ray.requests.request import Request, parse_row, with_checked_texts
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
-from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.values import describe_value, plain_value
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
@@ -92,7 +91,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     an output column gets the prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the
     cluster lacks the GPUs.
     """
-    from eagle_ray.assembly.assemble import check_models  # torch
+    from eagle_ray.assembly.hub import check_models  # torch
 
     _check_keys(config)
     check_models(config.model, config.speculative)

@@ -9,8 +9,7 @@ import pytest
 from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.serve.batches import batch_runner
-from eagle_ray.serve.batches.answer_log import AnswerLog
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore
 from tests.support.batches import (
     OLD,
     Replicas,
