@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.models.loader import CausalLM
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.training.packing import PackedBatch
 
 PASS_TOKENS = 2048  # of one pass of the target: enough for its matrix products to be efficient
@@ -84,7 +84,7 @@ class ComputedFeatures:
         for slot, ids in zip(slots, documents, strict=True):
             if not blocks.reserve(slot, len(ids)):
                 raise RuntimeError(f"the KV cache cannot hold a pass of {sum(map(len, documents))} tokens")
-        out = self._target.prefill(PrefillBatch.of(slots, documents, self._target.device))
+        out = self._target.prefill(PromptBatch.of(slots, documents, self._target.device))
         for slot in slots:
             blocks.free(slot)
         return out.hidden, out.features

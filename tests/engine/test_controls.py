@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine import controlled_sampling
-from eagle_ray.engine import graphs as graphs_module
+from eagle_ray.engine import controlled_sequences
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
@@ -189,8 +189,8 @@ def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
         (ControlState, "sync"),
     ):
         monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
-    monkeypatch.setattr(controlled_sampling, "to_device", fail)
+    monkeypatch.setattr(controlled_sequences, "DeviceToHost", fail)
+    monkeypatch.setattr(controlled_sequences, "to_device", fail)
     assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["numpy"])
 
 

@@ -19,7 +19,6 @@ from transformers import LlamaForCausalLM
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.verify import Verifier
 from eagle_ray.kv import kv_cache
 from eagle_ray.methods.calibration import Calibration
@@ -27,6 +26,7 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models import target as target_module
+from eagle_ray.models.graphs import InputBuffers
 from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
@@ -124,7 +124,7 @@ class Watched:
 
 
 SENDERS = (
-    "core.async_copy",
+    "core.device",
     "attention.prefill_metadata",
     "methods.eagle.drafter",
     "methods.pair_drafter",

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.core.graph_protocol import PaddedInput
+from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models import graphs as graphs_module
+from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
 from eagle_ray.planner.static_planner import StaticPlanner

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from eagle_ray.core.async_copy import DeviceToHost, copy_to_device
+from eagle_ray.core.device import DeviceToHost, copy_to_device
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
-from eagle_ray.engine.controlled_sampling import ControlledRows
+from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner import plan_search

@@ -12,7 +12,6 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine import scheduler
 from eagle_ray.engine.calibrate import calibrate_costs
-from eagle_ray.engine.prefill import PendingPrefill
 from eagle_ray.engine.scheduler import GROUP_STEPS, Scheduler
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
@@ -72,9 +71,9 @@ def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     engine = llama_engine(2, *TREE)
     finish, learn, heard = engine.prefiller.finish, engine.planner.observe, []
 
-    def slow(*args: object) -> PendingPrefill:
+    def slow(*args: object) -> None:
         time.sleep(0.5)
-        return finish(*args)
+        finish(*args)
 
     engine.prefiller.finish, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
     first, second = sequences(prompts_of(5, 6))

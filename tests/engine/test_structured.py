@@ -15,7 +15,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine import controlled_sequences
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -373,5 +373,5 @@ def test_a_step_without_grammars_calls_nothing_of_them(monkeypatch):
 
     monkeypatch.setattr(grammar_state.GrammarState, "path_masks", fail)
     monkeypatch.setattr(grammar_state.GrammarState, "sync", fail)
-    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
+    monkeypatch.setattr(controlled_sequences, "DeviceToHost", fail)
     run(engine_with_grammars(3, 12, 4, 4), [[5], [6]], [SamplingParams(max_tokens=8)] * 2)

@@ -7,8 +7,13 @@ from hypothesis import strategies as st
 
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
-from eagle_ray.kernels.tile_config import TileShape, busy_share, num_splits, tile_shape
-from eagle_ray.kernels.tree_metadata import TileSchedule
+from eagle_ray.kernels.tree_metadata import (
+    TileSchedule,
+    TileShape,
+    busy_share,
+    num_splits,
+    tile_shape,
+)
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from tests.support.forests import Forest, trees_of

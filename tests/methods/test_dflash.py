@@ -14,9 +14,9 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.methods.dflash.drafter import DFlashDrafter
 from eagle_ray.methods.dflash.heads import DFlashHead
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner

@@ -9,7 +9,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
@@ -28,7 +28,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
     for slot in (0, 2):
         target.cache.blocks.reserve(slot, 64)
-    packed = PrefillBatch.of([2, 0], prompts)
+    packed = PromptBatch.of([2, 0], prompts)
     features = (passed := target.prefill(packed)).features
     first = passed.logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)

@@ -13,7 +13,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kv import kv_cache
 from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.families import FAMILIES, PROMPTS, SLOTS, fake_to, fake_zeros, random_model, target_of
 from tests.support.toy_models import llama
@@ -96,10 +96,10 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
         dispatch(model, ["cpu", "cpu:1"], [0, 1])
         target = target_of(model, feature_layers=(0, 1))
-        prompts = PrefillBatch.of(SLOTS, PROMPTS)
+        prompts = PromptBatch.of(SLOTS, PROMPTS)
         passed = target.prefill(prompts)
         assert {passed.logits.device, passed.features.device} == {torch.device("cpu")}
         tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
         batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
-        logits, features = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
-        assert {logits.device, features.device} == {torch.device("cpu")}
+        output = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
+        assert {output.logits.device, output.features.device} == {torch.device("cpu")}

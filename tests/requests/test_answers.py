@@ -6,7 +6,7 @@ from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.api.request_output import completion_of
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_config
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.answers import TokenUsage, line_of
 from eagle_ray.requests.output_rows import OutputRows, answer_reader
 from eagle_ray.requests.sequence_answers import Choice, ChoiceChunks, Prompt, RequestAnswers

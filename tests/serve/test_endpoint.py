@@ -16,9 +16,9 @@ from ray.serve.schema import ServeDeploySchema
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import _check_port
 from eagle_ray.config import load_serve_config
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.async_engine import Occupancy
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.serve.endpoint_metrics import (
     STALE_S,
     MetricsAggregator,

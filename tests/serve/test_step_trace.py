@@ -6,7 +6,7 @@ import json
 import pytest
 
 from eagle_ray.config import load_serve_config
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation

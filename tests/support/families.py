@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.toy_models import LLAMA, best, random_tree
 
@@ -154,12 +154,12 @@ def target_of(model: PreTrainedModel, **how: Any) -> TargetModel:
 def prefill(target: TargetModel, chunks: list[int] | None) -> Tensor:
     """PROMPTS in the target's slots; the logits after each. chunks: where each is cut in two."""
     if chunks is None:
-        return target.prefill(PrefillBatch.of(SLOTS, PROMPTS, target.device)).logits
+        return target.prefill(PromptBatch.of(SLOTS, PROMPTS, target.device)).logits
     heads = [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)]
-    first = target.prefill(PrefillBatch.of(SLOTS, heads, target.device)).logits
+    first = target.prefill(PromptBatch.of(SLOTS, heads, target.device)).logits
     rest = [b for b, ids in enumerate(PROMPTS) if len(ids) > chunks[b]]
     later = target.prefill(
-        PrefillBatch.of(
+        PromptBatch.of(
             [SLOTS[b] for b in rest],
             [PROMPTS[b][chunks[b] :] for b in rest],
             target.device,
@@ -203,7 +203,7 @@ def assert_trees_equal(
     tree = random_trees(budgets).to(target.device)
     batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS], target.device)
     rows = tree.pack(batch.lengths, sum(budgets) + padding)
-    logits, _ = target.verify(tree, rows, batch, max_depth=8)
+    logits = target.verify(tree, rows, batch, max_depth=8).logits
     for b, budget in enumerate(budgets):
         for node in range(budget):
             ids = PROMPTS[b] + tree.tokens[b, path_to(tree, b, node)].tolist()

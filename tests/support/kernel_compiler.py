@@ -2,7 +2,7 @@
 
 Not in a process in which Triton interprets. The launches may be those that a call would make:
 
-    resources(lambda: pick(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
+    resources(lambda: sample_rows(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.row_schema import request_schema, table_of

@@ -17,7 +17,7 @@ from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
