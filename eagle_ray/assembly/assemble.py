@@ -35,13 +35,12 @@ from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
 from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
-from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.method import AUTO
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
-from eagle_ray.models.cpu_runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, warm_up_kernels
+from eagle_ray.models.runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler

@@ -14,7 +14,7 @@ from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
-from eagle_ray.models.cpu_runtime import cpu_name
+from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts

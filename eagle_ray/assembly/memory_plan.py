@@ -29,7 +29,7 @@ from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.eagle.checkpoint import read_headers
+from eagle_ray.methods.head_files import read_headers
 from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear

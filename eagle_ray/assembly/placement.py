@@ -29,11 +29,10 @@ from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.methods.registry import load_weights
-from eagle_ray.models.cpu_runtime import tune_num_threads
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import (
     CausalLM,
+    auto_dtype,
     decoder_layers,
     eos_ids,
     input_embedding,
@@ -42,6 +41,7 @@ from eagle_ray.models.loader import (
     set_eos_ids,
 )
 from eagle_ray.models.packed_linear import pack_linears, run_linears
+from eagle_ray.models.runtime import tune_num_threads
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")

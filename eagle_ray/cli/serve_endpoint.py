@@ -21,8 +21,8 @@ from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import configure_logging, log_while_waiting
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.job_errors import ClusterError
+from eagle_ray.serve.access import ApiKeys, is_loopback, read_keys
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

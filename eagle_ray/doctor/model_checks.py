@@ -24,8 +24,7 @@ from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import free_memory
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import auto_dtype, load_config
 from eagle_ray.report.text import gib
 from eagle_ray.storage.storage_errors import StorageError
 

@@ -11,7 +11,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -19,8 +19,8 @@ from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import requests
 from jobs.bench.gpu.device_checks import generate
 from jobs.bench.gpu.embedded_pair import ASSETS
+from jobs.bench.gpu.gpu_run import is_walk
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
-from jobs.bench.gpu.synthetic_cases import is_walk
 from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.simulated_costs import flat
 from jobs.bench.synthetic import successor, synthetic_pair

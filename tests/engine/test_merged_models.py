@@ -20,7 +20,7 @@ from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.conftest import PAIR

@@ -18,7 +18,7 @@ from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linea
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import (
+from tests.support.families import (
     CHUNKS,
     FAMILIES,
     LLAMA3_ROPE,

@@ -12,10 +12,10 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kv import kv_cache
 from eagle_ray.models import target as target_module
-from eagle_ray.models.model_probe import probe
+from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.support.toy_models import llama
 
 

@@ -23,7 +23,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.requests.parameters import SamplingParams
-from tests.models.families import CHUNKS, assert_trees_equal, target_of
+from tests.support.families import CHUNKS, assert_trees_equal, target_of
 from tests.support.toy_models import llama
 
 pytest.importorskip("accelerate", reason="transformers loads quantised checkpoints with accelerate")

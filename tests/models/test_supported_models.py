@@ -17,7 +17,7 @@ from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elemen
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
-from tests.models.families import (
+from tests.support.families import (
     CHUNKS,
     FAMILIES,
     OTHERS,

@@ -30,7 +30,7 @@ from eagle_ray.serve.endpoint_metrics import (
     merge,
     prometheus_text,
 )
-from tests.batch.nodes import cluster_of
+from tests.support.clusters import cluster_of
 from tests.support.processes import Watched, descendants, parent_of
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,10 +19,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.eagle.heads import LogitsOf
 from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
-from eagle_ray.models.model_probe import KVSpec, probe
-from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
+from eagle_ray.models.supported_models import (
+    KVSpec,
+    LogitsOf,
+    check_config,
+    head_dims,
+    kv_elements_per_token,
+    logits_postprocessor,
+    probe,
+)
 
 
 class DraftModel(nn.Module):

@@ -24,9 +24,8 @@ from eagle_ray.assembly.placement import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.eagle3_recipe import feature_scale
-from eagle_ray.models.cpu_runtime import tune_malloc
-from eagle_ray.models.dtypes import bf16_unit
-from eagle_ray.models.loader import input_embedding
+from eagle_ray.models.loader import bf16_unit, input_embedding
+from eagle_ray.models.runtime import tune_malloc
 from eagle_ray.report.html import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.feature_source import ComputedFeatures, FeatureSource

@@ -13,7 +13,7 @@ from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout, re
 from eagle_ray.storage.retry_budget import EXTENDED_WAITS_S, extended_retries
 from eagle_ray.storage.s3 import WAITS_S
 from eagle_ray.storage.storage_errors import NotAllowed
-from tests.batch.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
+from tests.support.s3 import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
 TRIES = len(s3.WAITS_S) + 1
 SLOW_DOWN, BROKEN = Refuse(503, "SlowDown"), Refuse(500, "InternalError")
