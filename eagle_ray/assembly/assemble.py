@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_ray.assembly.costs import method_trial, planner_for, tree_of
+from eagle_ray.assembly.costs import method_trial, planner_for
 from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
@@ -29,11 +29,11 @@ from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.method import AUTO
@@ -92,7 +92,7 @@ def build_in_thread(
         args = EngineArgs(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus)
         pair = build_engine_from_config(model, speculative, args, start)
         with start.part("first steps", "taking the first steps"):
-            warm_up(pair.engine, speculative.top_k)
+            warm_up(pair.engine)
         if engines.require_kernels:
             _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
@@ -210,19 +210,19 @@ def _engine_of(
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
-        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, 0, prefill_tokens, graphs)
+        engine = Engine(target, drafter, UniformPlanner(NO_TREE), max_model_len, NO_TREE, prefill_tokens, graphs)
         if ahead:
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
     fixed = own_planner(speculative, drafter)
-    tree = tree_of(speculative)
-    planner, trees = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
-    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, trees)
+    bounds = speculative.tree_bounds
+    planner = fixed or UniformPlanner(bounds)
+    engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     if speculative.budget == "global" and fixed is None:
         if ahead:
             with start.part("recorded", RECORDING):
-                capture(engine, speculative.max_nodes, speculative.top_k)
+                capture(engine)
     elif ahead:
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)

@@ -18,7 +18,6 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.eagle.drafter import tree_columns
 from eagle_ray.methods.method import OWN_PLANNERS
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.methods.registry import feature_layers
@@ -110,8 +109,8 @@ class SequenceLengths:
         """Return the lengths with the positions of the method's trees."""
         if speculative.method == "none":
             return cls(max_model_len, 1, guaranteed)
-        width = min(speculative.top_k, vocab_size)
-        return cls(max_model_len, tree_columns(speculative.max_nodes, speculative.max_depth, width), guaranteed)
+        bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
+        return cls(max_model_len, bounds.num_positions, guaranteed)
 
     @property
     def full(self) -> int:

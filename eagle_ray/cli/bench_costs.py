@@ -42,7 +42,7 @@ def bench_costs(config: JobConfig, threads: int | None) -> str:
     pair = build_engine_from_config(
         config.model, speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
     )
-    costs = calibrate_costs(pair.engine, speculative.max_nodes, speculative.max_depth, speculative.top_k)
+    costs = calibrate_costs(pair.engine)
     parts = cost_key(pair.engine, speculative)
     keep_costs(parts, costs)
     return f"{costs_text(costs)}\n\nkept in {cache_path(parts)}"

@@ -24,8 +24,7 @@ from eagle_ray.evaluation.recording_planner import RecordedTree, RecordingPlanne
 from eagle_ray.evaluation.timing import Round, Timing, shortened, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import ratio_interval
-from eagle_ray.report.text import render
-from eagle_ray.report.tree_picture import PictureNode, tree_picture
+from eagle_ray.report.text import PictureNode, render, tree_picture
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of

@@ -39,6 +39,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
@@ -262,7 +263,7 @@ def steady(
     samples: dict[str, list[Sample]] = {name: [] for name in lanes}
     users = {name: name for name in lanes}
     for turn, name, lane in turns(lanes, lead_in + num_rounds):
-        first = None if users[lane] == name else UniformPlanner(1, 1, 1)
+        first = None if users[lane] == name else UniformPlanner(TreeBounds(1, 1, 1))
         sample = queues[lane].window(num_tokens, MOST_TIMES_PLAIN * seconds, first)
         users[lane] = name
         if turn >= lead_in:

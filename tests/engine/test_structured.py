@@ -14,6 +14,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
@@ -350,7 +351,7 @@ def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slo
     prompts, params, plain = (some[:24] for some in oracle)
     dear = flat(head_share=1.0)
     engine = engine_with_grammars(num_slots, 12, 4, 4)
-    engine.planner = SimulatedPlanner(BudgetPlanner(12, 4, 4, dear), dear)
+    engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(12, 4, 4), dear), dear)
     assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     chains = [o for o in engine.planner.outcomes if not o.plan.is_drafting and o.num_accepted]
     assert len(chains) > 10 and all(o.depth == 0 for o in chains)

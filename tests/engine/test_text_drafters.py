@@ -13,11 +13,13 @@ from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
@@ -126,7 +128,7 @@ class Silent:
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
     engine.drafter = LookupDrafter(Silent())
-    priced = engine.planner = Roomy(BudgetPlanner(8, 5, 3, flat()), flat())
+    priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat()), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
     later = looks[MEMORY:]
@@ -137,7 +139,9 @@ def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_eng
 
 def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    priced = engine.planner = SimulatedPlanner(BudgetPlanner(8, 5, 3, flat(head_share=0.01)), flat(head_share=0.01))
+    priced = engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(8, 5, 3), flat(head_share=0.01)), flat(head_share=0.01)
+    )
     assert check(engine, oracle, times=1).num_accepted_draft_tokens > 15
     assert sum(o.plan.is_drafting for o in priced.outcomes) > 0.5 * len(priced.outcomes)
     bought = {o.num_rows - o.batch_size for o in priced.outcomes}

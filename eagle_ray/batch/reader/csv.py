@@ -28,8 +28,8 @@ from eagle_ray.batch.reader.carried_columns import CSV_TEXT, type_of
 from eagle_ray.batch.reader.jsonl import CutLine, is_cut
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import FIRST, RowPosition
+from eagle_ray.requests.request import InputRow
 from eagle_ray.requests.row_schema import ROW_FIELDS
-from eagle_ray.requests.rows import InputRow
 from eagle_ray.requests.values import json_error
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 

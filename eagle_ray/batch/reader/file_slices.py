@@ -34,7 +34,7 @@ from eagle_ray.batch.reader.run_input import batches_in_run, run_schema
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.rows import UNCARRIED, InputRow
+from eagle_ray.requests.request import UNCARRIED, InputRow
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.partitions import partition_types

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.rows import UNCARRIED, InputRow
+from eagle_ray.requests.request import UNCARRIED, InputRow
 
 BATCH_ROWS = 256
 NANOSECONDS = pa.time64("ns")

@@ -20,9 +20,8 @@ from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.batch.reader.file_slices import FileSlice, chunks_in
 from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
-from eagle_ray.requests.request import table_of_requests
+from eagle_ray.requests.request import InputRow, parse_row, table_of_requests
 from eagle_ray.requests.row_schema import request_schema
-from eagle_ray.requests.rows import InputRow, parse_row
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.retry_budget import extended_retries

@@ -38,7 +38,7 @@ class EagleRay:
         self.engine = None
         torch.set_num_threads(self.threads)
         self.engine = build_engine_from_config(self.model, self.speculative, EngineArgs(batch)).engine
-        warm_up(self.engine, self.speculative.top_k)
+        warm_up(self.engine)
         self.batch = batch
 
     def generate(self, batch, prompts, max_tokens):
