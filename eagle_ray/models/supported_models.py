@@ -214,7 +214,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
         raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
     model.set_attn_implementation(EXAMINED)
-    device = model.get_input_embeddings().weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
     try:
         with torch.no_grad():
