@@ -287,7 +287,7 @@ class EagleDrafter(PairDrafter):
     def _layout(
         self,
         batch: DecodeSlots,
-        cells: Int[Tensor, " R"],
+        slot_mapping: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
         position_depths: Int[Tensor, "B M"],
         first: Int[Tensor, " B"],
@@ -298,7 +298,7 @@ class EagleDrafter(PairDrafter):
         return tree_metadata(
             self.cache,
             batch,
-            slot_mapping=cells,
+            slot_mapping=slot_mapping,
             ancestors=ancestors,
             depths=position_depths[:, -ancestors.shape[1] :],
             position_depths=position_depths,
