@@ -28,7 +28,7 @@ from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import load_config
 from eagle_ray.report.text import gib
-from eagle_ray.storage.storage_errors import StorageError
+from eagle_ray.storage.store import StorageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
 from eagle_ray.planner.rank_acceptance import RankAcceptance
 from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
-from eagle_ray.storage.datastore import read_datastore
+from eagle_ray.storage.checked_parquet import read_datastore
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft

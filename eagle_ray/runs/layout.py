@@ -35,7 +35,7 @@ from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
 from eagle_ray.runs.row_index import SIZE, Digests
 from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
-from eagle_ray.storage.storage_errors import check_bucket, remedy_of
+from eagle_ray.storage.store import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"

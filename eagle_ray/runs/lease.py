@@ -41,9 +41,8 @@ import psutil
 
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.runs.layout import wrap_os_errors
-from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
-from eagle_ray.storage.retry_budget import disable_extended_retries
-from eagle_ray.storage.storage_errors import check_bucket, is_bucket_missing
+from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
+from eagle_ray.storage.store import FileVersion, check_bucket, disable_extended_retries, is_bucket_missing
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from eagle_ray.requests.row_schema import ADDED_COLUMNS, OUTPUT_FIELDS, missing_columns, output_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.partitions import partition_types, with_partition_columns
-from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet, parquet_bytes
+from eagle_ray.storage.path import StoragePath
 
 PART = re.compile(r"part-(\d{3,})-\d{6,}\.parquet")
 

@@ -25,7 +25,7 @@ from eagle_ray.core.errors import one_line
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import RUN
 from eagle_ray.storage.path import StoragePath, parse_json_bytes
-from eagle_ray.storage.storage_errors import check_bucket
+from eagle_ray.storage.store import check_bucket
 
 INPUTS = "_inputs-{}.json"
 FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself

@@ -68,8 +68,9 @@ from eagle_ray.runs.lease import Lease, Process
 from eagle_ray.runs.output_index import own_files, without_ids
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
 from eagle_ray.runs.row_index import INDEX, Digests
-from eagle_ray.storage.path import StorageError, StoragePath, json_bytes, parquet_bytes
-from eagle_ray.storage.storage_errors import check_bucket, remedy_of
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes
+from eagle_ray.storage.store import StorageError, check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 FORMAT_VERSION = 2  # of _run.json

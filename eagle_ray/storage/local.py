@@ -21,11 +21,9 @@ from stat import S_ISREG
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import DISK_FULL
+from eagle_ray.storage.store import DISK_FULL, FileVersion, Precondition
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
-Precondition = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
 
 
 class Modes(NamedTuple):

@@ -17,8 +17,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, BinaryIO, NoReturn
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
+from eagle_ray.storage.store import FileVersion, NotAllowed, NotFound, NotSupported, ReadOnlyFile, StorageError
 
 PACKAGES = {"gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}  # by scheme
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "oid", "mtime", "updated", "last_modified")
@@ -96,17 +95,11 @@ def refuse_write(url: str, *arguments: Any, **options: Any) -> NoReturn:
 write_atomic = create = replace = remove = make_directory = remove_temporary = check_writable = refuse_write
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(ReadOnlyFile):
     """A file of a file system of fsspec. Every failure is a StorageError with the URL."""
 
     def __init__(self, url: str, file: Any):
         self._url, self._file = url, file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return int(self._file.tell())
@@ -114,11 +107,9 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return int(self._file.seek(offset, whence))
 
-    def readinto(self, buffer: Any) -> int:
+    def _read(self, size: int) -> bytes:
         with _storage_errors(self._url):
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+            return bytes(self._file.read(size))
 
     def close(self) -> None:
         if not self.closed:

@@ -14,7 +14,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -25,17 +25,19 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.glob_match import glob_matches
-from eagle_ray.storage.retry_budget import extended_waits
-from eagle_ray.storage.storage_errors import (
+from eagle_ray.storage.store import (
     ConditionFailed,
+    FileVersion,
     NotAllowed,
     NotFound,
     NotSupported,
     ObjectChanged,
+    Precondition,
+    ReadOnlyFile,
     StorageError,
     StorageTimeout,
+    extended_waits,
+    glob_matches,
 )
 
 SCHEME = "s3://"
@@ -69,8 +71,6 @@ SMALL_OBJECT_BYTES = 1 << 20  # an object of this size is read at once
 MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
 
 _answered: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method of requests that were answered
-
-Precondition = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
 
 
 def is_file(url: str) -> bool:
@@ -175,18 +175,12 @@ def check_writable(directory: str) -> None:
         )
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(ReadOnlyFile):
     """An object as a seekable file; raises ObjectChanged if it was replaced since it was opened."""
 
     def __init__(self, url: str, version: FileVersion):
         self._url, self._version = url, version
         self._position, self._start, self._chunk, self._readahead = 0, 0, b"", MIN_READAHEAD_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._position
@@ -195,17 +189,16 @@ class RangeFile(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._version.size - self._position)
+    def _read(self, size: int) -> bytes:
+        wanted = min(size, self._version.size - self._position)
         if wanted <= 0:
-            return 0
+            return b""
         if not self._start <= self._position < self._start + len(self._chunk):
             self._fetch(wanted)
         offset = self._position - self._start
         part = self._chunk[offset : offset + wanted]
-        buffer[: len(part)] = part
         self._position += len(part)
-        return len(part)
+        return part
 
     def _fetch(self, wanted: int) -> None:
         in_order = self._position == self._start + len(self._chunk)

@@ -24,7 +24,8 @@ from eagle_ray.runs.layout import SHARD_PLAN, SUCCESS, JobShard, claim_output, o
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, read_json, write_json
 from tests.conftest import token_rows
 
 SCHEMA = output_schema([])

@@ -20,7 +20,8 @@ from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, output_of
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows
 
 SCHEMA = output_schema([])

@@ -30,7 +30,7 @@ from eagle_ray.runs import output_index
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
 from eagle_ray.runs.part_files import next_schema, part_name
 from eagle_ray.runs.row_index import INDEX
-from eagle_ray.storage.path import parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
 from tests.conftest import MakeJob
 
 ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}

@@ -16,7 +16,8 @@ from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.requests.sequences import seed_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 from tests.batch.test_worker import answers
 from tests.support.row_invariants import broken_laws
 

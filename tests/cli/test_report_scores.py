@@ -12,7 +12,8 @@ from eagle_ray.cli.report_scores import scores_of
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.part_files import part_name
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 
 CATEGORY = pa.field("category", pa.string())
 JUDGED = [pa.field("input_request_id", pa.string()), pa.field("input_sample_index", pa.int32())]

@@ -16,8 +16,8 @@ from eagle_ray.runs.job_errors import (
     outcome_by_code,
     outcome_of,
 )
-from eagle_ray.storage import storage_errors
-from eagle_ray.storage.storage_errors import StorageError
+from eagle_ray.storage import store
+from eagle_ray.storage.store import StorageError
 
 CODES = {
     "ConfigError": 2,
@@ -49,7 +49,7 @@ def subclasses(of: type) -> list[type]:
 
 
 STOPPED = [cls for cls in subclasses(JobError) if cls.__module__ == JobError.__module__]
-STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == storage_errors.__name__)]
+STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == store.__name__)]
 ALL = [ConfigError, *STOPPED, *STORAGE, KeyboardInterrupt]
 
 

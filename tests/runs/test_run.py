@@ -22,7 +22,8 @@ from eagle_ray.runs.layout import RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.lease import LOCK, Process, hold
 from eagle_ray.runs.part_files import part_files, part_name, read_part
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes
 
 IDS = [f"id-{i}" for i in range(9)]
 IDS_PER_PART = 2

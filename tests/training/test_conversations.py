@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.job.answer_vocabulary import answer_vocabulary, count_answers, coverage
 from eagle_ray.training.job.batch_order import BatchOrder, split_evenly

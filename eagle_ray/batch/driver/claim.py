@@ -22,7 +22,7 @@ from eagle_ray.runs.lease import Lease, hold
 from eagle_ray.runs.output_index import OutputIndex, error_ids
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
 

@@ -37,7 +37,7 @@ from eagle_ray.runs.recorded_inputs import Fingerprint, changed_files, read_inpu
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
 INPUT_KEYS = ("path", "limit")  # of `input`; they decide which ids are expected, and shards may differ in them

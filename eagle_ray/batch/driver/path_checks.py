@@ -16,8 +16,8 @@ from eagle_ray.runs.layout import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.recorded_inputs import INPUTS
-from eagle_ray.storage.glob_match import glob_matches
 from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.store import glob_matches
 
 INPUT_LIST, PART = INPUTS.format("0" * 12), f"{DATA}/{part_name(1, 0)}"  # as they may be named
 RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, PART)  # what a run writes

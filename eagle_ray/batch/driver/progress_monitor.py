@@ -43,7 +43,7 @@ from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
 from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, json_bytes
-from eagle_ray.storage.retry_budget import disable_extended_retries
+from eagle_ray.storage.store import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
 POLL_S = 1.0

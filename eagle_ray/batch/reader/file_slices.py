@@ -39,7 +39,7 @@ from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.partitions import partition_types
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
-from eagle_ray.storage.path import StorageError
+from eagle_ray.storage.store import StorageError
 
 log = logging.getLogger("eagle_ray")
 COLUMNAR = ("parquet", RUN_FORMAT)

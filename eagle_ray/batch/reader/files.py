@@ -21,9 +21,8 @@ from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import RUN, SUCCESS, data_of
 from eagle_ray.runs.part_files import part_files
 from eagle_ray.runs.partitions import partition_values
-from eagle_ray.storage.decompression import CODECS, open_decompressed
-from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
-from eagle_ray.storage.storage_errors import ObjectChanged
+from eagle_ray.storage.path import CODECS, StoragePath, open_decompressed
+from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged
 
 log = logging.getLogger("eagle_ray")
 RUN_PREFIX = "run:"  # of the output directory of another run: run:runs/first

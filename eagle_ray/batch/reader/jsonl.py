@@ -21,7 +21,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import FIRST, PROMPTS, RowPosition
 from eagle_ray.requests.openai_batch import LINE_KEYS, parse_batch_line
 from eagle_ray.requests.rows import InputRow, with_checked_texts
-from eagle_ray.storage.path import StorageError
+from eagle_ray.storage.store import StorageError
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line
 
 log = logging.getLogger("eagle_ray")

@@ -23,7 +23,7 @@ from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
 MIN_BYTES = 256 << 20  # a smaller input is scanned in the driver, in less time than Ray takes to start

@@ -25,7 +25,7 @@ from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.requests.rows import InputRow, parse_row
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.row_index import digests
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 BLOCK_ROWS = 16  # small blocks keep every actor busy until the end
 

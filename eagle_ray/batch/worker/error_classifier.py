@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
-from eagle_ray.storage.storage_errors import DISK_FULL, StorageError
+from eagle_ray.storage.store import DISK_FULL, StorageError
 
 SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
 LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"

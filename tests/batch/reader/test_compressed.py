@@ -11,7 +11,7 @@ import pytest
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.batch.reader import scan
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.storage.decompression import open_decompressed
+from eagle_ray.storage.path import open_decompressed
 from tests.batch.reader.test_plan import ids, plan
 
 JSONL = b"".join(json.dumps({"id": i, "prompt": f"p{i}"}).encode() + b"\n" for i in range(40))

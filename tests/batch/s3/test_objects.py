@@ -20,7 +20,9 @@ from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import CACHE, RUN
 from eagle_ray.runs.run import Run
 from eagle_ray.storage import s3
-from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.storage.store import NotFound, StorageError
 from tests.kernels.test_triton_cache import make_entry
 from tests.storage.test_path import check_creates_and_replaces
 
