@@ -21,7 +21,7 @@ import torch
 from eagle_ray import __version__
 from eagle_ray.assembly.assemble import check_models, load_causal_lm, load_tokenizer, model_limits
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run_summary import GROUP_BY
+from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError

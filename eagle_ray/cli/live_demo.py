@@ -12,7 +12,7 @@ from functools import partial
 
 from eagle_ray.assembly.assemble import load_causal_lm, load_tokenizer
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run_summary import GROUP_BY
+from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine

@@ -373,8 +373,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     config = _config_of(args)
     from eagle_ray.batch.driver.auto_restart import end_with_command, keep_going, write_ending
-    from eagle_ray.batch.driver.on_finish import tell
-    from eagle_ray.batch.driver.run import run_to_end
+    from eagle_ray.batch.driver.run import run_to_end, tell
     from eagle_ray.core.start_log import configure_logging
 
     if args.keep_going:

@@ -11,7 +11,7 @@ import json
 from functools import partial
 from typing import Any
 
-from eagle_ray.batch.driver.run_summary import GROUP_BY, stored_summary, summarize_run, write_report
+from eagle_ray.batch.driver.status import GROUP_BY, stored_summary, summarize_run, write_report
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import scores_text

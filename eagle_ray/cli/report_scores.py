@@ -18,7 +18,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.driver.run_summary import GROUP_BY
+from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.scores import ScoredSample, as_score, score_report
 from eagle_ray.report.summary import as_text

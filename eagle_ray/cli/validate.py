@@ -30,7 +30,7 @@ from eagle_ray.batch.driver.input_plan import (
 from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
 from eagle_ray.batch.driver.job_plan import plan_first_run
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.reader.carried_columns import CarriedColumn
+from eagle_ray.batch.reader.input_columns import CarriedColumn
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.core.errors import ConfigError, RequestError, shortened

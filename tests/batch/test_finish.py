@@ -12,8 +12,7 @@ from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards, finish_text
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.driver.run_summary import summarize_run
-from eagle_ray.batch.driver.status import sharded_status_text
+from eagle_ray.batch.driver.status import sharded_status_text, summarize_run
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig

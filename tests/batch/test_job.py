@@ -15,7 +15,7 @@ import ray.data
 
 from eagle_ray.batch.driver import settle
 from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.previous_run import forget_finished
+from eagle_ray.batch.driver.job_manifest import forget_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.conftest import exit_code, small_job, token_rows

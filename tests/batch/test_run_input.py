@@ -9,8 +9,8 @@ import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.driver.path_checks import check_not_run_output
 from eagle_ray.batch.driver.ray_jobs import with_absolute_paths
+from eagle_ray.batch.reader.files import check_not_run_output
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema

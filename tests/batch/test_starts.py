@@ -18,10 +18,9 @@ import pytest
 
 from eagle_ray.batch.driver import execute, job_plan
 from eagle_ray.batch.driver import input_plan as plan_module
-from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.completeness import Completeness
+from eagle_ray.batch.driver.claim import Claim, Completeness
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.reader import fingerprints
 from eagle_ray.batch.reader import scan as scan_module

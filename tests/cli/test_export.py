@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.reader.csv import rows_in_csv
+from eagle_ray.batch.reader.text_files import rows_in_csv
 from eagle_ray.cli import main as cli
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

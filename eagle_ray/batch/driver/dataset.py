@@ -27,8 +27,7 @@ from ray import cloudpickle
 
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.execute import map_engine
-from eagle_ray.batch.reader.carried_columns import output_names
-from eagle_ray.batch.reader.input_columns import request_columns, settings_line, template_of
+from eagle_ray.batch.reader.input_columns import output_names, request_columns, settings_line, template_of
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress

@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.claim import count_done, hold_output
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.job_manifest import begin_job
-from eagle_ray.batch.driver.run_summary import summarize_run
 from eagle_ray.batch.driver.settle import end_run
-from eagle_ray.batch.driver.status import status_of
+from eagle_ray.batch.driver.status import status_of, summarize_run
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.text import number, render, run_table

@@ -24,23 +24,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import join_into
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.input_columns import join_into
 from eagle_ray.batch.reader.scan import FilePart, FileScan, UnreadValue
 from eagle_ray.requests.columns import RowPosition
+from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
 from eagle_ray.runs.row_index import (
-    DIGEST,
+    EMPTY,
     Digests,
     IndexDamaged,
     Segment,
     Table,
     cut,
+    duplicates,
     has_many_segments,
     index_of,
     join,
     joined_ranges,
+    num_ranges,
+    ranges,
     read_index_file,
     read_segment,
     remove_unused,
@@ -58,12 +62,13 @@ KIND = "input"
 VERSION = 5
 DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
-    "id": np.empty(0, DIGEST),
+    "id": EMPTY,
     "request": np.empty(0, np.uint64),  # digest of the values that the request is made of
     "file": np.empty(0, np.uint32),  # number of the file in the index
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
+NO_PLACES: Table = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
 Scan = Callable[[list[FilePart]], Iterable[Iterable[FileScan]]]
 """Scan parts of files; yield for each part its consecutive pieces."""
 
@@ -305,6 +310,70 @@ class InputIndex:
             "segments": [segment.as_json() for _, segment in self.segments],
             **files_as_json(self.files.values()),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The rows that the input asks for, read from its index a range of ids at a time.
+
+    Attributes:
+        index: the input's.
+        allowed: by number of a file in the index: how many of its first rows are asked for.
+        starts: by number of a file: the place of its first row in the whole input.
+        default_rows: output rows of ids that the input does not have, whose rows another input left.
+        shard: only its ids are asked for; None for all ids.
+    """
+
+    index: InputIndex
+    allowed: np.ndarray
+    starts: np.ndarray
+    default_rows: int
+    shard: JobShard | None = None
+
+    def __len__(self) -> int:
+        """Return the number of ids. It takes time to count those of a shard."""
+        if self.shard is None:
+            return self.num_places
+        return sum(int(np.count_nonzero(self._is_asked(table))) for table in self.index.tables)
+
+    @property
+    def num_places(self) -> int:
+        """Return the number of rows of the whole input, those of other shards included."""
+        return int(self.allowed.sum())
+
+    def of_shard(self, shard: JobShard) -> ExpectedRows:
+        """Return the rows of one shard of the job."""
+        return replace(self, shard=shard)
+
+    def by_range(self, parts: int) -> Iterator[Table]:
+        """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
+        for tables in ranges(self.index.tables, parts):
+            rows = join([self._placed(table) for table in tables], NO_PLACES)
+            yield sorted_by_id(rows) if len(tables) > 1 else rows
+
+    def contains(self, ids: Digests) -> np.ndarray:
+        """Return for each id whether the input asks for it."""
+        found = np.zeros(len(ids), bool)
+        for table in self.index.tables if len(ids) else ():
+            first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
+            for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
+                here = np.flatnonzero(first + offset < behind)
+                found[here] |= self._is_asked(take(table, first[here] + offset))
+        return found
+
+    def duplicates(self) -> Digests:
+        """Return the ids that occur more than once, sorted."""
+        parts = num_ranges(self.num_places)
+        return np.concatenate([EMPTY, *(duplicates(rows["id"]) for rows in self.by_range(parts))])
+
+    def _placed(self, table: Table) -> Table:
+        kept = take(table, self._is_asked(table))
+        place = self.starts[kept["file"]] + kept["row"]
+        return {"id": kept["id"], "place": place, "rows": kept["rows"]}
+
+    def _is_asked(self, table: Table) -> np.ndarray:
+        is_asked = table["row"] < self.allowed[table["file"]]
+        return is_asked if self.shard is None else is_asked & self.shard.holds(table["id"])
 
 
 def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:

@@ -22,23 +22,24 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.completeness import ExpectedRows
-from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
-from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
-from eagle_ray.batch.reader.file_slices import FileSlice
+from eagle_ray.batch.driver.input_index import ExpectedRows, InputIndex, PreviousRun, Scan, index_key
+from eagle_ray.batch.reader.file_slices import FileSlice, RequestReader
 from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
 from eagle_ray.batch.reader.input_columns import (
     ROW_SETTINGS,
+    CarriedColumn,
     carried_names,
     check_columns_exist,
+    join_into,
+    output_names,
+    python_values,
     request_columns,
     settings_line,
     template_of,
 )
-from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
-from eagle_ray.batch.reader.source import RequestReader
+from eagle_ray.batch.reader.text_files import detect_batch
 from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition

@@ -11,9 +11,9 @@ import logging
 from dataclasses import dataclass, field
 
 from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
+from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig

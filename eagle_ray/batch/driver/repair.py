@@ -15,11 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.claim import count_done, hold_output
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
-from eagle_ray.batch.driver.job_manifest import begin_job
-from eagle_ray.batch.driver.previous_run import forget_finished
+from eagle_ray.batch.driver.job_manifest import begin_job, forget_finished
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch

@@ -11,9 +11,9 @@ from typing import Any
 
 from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.input_plan import sample_ids
+from eagle_ray.batch.driver.job_manifest import files_key, record_finished
 from eagle_ray.batch.driver.job_plan import join_cluster
-from eagle_ray.batch.driver.previous_run import files_key, record_finished
-from eagle_ray.batch.driver.run_summary import facts_of_attempt, store_report, stored_summary, summarize_run
+from eagle_ray.batch.driver.status import facts_of_attempt, store_report, stored_summary, summarize_run
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import Incomplete, TooManyErrors
 from eagle_ray.runs.layout import SUMMARY

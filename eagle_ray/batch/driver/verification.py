@@ -20,11 +20,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from eagle_ray.batch.driver.cluster import plan_workers
-from eagle_ray.batch.driver.completeness import ExpectedRows
+from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
-from eagle_ray.batch.worker.error_classifier import classify_error
-from eagle_ray.batch.worker.start_cache import start_cache
+from eagle_ray.batch.worker.crash_isolation import classify_error
+from eagle_ray.batch.worker.worker import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.jsonl import is_json
+from eagle_ray.batch.reader.text_files import is_json
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
 from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed

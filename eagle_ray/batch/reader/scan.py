@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, join_into, type_in_parquet, type_of
-from eagle_ray.batch.reader.csv import type_of_csv_value
 from eagle_ray.batch.reader.file_slices import (
     COLUMNAR,
     FileSlice,
@@ -39,7 +37,9 @@ from eagle_ray.batch.reader.file_slices import (
     with_values,
 )
 from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.input_columns import CSV_TEXT, join_into, type_in_parquet, type_of
 from eagle_ray.batch.reader.parquet import check_unique
+from eagle_ray.batch.reader.text_files import type_of_csv_value
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import FIRST, ColumnPath, RequestColumns, RowPosition

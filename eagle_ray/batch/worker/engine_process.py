@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
-from eagle_ray.batch.worker.error_classifier import WorkerError, classify_error
+from eagle_ray.batch.worker.crash_isolation import WorkerError, classify_error
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.engine.counters import EngineCounters

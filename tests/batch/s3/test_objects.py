@@ -7,12 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.reader.file_slices import chunks_in
-from eagle_ray.batch.reader.files import find_files
+from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output, find_files
 from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
-from eagle_ray.batch.worker.start_cache import StartCache
+from eagle_ray.batch.worker.worker import StartCache
 from eagle_ray.config import ColumnsConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
