@@ -40,9 +40,8 @@ from eagle_ray.requests.parameters import FORMS
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, wrap_os_errors
+from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, read_inputs, wrap_os_errors
 from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.storage.path import StoragePath

@@ -16,8 +16,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import SUCCESS, output_of
-from eagle_ray.runs.part_files import part_name
-from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.part_files import Partitions, part_name
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import token_rows

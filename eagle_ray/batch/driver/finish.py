@@ -28,10 +28,18 @@ from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
+from eagle_ray.runs.layout import (
+    SHARD_PLAN,
+    Fingerprint,
+    JobShard,
+    changed_files,
+    data_of,
+    read_inputs,
+    read_shard_plan,
+    shard_outputs,
+)
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import Fingerprint, changed_files, read_inputs
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath

@@ -29,8 +29,7 @@ from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.input_columns import join_into
 from eagle_ray.batch.reader.scan import FilePart, FileScan, UnreadValue
 from eagle_ray.requests.columns import RowPosition
-from eagle_ray.runs.layout import JobShard
-from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
+from eagle_ray.runs.layout import Fingerprint, JobShard, what_changed
 from eagle_ray.runs.row_index import (
     EMPTY,
     Digests,

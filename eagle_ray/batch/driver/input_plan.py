@@ -46,8 +46,7 @@ from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import RESERVED
 from eagle_ray.requests.rows import InputRow, id_of, parse_row
-from eagle_ray.runs.layout import JobShard
-from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
+from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, digests, isin
 
 log = logging.getLogger("eagle_ray")

@@ -39,17 +39,21 @@ from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upg
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import schema_differences, unread_settings
 from eagle_ray.runs.job_errors import JobError, OutputMismatch
-from eagle_ray.runs.layout import RUN, data_of, output_of, root_of, wrap_os_errors
-from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
-from eagle_ray.runs.recorded_inputs import (
+from eagle_ray.runs.layout import (
     FORMAT_WITH_INPUTS,
+    RUN,
     Fingerprint,
     changed_files,
     content_of,
+    data_of,
     input_lists,
+    output_of,
     read_inputs,
+    root_of,
+    wrap_os_errors,
     write_inputs,
 )
+from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
 from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
 from eagle_ray.storage.path import StoragePath

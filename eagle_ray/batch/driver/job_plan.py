@@ -19,7 +19,7 @@ from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
-from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.part_files import Partitions
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")

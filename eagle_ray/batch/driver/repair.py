@@ -32,11 +32,11 @@ from eagle_ray.runs.layout import (
     claim_output,
     data_of,
     output_of,
+    read_inputs,
     root_of,
 )
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run, RunState, new_manifest, now_text, version_of
 from eagle_ray.storage.path import StoragePath, read_json_object

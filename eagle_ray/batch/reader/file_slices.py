@@ -43,8 +43,7 @@ from eagle_ray.requests.row_schema import request_schema
 from eagle_ray.requests.rows import UNCARRIED, InputRow, parse_row
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import JobShard
-from eagle_ray.runs.part_files import open_part
-from eagle_ray.runs.partitions import partition_types
+from eagle_ray.runs.part_files import open_part, partition_types
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.checked_parquet import is_damage, open_parquet
 from eagle_ray.storage.store import StorageError, extended_retries

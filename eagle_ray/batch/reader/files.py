@@ -23,11 +23,9 @@ from typing import BinaryIO
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.runs.job_errors import InputChanged
-from eagle_ray.runs.layout import DATA, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
+from eagle_ray.runs.layout import DATA, INPUTS, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
 from eagle_ray.runs.lease import LOCK
-from eagle_ray.runs.part_files import part_files, part_name
-from eagle_ray.runs.partitions import partition_values
-from eagle_ray.runs.recorded_inputs import INPUTS
+from eagle_ray.runs.part_files import part_files, part_name, partition_values
 from eagle_ray.storage.path import CODECS, StoragePath, open_decompressed
 from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
 

@@ -22,7 +22,7 @@ from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.text_files import is_json
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
-from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
+from eagle_ray.runs.layout import Fingerprint, what_changed
 from eagle_ray.storage.path import StoragePath
 
 MOST_BYTES = 16 << 30  # about half a minute

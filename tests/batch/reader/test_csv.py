@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.batch.reader import text_files as ours
 from eagle_ray.batch.reader import scan
+from eagle_ray.batch.reader import text_files as ours
 from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import find_files
 from eagle_ray.batch.reader.input_columns import CSV_TEXT, request_columns

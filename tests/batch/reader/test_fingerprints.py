@@ -7,7 +7,7 @@ import pytest
 from eagle_ray.batch.reader import fingerprints as module
 from eagle_ray.batch.reader.files import find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
-from eagle_ray.runs.recorded_inputs import what_changed
+from eagle_ray.runs.layout import what_changed
 from eagle_ray.storage.path import StoragePath
 
 
