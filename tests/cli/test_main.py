@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.cli import arguments
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import failed_start
 from eagle_ray.runs.job_errors import outcome_of
@@ -146,6 +147,22 @@ def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_help_names_every_command_and_imports_none_of_them():
+    program = (
+        "import sys\nfrom eagle_ray.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: print([name for name in sys.modules if 'commands' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n") and all(f"    {name} " in done.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_shows_its_flags(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0 and f"usage: eagle-ray {command} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]])
 def test_wrong_usage_is_exit_2(usage, capsys):
     with pytest.raises(SystemExit) as end:
@@ -191,7 +208,7 @@ def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_config", interrupt)
+    monkeypatch.setattr(arguments, "load_config", interrupt)
     assert cli.main(["validate", *job]) == 130
     assert capsys.readouterr().err == "eagle-ray: interrupted\n"
 
@@ -203,7 +220,7 @@ def test_a_supervisor_gets_exit_0_for_what_no_further_attempt_would_change(job, 
     wrong = ["run", *job, "--set", "seed=x"]
     assert cli.main(wrong) == 2 and cli.main([*wrong, "--exit-zero-if-permanent"]) == 0
     assert "exit 0 in place of 2 (configuration)" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "load_config", interrupt)
+    monkeypatch.setattr(arguments, "load_config", interrupt)
     assert cli.main([*wrong, "--exit-zero-if-permanent"]) == 130
 
 
