@@ -19,7 +19,7 @@ from torch import nn
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_checkpoint
 from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import cache_home, made_once
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def check_target(directory: Path) -> None:
     if tokenizer is None:
         raise EngineError(f"{directory} has no tokenizer")
     check_tokenizer(tokenizer)
-    model = load_target(directory, torch.float32, "cpu")
+    model = load_causal_lm(directory, torch.float32, "cpu")
     expected = {tokenizer.render_chat([{"role": "user", "content": QUESTION}]): ANSWER} | CONTINUATIONS
     for prompt, answer in expected.items():
         found = _greedy_answer(model, tokenizer, prompt, answer)

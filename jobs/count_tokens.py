@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from eagle_ray.assembly.assemble import load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.draft_vocab import write_draft_vocab

@@ -38,7 +38,7 @@ import aiohttp
 import psutil
 
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.serve.keys import ENV_NAME
+from eagle_ray.serve.access import ENV_NAME
 from jobs.local_server import ROOT, Served
 from jobs.tiny_pair.prompts import read_prompts
 

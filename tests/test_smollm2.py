@@ -11,16 +11,16 @@ import torch
 from safetensors import safe_open
 
 from eagle_ray import smollm2
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.model_checks import pair_here
 from eagle_ray.doctor.system import smollm2 as smollm2_finding
 from eagle_ray.gguf import smollm2_wheel
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.gguf_writer import toy_metadata, toy_tensors, write_gguf
+from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
 from tests.support.slow_gguf import SlowReader, llama_logits
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_processes_that_start_together_convert_once(toy, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(written) == 1 and len(found) == 4 and len(set(found)) == 1
-    assert Tokenizer.load(found[0]) is not None and load_target(found[0], torch.float32, "cpu") is not None
+    assert Tokenizer.load(found[0]) is not None and load_causal_lm(found[0], torch.float32, "cpu") is not None
     assert [path.name for path in found[0].parent.iterdir() if path.suffix == ".tmp"] == []
 
 
@@ -217,7 +217,7 @@ PARTS = [
 @installed
 @pytest.mark.parametrize("num_layers", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_logits_equal_a_second_readers(target, reader, num_layers):
-    model = load_target(target, torch.float32, "cpu")
+    model = load_causal_lm(target, torch.float32, "cpu")
     model.model.layers = model.model.layers[:num_layers]
     ids = Tokenizer.load(target).encode_chat(CHAT)[-12:]
     vocab_ids = list(range(0, 49152, 97))

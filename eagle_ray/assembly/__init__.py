@@ -1,1 +1,1 @@
-"""What is decided before an engine runs: how many workers there are, and how much memory each plans for what."""
+"""From a configuration to models on devices and an engine: hub, placement, plans of memory and of workers."""

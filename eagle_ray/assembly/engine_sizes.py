@@ -21,8 +21,7 @@ from eagle_ray.methods.eagle.drafter import tree_columns
 from eagle_ray.methods.method import OWN_PLANNERS
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.methods.registry import feature_layers
-from eagle_ray.models.model_probe import KVSpec
-from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.models.supported_models import KVSpec, kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many

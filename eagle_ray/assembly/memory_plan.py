@@ -29,11 +29,10 @@ from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.eagle.checkpoint import read_headers
+from eagle_ray.methods.head_files import read_headers
 from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
-from eagle_ray.models.loader import CausalLM, quantisation_of
+from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
-from eagle_ray.models.placement import input_embedding
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.report.text import counted, gib

@@ -26,14 +26,10 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
-from eagle_ray.assembly.assemble import (
-    build_engine_from_config,
-    check_models,
-    cost_key,
-    load_causal_lm,
-    load_tokenizer,
-    model_limits,
-)
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.costs import cost_key
+from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
+from eagle_ray.assembly.placement import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
@@ -92,7 +88,7 @@ def evaluate(
         raise ConfigError("input.path: no row can be answered")
     log.info("loading %s", config.model.target)
     max_model_len = _longest(questions)
-    causal_lm = load_causal_lm(config.model, batch, batch * max_model_len)
+    causal_lm = load_target(config.model, batch, batch * max_model_len)
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: dict[float, list[Round]] = {}
     choices: list[dict[str, Any]] = []

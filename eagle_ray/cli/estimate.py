@@ -37,7 +37,7 @@ from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.core.sequence import check_length
 from eagle_ray.doctor.devices import this_machine
-from eagle_ray.models.cpu_runtime import run_in_temporary_thread
+from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.report.cost import estimate_words, money, priced_hours
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of

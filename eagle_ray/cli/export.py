@@ -148,7 +148,7 @@ def _spelling(model: dict[str, Any]) -> Spell:
 
     @cache
     def text() -> Any:
-        from eagle_ray.assembly.assemble import download  # torch: only where rows have logprobs
+        from eagle_ray.assembly.hub import download  # torch: only where rows have logprobs
         from eagle_ray.text.tokenizer import Tokenizer
 
         try:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from eagle_ray.assembly.assemble import load_causal_lm, load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.assembly.placement import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
@@ -96,7 +97,7 @@ def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[Caus
     """Return the target and an engine of one slot for each method."""
     ways = parse_methods([OURS], config.model, config.speculative)
     longest = max(len(s.prompt_ids) + s.sampling.token_limit for s in (question.ask() for question in questions))
-    causal_lm = load_causal_lm(config.model, 1, longest)
+    causal_lm = load_target(config.model, 1, longest)
     weights = load_method_weights(ways, config.model, causal_lm)
     return causal_lm, {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}
 

@@ -21,8 +21,8 @@ from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import configure_logging, log_while_waiting
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.job_errors import ClusterError
+from eagle_ray.serve.access import ApiKeys, is_loopback, read_keys
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.keys import ApiKeys, is_loopback, read_keys
 
 log = logging.getLogger("eagle_ray")
 PROXY = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -41,7 +41,7 @@ def run_endpoint(config: ServeConfig) -> int:
     keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not is_loopback(serving.host):
         log.warning("serving.host: other machines reach %s without a key. Set serving.api_keys_file.", serving.host)
-    from eagle_ray.assembly.assemble import check_models  # torch, seconds
+    from eagle_ray.assembly.hub import check_models  # torch, seconds
 
     check_models(config.model, config.speculative)
     if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from eagle_ray.assembly.assemble import load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig, TrainConfig, load_config

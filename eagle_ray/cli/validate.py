@@ -19,21 +19,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from eagle_ray.assembly.assemble import (
-    ModelLimits,
-    check_device,
-    check_models,
-    cpu_model_len,
-    load_tokenizer,
-    model_limits,
-    runs_on_gpu,
-    unavailable_models,
-)
-from eagle_ray.batch.driver.input_plan import (
-    InputPlan,
-    requests_of,
-    row_settings_line,
-)
+from eagle_ray.assembly.assemble import cpu_model_len, runs_on_gpu
+from eagle_ray.assembly.hub import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.assembly.placement import check_device
+from eagle_ray.batch.driver.input_plan import InputPlan, requests_of, row_settings_line
 from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
 from eagle_ray.batch.driver.job_plan import plan_first_run
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory

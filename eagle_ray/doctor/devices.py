@@ -28,8 +28,8 @@ from eagle_ray.doctor.system import free_memory, num_cores
 from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import CHOICE, why_not
-from eagle_ray.models.cpu_runtime import cpu_name
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
+from eagle_ray.models.runtime import cpu_name
 from eagle_ray.models.supported_models import head_dims
 from eagle_ray.report.text import counted, gib
 from eagle_ray.requests.parameters import SamplingParams

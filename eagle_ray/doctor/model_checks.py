@@ -15,8 +15,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.assemble import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url
@@ -25,8 +25,7 @@ from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.devices import PlannedWorkers
 from eagle_ray.doctor.system import free_memory
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.dtypes import auto_dtype
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import auto_dtype, load_config
 from eagle_ray.report.text import gib
 from eagle_ray.storage.store import StorageError
 

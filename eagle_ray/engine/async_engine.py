@@ -31,7 +31,7 @@ from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
-from eagle_ray.models.cpu_runtime import release_memory
+from eagle_ray.models.runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
 
 

@@ -27,8 +27,7 @@ from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import log_probs_at
 from eagle_ray.kernels.availability import retry_portable
-from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput
-from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.methods.drafter import Draft, Drafter, VerifyOutput, idle_batch
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams

@@ -13,7 +13,7 @@ token after every node on the accepted path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +23,15 @@ from torch import Tensor
 from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.calibration_feedback import Offered, Offers, TargetPath
+from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
+from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.expand import Frontier
 
 MAX_FUSED_K = 32  # children per node that the kernel finds, one after the other
 MAX_FEEDBACK = 32  # target tokens per update of the coupling: more would cost memory and change little
-LogitsOf = Callable[[Float[Tensor, "*N H"]], Float[Tensor, "*N D"]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.online_newton import OnlineFit
+from eagle_ray.methods.calibration import OnlineFit
 from eagle_ray.sampling.sampler import process
 
 LARGE_NOISE = 4.0  # 1.8 % of tokens draw more

@@ -12,16 +12,18 @@ target pass. A step of plain decoding calls `extend` alone, which runs no model;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -91,6 +93,8 @@ class TokenSequence(Protocol):
 class Drafter(Protocol):
     """Proposes candidate trees with log values; the planner's budget chooses the nodes that are verified.
 
+    A method that is not overridden does nothing and proposes nothing.
+
     Attributes:
         supports_graphs: `draft` and `extend` are a fixed sequence of device operations for given shapes, so that a
             graph runner can record and replay them.
@@ -104,6 +108,7 @@ class Drafter(Protocol):
         Args:
             max_depth: levels of the deepest draft.
         """
+        return None
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
@@ -111,6 +116,7 @@ class Drafter(Protocol):
         Args:
             top_k: children per node.
         """
+        return iter(())
 
     def attach_prefix(
         self,
@@ -126,6 +132,7 @@ class Drafter(Protocol):
             tokens: the token of position columns[b], the first that is the sequence's own.
             features: the target's feature for the same pair.
         """
+        return None
 
     def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """Read chunks of prompts.
@@ -134,11 +141,13 @@ class Drafter(Protocol):
             next_tokens: the token after each row.
             features: the target's feature of each row.
         """
+        self.prefill_deferred(prompts, next_tokens, features)
 
     def prefill_deferred(
         self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         """Keep what `prefill` would read, without running a model, in case drafting begins later."""
+        return None
 
     def draft(
         self,
@@ -154,6 +163,7 @@ class Drafter(Protocol):
             plan: its max_depth is at least 1.
             texts: the batch's sequences, for drafters that read tokens.
         """
+        return Draft.empty(roots)
 
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
@@ -162,23 +172,49 @@ class Drafter(Protocol):
 
         `mark_consumed` must be called once the lengths are known.
         """
+        return None
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
         """Record that the pairs up to these slots' roots have been read. Return how many of them were caught up on."""
+        return 0
 
     def reset_learning(self) -> None:
         """Discard what was learned from the target's tokens so far, such as those of calibration runs."""
+        return None
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
         """Add the accepted path of each tree to the slots' state. Runs no model."""
+        return None
 
     def on_verified(self, result: VerifyResult) -> None:
         """Learn from a verify pass, after the copy of its results to the host has started."""
+        return None
 
     @property
     def cost_key(self) -> dict[str, Any]:
         """Return what the drafter's step costs depend on, as JSON. The cost cache uses it as a key."""
+        return {}
 
     @property
     def prefill_passes(self) -> int:
         """Return the forward passes of the drafter's model in one `prefill`."""
+        return 0
+
+
+class NullDrafter(Drafter):
+    """Propose nothing, so that every step is plain decoding. Drafters without a model inherit from it."""
+
+    supports_graphs = True  # a subclass that drafts on the host sets False
+
+
+def idle_batch(batch_size: int, target: TargetModel, max_length: int, params: SamplingParams) -> DecodeBatch:
+    """Return a batch of padding alone, on which passes are recorded: empty sequences in the null slot.
+
+    Its lengths are 0 and, for the host, at most max_length.
+    """
+    slots, device = [target.cache.blocks.null_slot] * batch_size, target.device
+    sequences = [engine_sequence.Sequence("", [0], params) for _ in slots]
+    sampling = SamplingBatch.of([params] * batch_size, device, target.eos_ids)
+    at, zeros = DecodeSlots.of(slots, [0] * batch_size, device), to_device([0] * batch_size, device)
+    at = replace(at, bound=max_length)
+    return DecodeBatch(sequences, at, zeros, sampling, [1] * batch_size, zeros, None)

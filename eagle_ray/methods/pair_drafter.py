@@ -14,7 +14,7 @@ head continues with a shorter context.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from eagle_ray.core.async_copy import copy_to_device, to_device
@@ -34,10 +34,8 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
-from eagle_ray.methods.feature_buffer import FeatureBuffer
+from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.target import PrefillBatch, TargetModel
-from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -93,7 +91,7 @@ class Grown:
     lesson: RankingFeedback
 
 
-class PairDrafter(ABC):
+class PairDrafter(Drafter, ABC):
     """A KV cache that uses the target's block table, and the queue of unread pairs; a subclass reads them and drafts.
 
     Args:
@@ -102,7 +100,7 @@ class PairDrafter(ABC):
         token_ids: rows of the target's lm_head that a head without an lm_head of its own uses; None is all.
     """
 
-    prefill_passes = 1
+    prefill_passes = 1  # of one `prefill`
     supports_graphs = True
 
     def __init__(
@@ -142,10 +140,6 @@ class PairDrafter(ABC):
 
     def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
-
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
-        """Yield nothing: drafts of one pass are recorded when they are first made."""
-        yield from ()
 
     @abstractmethod
     def _grown(
@@ -435,3 +429,44 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
         rows += [*range(queued, queued + count), *range(row, row + length - 1)]
         queued, row = queued + count, row + length
     return rows
+
+
+class FeatureBuffer:
+    """A ring buffer per slot of the pairs that a draft head has not read yet.
+
+    While drafts are off, the target keeps producing pairs; the last `window` of each slot are kept here, so drafting
+    can resume with a context.
+
+    Args:
+        window: pairs kept per slot; position j overwrites j - window.
+        num_slots: plus one slot for padding.
+    """
+
+    def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
+        self.window, self.device = window, device
+        self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
+        self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
+        self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
+
+    def put(
+        self,
+        slots: Int[Tensor, " R"],
+        columns: Int[Tensor, " R"],
+        tokens: Int[Tensor, " R"],
+        features: Float[Tensor, "R H"],
+        valid: Bool[Tensor, " R"],
+    ) -> None:
+        """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
+        places = torch.where(valid, self._places(slots, columns), self._nowhere)
+        self._tokens.index_copy_(0, places, tokens)
+        self._features.index_copy_(0, places, features)
+
+    def take(
+        self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
+    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
+        """Return the pairs at these positions, which must be among each slot's last `window`."""
+        places = self._places(slots, columns)
+        return self._tokens[places], self._features[places]
+
+    def _places(self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        return slots * self.window + columns % self.window

@@ -37,8 +37,8 @@ from transformers.models.llama.modeling_llama import (
 from eagle_ray.attention.metadata import AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.models.loader import decoder_layers
 from eagle_ray.models.packed_linear import is_dense, merge_linears
-from eagle_ray.models.placement import decoder_layers
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -1,6 +1,7 @@
 """Load targets from local directories in transformers' layout, quantised ones included.
 
-    model = load_target(path, "auto", "cuda")
+    model = load_causal_lm(path, "auto", "cuda")
+    dtype, reason = auto_dtype(config, path, "cpu")      # (torch.bfloat16, "the checkpoint's own; this CPU has ...")
 
 A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
 random. Quantised checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by
@@ -17,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
@@ -39,7 +41,7 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_target(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
 
@@ -124,6 +126,22 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(eos) if isinstance(eos, list) else frozenset([eos])
 
 
+def input_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Return the embedding of the model's tokens."""
+    return cast(nn.Embedding, model.get_input_embeddings())
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the sequential layers between the embedding and the last norm."""
+    layers = getattr(model.base_model, "layers", None)
+    if not (isinstance(layers, nn.ModuleList) and hasattr(model.base_model, "norm")):
+        raise EngineError(
+            f"{type(model).__name__} is not built of `layers` and a `norm`: it can neither be placed over several "
+            "devices (set execution.gpus_per_actor to 1) nor be the target of an EAGLE-3 head"
+        )
+    return layers
+
+
 @torch.no_grad()
 def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze the model after running one token: some quantisers create their layers at the first call of the whole
@@ -155,3 +173,45 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+LEAST_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB
+
+
+def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch.dtype, str]:
+    """Return the dtype that `model.dtype: auto` stands for, and the reason in a few words.
+
+    On a GPU it is the checkpoint's own. On a CPU it is fp32, unless the checkpoint is plain bf16 already, the processor
+    multiplies bf16 matrices (AMX or AVX512-BF16) and reading the weights dominates a step.
+
+    Args:
+        config: of the causal LM.
+        path: its directory; the sizes of its weight files are looked at.
+        device: cpu or cuda.
+    """
+    own = checkpoint_dtype(config)
+    if device != "cpu":
+        return own, "the checkpoint's own"
+    if own is not torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
+        return torch.float32, "the checkpoint is not plain bf16"
+    unit = bf16_unit()
+    if unit is None:
+        return torch.float32, "this CPU has neither AMX nor AVX512-BF16"
+    size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
+    if size < LEAST_BF16_BYTES:
+        return torch.float32, f"{size >> 20} MiB of weights are too few for bf16 to be faster"
+    return torch.bfloat16, f"the checkpoint's own, and this CPU has {unit}"
+
+
+def checkpoint_dtype(config: PretrainedConfig) -> torch.dtype:
+    """Return the dtype that the checkpoint says it is in; fp32 if it does not say."""
+    own = getattr(config, "dtype", None)
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def bf16_unit() -> str | None:
+    """Return what this CPU multiplies bf16 matrices with, or None."""
+    for name, check in (("AMX", "_is_amx_tile_supported"), ("AVX512-BF16", "_is_avx512_bf16_supported")):
+        if getattr(torch.cpu, check, lambda: False)():
+            return name
+    return None

@@ -25,14 +25,11 @@ from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.methods.eagle.heads import LogitsOf
-from eagle_ray.models.cuda_runtime import pin_cuda_numerics
 from eagle_ray.models.decoder import Decoder
-from eagle_ray.models.loader import eos_ids
-from eagle_ray.models.model_probe import probe
+from eagle_ray.models.loader import decoder_layers, eos_ids, input_embedding
 from eagle_ray.models.packed_linear import slice_rows
-from eagle_ray.models.placement import decoder_layers, input_embedding
-from eagle_ray.models.supported_models import check_config, logits_postprocessor, max_exact_position
+from eagle_ray.models.runtime import pin_cuda_numerics
+from eagle_ray.models.supported_models import LogitsOf, check_config, logits_postprocessor, max_exact_position, probe
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 

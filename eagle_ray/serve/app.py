@@ -34,15 +34,13 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.serve.answer_json import is_typed
+from eagle_ray.serve.access import AllowedHosts
 from eagle_ray.serve.batches.batch_routes import batch_routes
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.body_window import AcknowledgeBody
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
-from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.keys import AllowedHosts
+from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
 from eagle_ray.serve.openapi import openapi_body
-from eagle_ray.serve.parse import ClientDisconnected, read_body
+from eagle_ray.serve.request_body import AcknowledgeBody, ClientDisconnected, read_body
 from eagle_ray.serve.response_events import response_events
 from eagle_ray.serve.service import Service, body_of
 

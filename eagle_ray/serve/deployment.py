@@ -26,12 +26,11 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.cluster import nodes
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.core.slot_limits import usual_slots
+from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
-from eagle_ray.serve.keys import ApiKeys, read_keys
-from eagle_ray.serve.node_address import AtNodeAddress
 from eagle_ray.serve.service import Service
 
 log = logging.getLogger("eagle_ray")

@@ -32,7 +32,7 @@ class GenerationRequest:
 
     Attributes:
         answers: its choices, and what is to be shown of them.
-        is_typed: it is a text completion of a client whose types allow no null (``answer_json.without_nulls``).
+        is_typed: it is a text completion of a client whose types allow no null (``http_answers.typed_form``).
         client: the number of the client's API key.
     """
 

@@ -30,9 +30,9 @@ from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
 from eagle_ray.requests.values import Kind, Object
 from eagle_ray.serve import response_models
-from eagle_ray.serve.answer_json import json_bytes
-from eagle_ray.serve.batches.batch_body import EXPIRES_AFTER, BatchBody
+from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
+from eagle_ray.serve.http_answers import json_body
 
 Json = dict[str, Any]
 AT = "#/components/schemas/"
@@ -99,7 +99,7 @@ class AnswerSchemas(GenerateJsonSchema):
 @cache
 def openapi_body(model_name: str, vocab_size: int, has_keys: bool = False) -> bytes:
     """Return the document as JSON. It is made once: that takes a third of a second, and anyone may ask for it."""
-    return json_bytes(openapi(model_name, vocab_size, has_keys))
+    return json_body(openapi(model_name, vocab_size, has_keys))
 
 
 def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:

@@ -1,7 +1,7 @@
 """Service: one engine with its tokenizer, shared by the requests of many clients.
 
-All requests share the engine's batch. A full queue refuses at once (``admission``), clients with different API keys
-take turns (``fair_queue``), and a cancelled request frees its slots at the engine's next step.
+All requests share the engine's batch. A full queue refuses at once, clients with different API keys
+take turns (``admission``), and a cancelled request frees its slots at the engine's next step.
 
     service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request, num_bytes))
@@ -36,10 +36,9 @@ from eagle_ray.requests.openai_bodies import (
 )
 from eagle_ray.requests.sequence_answers import RequestAnswers
 from eagle_ray.sampling.grammar import MAX_COMPILING
-from eagle_ray.serve.admission import Admission, IdleSlots, Need
-from eagle_ray.serve.answer_json import DONE, error_event, event, json_bytes, without_nulls
+from eagle_ray.serve.access import ApiKeys
+from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
-from eagle_ray.serve.fair_queue import FairQueue
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
     min_need,
@@ -48,9 +47,8 @@ from eagle_ray.serve.generation_request import (
     num_tokens,
     prepare_generation,
 )
-from eagle_ray.serve.http_errors import ApiError, api_error
-from eagle_ray.serve.keys import ApiKeys
-from eagle_ray.serve.parse import body_too_large, check_containers, parse
+from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body, typed_form
+from eagle_ray.serve.request_body import body_too_large, check_containers, parse
 from eagle_ray.serve.response_events import response_body
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
@@ -160,7 +158,7 @@ class Service:
 
         Args:
             num_bytes: of its body. Large ones delay only each other, whatever it is that makes them large.
-            is_typed: see ``answer_json.without_nulls``.
+            is_typed: see ``http_answers.typed_form``.
             client: the number of its API key.
         """
         request: ChatRequest | CompletionRequest
@@ -190,7 +188,7 @@ class Service:
         ids = self.text.encode(prompt, add_special_tokens)
         names = self.text.token_strings(ids) if request.return_token_strs else None
         body = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": names}
-        return json_bytes(body)
+        return json_body(body)
 
     async def spelled(self, request: DetokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the text of token ids. Raises ApiError."""
@@ -199,7 +197,7 @@ class Service:
         def make() -> bytes:
             if (most := max(request.tokens, default=0)) >= self.vocab_size:
                 raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
-            return json_bytes({"prompt": self.text.decode_with_special(request.tokens)})
+            return json_body({"prompt": self.text.decode_with_special(request.tokens)})
 
         return await self._readers.run(num_bytes, client, make)
 
@@ -223,7 +221,7 @@ class Service:
 
     def _written(self, generation: GenerationRequest, body_of: BodyOf) -> bytes:
         body = body_of(generation)
-        return json_bytes(without_nulls(body) if generation.is_typed else body)
+        return json_body(typed_form(body) if generation.is_typed else body)
 
     async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
         """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
@@ -260,7 +258,7 @@ class Service:
             return 200, await self.answer(generation, body_of(request))
         except Exception as error:
             refusal = api_error(error)
-            return refusal.status, json_bytes(refusal.body())
+            return refusal.status, json_body(refusal.body())
 
     async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
@@ -269,7 +267,7 @@ class Service:
             try:
                 async for chunk in chunks:
                     is_begun = True
-                    yield await self._event(without_nulls(chunk) if generation.is_typed else chunk, generation.client)
+                    yield await self._event(typed_form(chunk) if generation.is_typed else chunk, generation.client)
             except Exception as error:
                 if not is_begun:
                     raise

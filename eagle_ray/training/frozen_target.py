@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle_ray.models.loader import CausalLM
-from eagle_ray.models.placement import input_embedding
+from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.supported_models import logits_postprocessor
 
 

@@ -17,6 +17,7 @@ A table on stdout, everything in --out. In full about an hour on two quiet cores
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -33,23 +34,45 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, download
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
-from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.report.intervals import Counted, pooled_ratio
 from eagle_ray.text.tokenizer import Tokenizer
-from jobs.bench.degraded_heads import damaged_head, random_head
 from jobs.bench.widening import BENCH, widen_pair
 from jobs.bench.workload import DRAIN_LENGTHS, DRAIN_ROWS, requests
 from jobs.tiny_pair.prompts import shuffled_prompts
+
+
+@torch.no_grad()
+def damaged_head(head: EagleHead, noise: float, seed: int = 0) -> EagleHead:
+    """A copy with Gaussian noise on every matrix; noise: its size relative to the matrix's root mean square."""
+    generator = torch.Generator().manual_seed(seed)
+    damaged = copy.deepcopy(head)
+    for parameter in damaged.parameters():
+        if parameter.ndim == 2:
+            size = noise * parameter.square().mean().sqrt()
+            parameter += size * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return damaged
+
+
+def random_head(head: EagleHead, seed: int = 0) -> EagleHead:
+    """A head of the same shape that was never trained."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        bias, own = head.fc.bias is not None, head.embed_tokens is not None
+        fresh = EagleHead(copy.deepcopy(head.config), bias=bias, own_embedding=own)
+    return fresh.to(head.fc.weight).requires_grad_(False)
+
 
 MAX_MODEL_LEN = 512
 MOST_TIMES_PLAIN = 3  # a window that takes this many times what plain decoding took is cut there
@@ -98,7 +121,7 @@ class Models:
     @classmethod
     def load(cls, args: argparse.Namespace, head_name: str) -> Models:
         path, dtype = download("embedded:tiny", "target"), getattr(torch, args.dtype)
-        causal_lm = load_target(path, torch.float32, args.device)
+        causal_lm = load_causal_lm(path, torch.float32, args.device)
         head = load_head(download("embedded:tiny", "draft"), causal_lm.config)
         head = HEADS[head_name](head).to(args.device)
         if args.pair == "wide":

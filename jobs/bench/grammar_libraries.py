@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any
 
 from eagle_ray import LLM, SamplingParams
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.sampling.grammar import JSON_OPTIONS
 from jobs.bench.json_schemas import HAND_WRITTEN
 from jobs.bench.structured_prompts import TASKS

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams

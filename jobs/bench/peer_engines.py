@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.bench.peer_inputs import Models
-from jobs.bench.peer_lock import locked
+from jobs.bench.peer_inputs import Models, locked
 from jobs.bench.peer_process import WorkerError, WorkerProcess, run_to_end
 
 WORKERS = Path(__file__).parent / "peer_workers"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +19,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.assemble import download
-from eagle_ray.methods.eagle.checkpoint import SAFETENSORS, load_head, read_config
-from eagle_ray.models.loader import load_target
+from eagle_ray.assembly.hub import download
+from eagle_ray.methods.head_files import SAFETENSORS, load_head, read_config
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape
-from jobs.bench.peer_lock import locked
 from jobs.bench.widening import widen_pair
 from jobs.tiny_pair.prompts import prompt_rows
 
@@ -67,7 +70,7 @@ def widened_pair(folder: Path, shape: ModelShape) -> Models:
 
 def _export(models: Models, shape: ModelShape) -> None:
     source = Models(download(EMBEDDED, "target"), download(EMBEDDED, "draft"))
-    small = load_target(source.target, torch.float32, "cpu")
+    small = load_causal_lm(source.target, torch.float32, "cpu")
     wide, wide_head = widen_pair(small, load_head(source.draft, small.config), shape)
 
     _save(models.target, wide, wide.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
@@ -131,3 +134,18 @@ def model_len(prompts: list[list[int]], max_tokens: int) -> int:
     """Return the context length that every engine is given: room for the longest prompt and its output."""
     longest = max(map(len, prompts)) + max_tokens
     return -(-longest // LENGTH_STEP) * LENGTH_STEP
+
+
+YIELD_S = 0.5  # in which a process that waits for the lock can take it
+
+
+@contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold the lock on a file; without a file there is nothing to hold."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    time.sleep(YIELD_S)

@@ -32,11 +32,12 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.methods.eagle.checkpoint import load_head, read_config, save_head
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head, read_config, save_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.requests.sequences import sequences_of
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.widening import widen_pair
@@ -121,7 +122,7 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
     """The embedded pair at the shape of WIDE, as checkpoints on disk; the settings that name them."""
     small, published = download("embedded:tiny", "target"), download("embedded:tiny", "draft")
     target, draft = directory / "target", directory / "draft"
-    model = load_target(small, torch.float32, "cpu")
+    model = load_causal_lm(small, torch.float32, "cpu")
     model, head = widen_pair(model, load_head(published, model.config), WIDE)
     shutil.copytree(small, target, ignore=shutil.ignore_patterns("*.safetensors"))  # its tokenizer
     model.save_pretrained(target)

@@ -13,7 +13,9 @@ import platform
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, load_causal_lm, load_draft, load_tokenizer
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
@@ -52,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Namespace) -> list[str]:
     """Return a table row for many sequences at once without drafts, and one for EAGLE-2."""
     model = ModelConfig(dtype=dtype, device="cpu")
-    causal_lm = load_causal_lm(model, args.batch)
+    causal_lm = load_target(model, args.batch)
     prompts = shuffled_prompts(load_tokenizer(model), args.per_category, seed=78)
     params = [SamplingParams(max_tokens=args.max_tokens, seed=i, **sampling) for i in range(len(prompts))]
 
@@ -68,7 +70,7 @@ def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Name
 
     reference = decode(PLAIN, 1)
     others = {f"plain, {args.batch} at once": decode(PLAIN, args.batch), "EAGLE-2": decode(EAGLE2, args.batch)}
-    oracle = load_causal_lm(model, 1)
+    oracle = load_target(model, 1)
     return [
         f"| {dtype} | {name} | {way} | {summary(oracle, prompts, outputs, reference, params)} |"
         for way, outputs in others.items()

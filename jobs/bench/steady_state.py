@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_ray.assembly.assemble import download, grammar_compiler
+from eagle_ray.assembly.assemble import grammar_compiler
+from eagle_ray.assembly.hub import download
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.engine.verify import MaxTreeSizes, VerifyStepOutput
-from eagle_ray.methods.drafter import Drafter
-from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
-from eagle_ray.methods.null import NullDrafter
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
@@ -154,7 +154,7 @@ def make_engine(slots: int, tree: tuple[int, int, int], is_recorded: bool = Fals
         is_recorded: passes cost nothing.
     """
     path = download("embedded:tiny", "target")
-    causal_lm = load_target(path, torch.float32, "cpu")
+    causal_lm = load_causal_lm(path, torch.float32, "cpu")
     pack_linears(causal_lm)
     target = (RecordedTarget if is_recorded else TargetModel)(causal_lm, slots, MAX_MODEL_LEN + tree_columns(*tree))
     drafter: Drafter = NullDrafter()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, download
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module
@@ -27,12 +28,12 @@ from eagle_ray.engine import verify
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import cpu_ops, torch_ops
-from eagle_ray.methods.calibration_feedback import Offers
+from eagle_ray.methods.calibration import Offers
 from eagle_ray.methods.candidate_ranker import CandidateRanker
-from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
+from eagle_ray.methods.head_files import load_head
 from eagle_ray.models import decoder
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -136,7 +137,7 @@ def timed_parts() -> Iterator[SelfTimes]:
 def load_wide_pair(dtype: torch.dtype) -> tuple[nn.Module, nn.Module, list[list[int]]]:
     """Return the widened pair, packed as the product packs it, and prompts."""
     path = download("embedded:tiny", "target")
-    small = load_target(path, torch.float32, "cpu")
+    small = load_causal_lm(path, torch.float32, "cpu")
     head = load_head(download("embedded:tiny", "draft"), small.config)
     target, head = (model.to(dtype) for model in widen_pair(small, head, BENCH))
     pack_linears(target)

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from eagle_ray.assembly.assemble import build_engine, download, grammar_compiler, load_causal_lm, load_draft
+from eagle_ray.assembly.assemble import build_engine, grammar_compiler
+from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import engine as engine_module
@@ -87,7 +89,7 @@ def make_engines(model: ModelConfig, args: argparse.Namespace) -> dict[str, Engi
     """Return a plain and a drafting engine over the same weights."""
     tree = {"max_nodes": args.nodes, "max_depth": args.depth, "top_k": args.top_k, "budget": args.budget}
     drafting = SpeculativeConfig(method=args.method, **tree)
-    causal_lm = load_causal_lm(model, 1)
+    causal_lm = load_target(model, 1)
     weights = load_draft(model, drafting, causal_lm) if args.method.startswith("eagle") else None
     engines = {
         PLAIN: build_engine(causal_lm, None, SpeculativeConfig(method="none"), 1, model.max_model_len),

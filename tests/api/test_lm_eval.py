@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "clients"

@@ -9,17 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.assembly import assemble as pair_module
-from eagle_ray.assembly.assemble import (
-    build_engine,
-    build_engine_from_config,
-    build_in_thread,
-    check_models,
-    cost_key,
-    load_causal_lm,
-    load_draft,
-    model_limits,
-)
+from eagle_ray.assembly import costs, placement
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, build_in_thread
+from eagle_ray.assembly.costs import cost_key
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.assembly.hub import check_models, model_limits
+from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
@@ -179,12 +174,12 @@ def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path, caplog):
         bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
     assert "an answer also ends at the tokenizer's EOS, <|eos|>, which no config names" in caplog.messages
     assert bundle.engine.target.eos_ids == bundle.tokenizer.eos_ids == {1, 4}
-    assert TargetModel(load_causal_lm(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
+    assert TargetModel(load_target(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_there_is_refused():
-    for refuse in (lambda model: build_engine_from_config(model, PLAIN), load_causal_lm):
+    for refuse in (lambda model: build_engine_from_config(model, PLAIN), load_target):
         with pytest.raises(ConfigError, match=r"model\.device: cuda, and torch sees no GPU .*set model.device to auto"):
             refuse(ModelConfig(device="cuda"))
 
@@ -231,7 +226,7 @@ def test_a_missing_head_is_asked_for():
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
     model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
-    causal_lm = load_causal_lm(model, slots=1)
+    causal_lm = load_target(model, slots=1)
     drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
     ranking = drafter.ranking
     assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
@@ -241,9 +236,9 @@ def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_cali
 def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
     passes = []
-    monkeypatch.setattr(pair_module, "run_linears", lambda model, num_rows: passes.append(num_rows))
-    monkeypatch.setattr(pair_module, "tune_num_threads", lambda run: run())
-    load_causal_lm(ModelConfig(device="cpu"), slots=slots)
+    monkeypatch.setattr(placement, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(placement, "tune_num_threads", lambda run: run())
+    load_target(ModelConfig(device="cpu"), slots=slots)
     assert passes == [rows]
 
 
@@ -332,7 +327,7 @@ def parts_of_start(draft: Path) -> list[str]:
 
 def test_a_start_tells_its_parts_and_measures_only_where_no_costs_are_kept(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(pair_module, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
+    monkeypatch.setattr(costs, "calibrate_costs", lambda *args: calibrate_costs(*args, TimeBudget(0.0)))
     first = parts_of_start(draft)
     assert first[0] == "reading the target's weights" and first[-1] == "measuring the cost of steps"
     assert any(line.startswith("making kernels") for line in first)

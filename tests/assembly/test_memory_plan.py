@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.assembly import assemble as build
+from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
+from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -99,15 +101,15 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
     """On cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card has. Nothing is moved here."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (84 * GB, 85 * GB))
-    monkeypatch.setattr(build, "layer_sizes", lambda model: [int(1.71 * GB)] * 80)
-    monkeypatch.setattr(build, "other_size", lambda model: int(4.2 * GB))
+    monkeypatch.setattr(placement, "layer_sizes", lambda model: [int(1.71 * GB)] * 80)
+    monkeypatch.setattr(placement, "other_size", lambda model: int(4.2 * GB))
     placed = []
-    monkeypatch.setattr(build, "dispatch", lambda model, devices, places: placed.append(places))
-    build._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    monkeypatch.setattr(placement, "dispatch", lambda model, devices, places: placed.append(places))
+    placement._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
     on_first = placed[0].count(0) * 1.71 + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
     with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
-        build._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
+        placement._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
 def test_it_says_what_it_is():
@@ -191,15 +193,15 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
             None,
             env={},
             overrides={"input.path": "embedded:prompts", "output.path": "runs/x", "speculative": settings}
-            | {"model": {"draft": part and str(build.download("embedded:tiny", part)), "max_model_len": 256}},
+            | {"model": {"draft": part and str(download("embedded:tiny", part)), "max_model_len": 256}},
         )
-        target = build.download("embedded:tiny", "target")
-        drafts = [build.download("embedded:tiny", part)] if part else []
+        target = download("embedded:tiny", "target")
+        drafts = [download("embedded:tiny", part)] if part else []
         lengths = SequenceLengths.of(config.speculative, 256, 256)
         shape = target_config(target)
         planned = MemoryPlan.of_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
-        causal_lm = build.load_causal_lm(config.model)
-        weights = build.load_draft(config.model, config.speculative, causal_lm) if part else None
+        causal_lm = load_target(config.model)
+        weights = load_draft(config.model, config.speculative, causal_lm) if part else None
         loaded = MemoryPlan.of_models(causal_lm, weights, config.speculative, "auto", "auto", lengths, 512)
         assert planned == replace(loaded, draft=planned.draft), method
         assert planned.draft == pytest.approx(loaded.draft, rel=0.01)  # tables of tokens are no weights

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.assembly.assemble import GRAPHS
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.worker import baseline as module
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
+from eagle_ray.engine.graphs import GRAPHS
 from eagle_ray.sampling.sampler import gumbel_noise
 from tests.batch.test_worker import answers
 from tests.conftest import PAIR, token_rows

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.api.prompts import prompt_requests
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError

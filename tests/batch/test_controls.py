@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams

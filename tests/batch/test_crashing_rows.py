@@ -9,10 +9,10 @@ import pytest
 from eagle_ray.batch.driver import execute
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import EngineActor
-from tests.batch import fragile_worker
-from tests.batch.fragile_worker import ACTOR_PID, CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 from tests.batch.test_job import ids_of, rows_of
 from tests.conftest import exit_code, token_rows
+from tests.support import fragile_worker
+from tests.support.fragile_worker import ACTOR_PID, CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 
 
 class FragileActor(EngineActor):

@@ -29,10 +29,10 @@ from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from tests.batch import fragile_worker
-from tests.batch.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
 from tests.batch.test_worker import answers, outputs
 from tests.conftest import PAIR, token_rows
+from tests.support import fragile_worker
+from tests.support.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
 
 PATIENCE_S = 60
 LONG = {"sampling.max_tokens": 1000, "model.max_model_len": 1024, "sampling.ignore_eos": True}  # a second for each row

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.batch.test_worker import answers
 from tests.support.row_invariants import broken_laws

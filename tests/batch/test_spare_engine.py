@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eagle_ray.assembly.assemble import check_models
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.batch.worker import spare_engine
 from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
 from eagle_ray.batch.worker.spare_engine import SpareEngine, fork_engine

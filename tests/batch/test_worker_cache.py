@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly import assemble as build
+from eagle_ray.assembly import costs
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
@@ -29,7 +29,7 @@ class Machines:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self._directory, self._monkeypatch = directory, monkeypatch
         self.num_measured = 0
-        monkeypatch.setattr(build, "calibrate_costs", self._measure)
+        monkeypatch.setattr(costs, "calibrate_costs", self._measure)
 
     def use(self, name: str) -> Path:
         """Go on as a new process on the machine of this name; return the directory of its kernels."""

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly.assemble import ASSETS, build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.bench import peer_engines, peer_inputs, peer_process, peer_table, peer_turns, peers
+from jobs.bench import peer_engines, peer_inputs, peer_process, peer_turns, peers
 from jobs.bench.embedding_map import ModelShape
 from tests.support.processes import children_of, is_running
 
@@ -270,7 +271,7 @@ def test_a_table_divides_by_the_best_peer_of_each_kind():
     rows = [row("eagle_ray", "plain", 50.0), row("eagle_ray", "default", 90.0), row("vllm", "plain", 60.0)]
     rows += [row("vllm", "chain 3", 75.0), row("vllm", "chain 5", 72.0), row("openvino", "plain", 45.0)]
     rows.append(row("llama.cpp", "plain", None) | {"reason": "not installed"})
-    lines = peer_table.table(rows, "fp32").splitlines()
+    lines = peers.table(rows, "fp32").splitlines()
     ratios = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines if " / " in line}
     assert ratios["eagle_ray plain / best plain peer"] == "0.83"
     assert ratios["eagle_ray default / best plain peer"] == "1.50"

@@ -10,16 +10,16 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.eagle.checkpoint import load_head
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.cases import requests
 from jobs.bench.gpu.device_checks import generate
 from jobs.bench.gpu.embedded_pair import ASSETS
+from jobs.bench.gpu.gpu_run import is_walk
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
-from jobs.bench.gpu.synthetic_cases import is_walk
 from jobs.bench.gpu.synthetic_context import in_context
 from jobs.bench.simulated_costs import flat
 from jobs.bench.synthetic import successor, synthetic_pair
@@ -83,7 +83,7 @@ def test_a_context_is_read_and_changes_nothing(pair, way):
 @pytest.mark.slow
 def test_acceptance_behind_a_context_is_as_without():
     """The head reads the context too, and sees nothing of it but the pair of the prompt's first token."""
-    small = load_target(ASSETS / "target", torch.float32, "cpu")
+    small = load_causal_lm(ASSETS / "target", torch.float32, "cpu")
     head_of_it = load_head(ASSETS / "draft", small.config)
     rig = rig_of(widen_pair(small, head_of_it, ModelShape(288, 9, 8, 2, 64, 448, 1536)))
     rig.set_aside(3 * 128, longest=256)

@@ -11,7 +11,7 @@ from eagle_ray.evaluation.equivalence import compare, first_difference
 from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from jobs.bench.degraded_heads import damaged_head, random_head
+from jobs.bench.engine import damaged_head, random_head
 from tests.support.toy_models import head, llama
 
 PROMPTS = [[5 + i, 9, 23 + i] for i in range(9)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.report.methods_table import evaluation_text
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from eagle_ray.assembly.assemble import ASSETS
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.batch.driver.input_plan import requests_of
 from eagle_ray.cli import validate as module
 from eagle_ray.cli.validate import check_grammars, validate

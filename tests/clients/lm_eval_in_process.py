@@ -28,7 +28,7 @@ from lm_eval_client import ANSWER, CHOICE, COMMON, TOLERANCE, compare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_ray.lm_eval  # noqa: F401  registers the model
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 
 TEXT = """
 task: capitals_text

@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 from eagle_ray.assembly import memory_plan
-from eagle_ray.assembly.assemble import build_engine_from_config, download
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan, loaded_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.cli import main as cli

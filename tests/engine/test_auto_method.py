@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from eagle_ray.assembly.assemble import build_engine, check_models
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.combine.switch import SwitchDrafter
-from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.methods.registry import method_of_draft
 from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of, weights_for
 from tests.engine.test_lossless import Oracle, some_params, some_prompts

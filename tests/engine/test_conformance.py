@@ -9,9 +9,9 @@ import torch
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -24,7 +24,7 @@ MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts 
 
 
 def golden_engine(pair: str, num_slots: int) -> Engine:
-    model = load_target(GOLDENS / pair / "target", torch.float32, "cpu")
+    model = load_causal_lm(GOLDENS / pair / "target", torch.float32, "cpu")
     head = load_head(GOLDENS / pair / "draft", model.config)
     columns, layers = tree_columns(MAX_NODES, MAX_DEPTH, TOP_K), head.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 256 + columns, feature_layers=layers)

@@ -27,7 +27,7 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models import target as target_module
-from eagle_ray.models.model_probe import probe
+from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, check_models
+from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
 from eagle_ray.core.errors import ConfigError, EngineError

@@ -25,7 +25,7 @@ from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
 from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.kernels.device import compile_fails
+from tests.support.kernels import compile_fails
 from tests.support.toy_models import head3, llama_engine, run
 
 E3 = dict(num_hidden_layers=7)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle_ray.assembly.assemble import build_engine, check_models
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
 from eagle_ray.core.errors import ConfigError
@@ -18,7 +19,7 @@ from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.conftest import PAIR

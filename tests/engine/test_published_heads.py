@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eagle_ray.assembly.assemble import build_engine_from_config, check_models
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from tests.engine.test_lossless import some_params, some_prompts
-from tests.support.published_checkpoints import E3, LLAMA3_ROPE, RAW, Tensors, eagle3_tensors, eagle_tensors, write
+from tests.support.checkpoints import E3, LLAMA3_ROPE, RAW, Tensors, eagle3_tensors, eagle_tensors, write
 from tests.support.toy_models import llama, run
 
 NARROW = E3 | {"hidden_size": 16, "target_hidden_size": 32}

@@ -8,9 +8,9 @@ import torch
 from safetensors.numpy import load_file
 
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, unpermute, write_checkpoint
-from eagle_ray.models.loader import eos_ids, load_target
+from eagle_ray.models.loader import eos_ids, load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.gguf_writer import F32, toy_metadata, toy_tensors, write_gguf
+from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
 from tests.support.slow_gguf import SlowReader, llama_logits
 
 
@@ -32,7 +32,7 @@ def test_logits_equal_a_second_readers(source, converted):
     ids = [1, 70, 200, 45, 45, 3]
     vocab_ids = list(range(262))
     expected = llama_logits(SlowReader(source), ids, 2, vocab_ids)
-    model = load_target(converted, torch.float32, "cpu")
+    model = load_causal_lm(converted, torch.float32, "cpu")
     found = model(input_ids=torch.tensor([ids])).logits[0].numpy()
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, atol=2e-5)
@@ -41,11 +41,11 @@ def test_logits_equal_a_second_readers(source, converted):
 def test_weights_are_fp16_and_run_in_bf16(converted):
     weights = load_file(converted / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {np.dtype(np.float16)}
-    assert load_target(converted, "auto", "cpu").dtype is torch.bfloat16
+    assert load_causal_lm(converted, "auto", "cpu").dtype is torch.bfloat16
 
 
 def test_the_end_of_sequence_is_the_files(converted):
-    assert eos_ids(load_target(converted, torch.float32, "cpu")) == {2}
+    assert eos_ids(load_causal_lm(converted, torch.float32, "cpu")) == {2}
 
 
 def test_an_lm_head_of_its_own_is_kept(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from eagle_ray.kernels.flash_decoding import attend, combine
 from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, tile_shape
 from eagle_ray.kernels.tree_attention import COMBINE_WARPS, TOGETHER, padded
-from tests.kernels.ahead_of_time import Resources, compiled
+from tests.support.kernel_compiler import Resources, compiled
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INDICES = "lengths first words depths column_depths slots table seq starts counts tile_trees tile_begins"

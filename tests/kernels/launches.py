@@ -13,7 +13,7 @@ import torch
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.ahead_of_time import Resources, compiled_source
+from tests.support.kernel_compiler import Resources, compiled_source
 
 TYPES = {
     torch.float32: "*fp32",

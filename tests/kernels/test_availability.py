@@ -15,7 +15,7 @@ from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.requests.parameters import SamplingParams
-from tests.kernels.device import compile_fails
+from tests.support.kernels import compile_fails
 from tests.support.toy_models import llama_engine, run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.kernels.ahead_of_time import PTXAS
+from tests.support.kernel_compiler import PTXAS
 
 SHARED = {80: 99 << 10, 90: 227 << 10}  # the first is an RTX 30's or 40's, which the same shapes serve; an A100 has 163
 

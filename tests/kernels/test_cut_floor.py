@@ -7,7 +7,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cut_floor as kernel
 from eagle_ray.methods.coupling import NUM_CUT, least_kept
 from eagle_ray.requests.parameters import SamplingParams
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 PARAMS = [
     SamplingParams(),

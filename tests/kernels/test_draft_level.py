@@ -7,8 +7,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.requests.parameters import SamplingParams
-from tests.kernels.counting import device_operations
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
+from tests.support.operations import device_operations
 
 DEPTH, CHILDREN, HIDDEN, BATCH = 5, 6, 3, 4
 PARAMS = [

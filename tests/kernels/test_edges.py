@@ -7,7 +7,7 @@ from eagle_ray.evaluation import equivalence
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import reachable_tokens
 from jobs.bench.gpu import device_checks
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 
 @pytest.fixture

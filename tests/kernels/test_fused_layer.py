@@ -6,10 +6,10 @@ import torch
 from eagle_ray.attention.metadata import AttentionShape, Rotary
 from eagle_ray.kernels import fused_layer, torch_ops
 from eagle_ray.models.target import TargetModel
-from tests.kernels.counting import device_operations, tree_pass
-from tests.kernels.device import DEVICE
-from tests.models.families import CHUNKS, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
 from tests.models.test_decoder import COVERED
+from tests.support.families import CHUNKS, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
+from tests.support.kernels import DEVICE
+from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -10,7 +10,7 @@ from eagle_ray.kernels import kv_commit as kernel
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.accept import VerifyResult
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 
 def cache_of(seed: int, value_dim: int, dtype: torch.dtype) -> KVCache:

@@ -12,7 +12,7 @@ from eagle_ray.kernels import gumbel
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import gumbel_noise, process, sample
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMS = [

@@ -1,7 +1,7 @@
 """An engine whose steps run on the kernels produces what the portable engine does, greedy and sampled."""
 
 from eagle_ray.requests.parameters import SamplingParams
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 from tests.support.toy_models import head3, llama_engine, run
 
 WHOLE = [

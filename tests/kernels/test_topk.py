@@ -8,7 +8,7 @@ from eagle_ray.kernels import topk as kernel
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.requests.parameters import SamplingParams
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 PLAIN = [
     SamplingParams(),

@@ -11,8 +11,8 @@ from eagle_ray.kernels.tile_config import TileShape, busy_share, num_splits, til
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, TileSchedule
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from tests.kernels.device import DEVICE
-from tests.kernels.forests import Forest
+from tests.support.forests import Forest
+from tests.support.kernels import DEVICE
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SETTINGS = settings(max_examples=8, deadline=None)

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from eagle_ray.methods.eagle.checkpoint import load_head
-from tests.support.eagle_formulas import decoder_layer, rms_norm
-from tests.support.published_checkpoints import (
+from eagle_ray.methods.head_files import load_head
+from tests.support.checkpoints import (
     E3,
     LLAMA3_ROPE,
     RAW,
@@ -14,6 +13,7 @@ from tests.support.published_checkpoints import (
     target_config,
     write,
 )
+from tests.support.eagle_formulas import decoder_layer, rms_norm
 
 TARGET = target_config()
 LENGTH = 40

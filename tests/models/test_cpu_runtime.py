@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from eagle_ray.models import cpu_runtime as malloc
+from eagle_ray.models import runtime as malloc
 
 FAULTS = """
 import resource, sys, torch
-from eagle_ray.models.cpu_runtime import tune_malloc
+from eagle_ray.models.runtime import tune_malloc
 if sys.argv[1] == "keep" and not tune_malloc():
     print("no glibc")
     raise SystemExit
@@ -34,7 +34,7 @@ def test_what_is_freed_is_used_again():
 
 HUGE = """
 import torch
-from eagle_ray.models import cpu_runtime as heap
+from eagle_ray.models import runtime as heap
 
 def huge() -> int:
     lines = open("/proc/self/smaps_rollup").read().splitlines()

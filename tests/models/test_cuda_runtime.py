@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.models.cuda_runtime import pin_cuda_numerics
+from eagle_ray.models.runtime import pin_cuda_numerics
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from eagle_ray.assembly.placement import dispatch
 from eagle_ray.attention import backend
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.core.decode_batch import DecodeSlots
@@ -14,11 +15,10 @@ from eagle_ray.methods.eagle.head_decoder import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
-from eagle_ray.models.placement import dispatch
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import (
+from tests.support.families import (
     CHUNKS,
     FAMILIES,
     LLAMA3_ROPE,

@@ -4,15 +4,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from eagle_ray.models import dtypes
-from eagle_ray.models.dtypes import auto_dtype
+from eagle_ray.models import loader
+from eagle_ray.models.loader import auto_dtype
 
 
 @pytest.fixture
 def big(tmp_path):
     """A directory with a large weight file, which takes no disk."""
     with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(dtypes.LEAST_BF16_BYTES)
+        file.truncate(loader.LEAST_BF16_BYTES)
     return tmp_path
 
 
@@ -29,13 +29,13 @@ def big(tmp_path):
 def test_on_a_cpu_it_is_bf16_where_that_is_the_checkpoints_own_and_faster(
     big, monkeypatch, unit, config, dtype, reason
 ):
-    monkeypatch.setattr(dtypes, "bf16_unit", lambda: unit)
+    monkeypatch.setattr(loader, "bf16_unit", lambda: unit)
     found, why = auto_dtype(LlamaConfig(**config), big, "cpu")
     assert found is dtype and reason in why
 
 
 def test_a_small_model_stays_fp32(tmp_path, monkeypatch):
-    monkeypatch.setattr(dtypes, "bf16_unit", lambda: "AMX")
+    monkeypatch.setattr(loader, "bf16_unit", lambda: "AMX")
     (tmp_path / "model.safetensors").write_bytes(b"x")
     assert auto_dtype(LlamaConfig(dtype="bfloat16"), tmp_path, "cpu")[0] is torch.float32
 

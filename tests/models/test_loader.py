@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models import loader
-from eagle_ray.models.loader import eos_ids, load_config, load_target
+from eagle_ray.models.loader import eos_ids, load_causal_lm, load_config
 from tests.support.toy_models import LLAMA, llama
 
 
@@ -37,7 +37,7 @@ def declare(directory: Path, **keys: object) -> None:
 
 
 def load(directory: Path) -> torch.nn.Module:
-    return load_target(directory, torch.float32, "cpu")
+    return load_causal_lm(directory, torch.float32, "cpu")
 
 
 def test_a_checkpoint_is_loaded_as_it_was_saved(directory):
@@ -116,6 +116,6 @@ def test_a_gpu_gets_its_weights_straight_from_the_files(directory, monkeypatch, 
         return model, {"missing_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    load_target(directory, torch.float32, device)
+    load_causal_lm(directory, torch.float32, device)
     assert asked.get("device_map") == ({"": device} if straight else None)
     assert asked.get("moved") == (None if straight else device)

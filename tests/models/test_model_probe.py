@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.model_probe import KVSpec, Mask, probe
+from eagle_ray.models.supported_models import KVSpec, Mask, probe
 from eagle_ray.models.target import TargetModel
-from tests.models.families import MOE, WINDOW, config_of, random_model
+from tests.support.families import MOE, WINDOW, config_of, random_model
 from tests.support.toy_models import LLAMA, llama
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.models import cpu_runtime as threads
+from eagle_ray.models import runtime as threads
 
 
 class Timed:

@@ -6,16 +6,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.assembly.placement import dispatch, layer_sizes, moved, other_size, place_layers
 from eagle_ray.attention import backend
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.kv import kv_cache
 from eagle_ray.models import target as target_module
-from eagle_ray.models.model_probe import probe
-from eagle_ray.models.placement import dispatch, layer_sizes, moved, other_size, place_layers
+from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.models.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
 from tests.support.toy_models import llama
 
 

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from eagle_ray.assembly.assemble import build_engine_from_config, cost_key
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.costs import cost_key
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.models.loader import load_target
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.requests.parameters import SamplingParams
-from tests.models.families import CHUNKS, assert_trees_equal, target_of
+from tests.support.families import CHUNKS, assert_trees_equal, target_of
 from tests.support.toy_models import llama
 
 pytest.importorskip("accelerate", reason="transformers loads quantised checkpoints with accelerate")
@@ -108,7 +109,7 @@ def checkpoint(request, tmp_path_factory) -> tuple[Path, bool, float]:
 @torch.inference_mode()
 def test_its_trees_equal_its_own_forward(checkpoint):
     path, stays, atol = checkpoint
-    model, plain = load_target(path, "auto", "cpu"), load_target(path, "auto", "cpu")
+    model, plain = load_causal_lm(path, "auto", "cpu"), load_causal_lm(path, "auto", "cpu")
     plain.set_attn_implementation("eager")
     pack_linears(model, fewest_weights=1)
     replaced = {name for name, module in model.named_modules() if isinstance(module, PackedLinear) and "_proj" in name}
@@ -124,6 +125,6 @@ def test_it_is_a_target_like_any_other(checkpoint):
     engine.add(sequence)
     while engine.has_work:
         engine.step()
-    plain = load_target(checkpoint[0], torch.float32, "cpu")
+    plain = load_causal_lm(checkpoint[0], torch.float32, "cpu")
     generated = plain.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert sequence.output_ids == generated[0, 3:].tolist()

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from eagle_ray.assembly.placement import dispatch
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.placement import dispatch
 from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elements_per_token, max_exact_position
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.engine.test_host_syncs import WatchCopies, WatchOperations
-from tests.models.families import (
+from tests.support.families import (
     CHUNKS,
     FAMILIES,
     OTHERS,

@@ -8,7 +8,8 @@ from itertools import groupby
 import pytest
 import torch
 
-from eagle_ray.assembly.assemble import ASSETS, build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes

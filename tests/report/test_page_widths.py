@@ -11,7 +11,7 @@ import pytest
 
 from eagle_ray.report.html import page
 from tests.report.test_html import SECTIONS, record, summary
-from tests.serve.browser import CHROMIUM, DRIVER, browser
+from tests.support.browser import CHROMIUM, DRIVER, browser
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None or importlib.util.find_spec("selenium") is None,

@@ -4,7 +4,7 @@ import pytest
 
 from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.api.request_output import completion_of
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.requests.answer_chunks import ChoiceChunks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from eagle_ray.assembly.assemble import ASSETS
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec

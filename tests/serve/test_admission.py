@@ -8,13 +8,12 @@ import random
 import pytest
 
 from eagle_ray.config import load_serve_config
-from eagle_ray.serve.admission import Admission, Need
+from eagle_ray.serve.access import ApiKeys
+from eagle_ray.serve.admission import Admission, FairQueue, Need
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.fair_queue import FairQueue
-from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.service import Service
-from tests.serve.client import exchange, post
+from tests.support.serving import exchange, post
 from tests.support.toy_models import llama_engine
 
 TEXT = "/v1/completions"

@@ -14,15 +14,15 @@ from eagle_ray.requests.openai_bodies import CompletionRequest
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.run import Run
 from eagle_ray.serve import openapi
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.keys import ApiKeys
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
 from tests.conftest import small_job
-from tests.serve.client import exchange, get, parsed, post, request
 from tests.serve.conftest import SETTINGS
+from tests.support.serving import exchange, get, parsed, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}

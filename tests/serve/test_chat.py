@@ -5,15 +5,15 @@ import json
 
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.serve.client import post
 from tests.serve.conftest import SETTINGS
 from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.serving import post
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Add 1 and 2."}]

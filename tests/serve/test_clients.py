@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from eagle_ray.requests.openai_bodies import ChatRequest
 from eagle_ray.serve import response_models
-from eagle_ray.serve.http_errors import ApiError
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.serve.openapi import openapi
-from eagle_ray.serve.parse import parse
-from tests.serve.client import get, post
+from eagle_ray.serve.request_body import parse
+from tests.support.serving import get, post
 
 httpx2, openai, schemathesis = map(pytest.importorskip, ("httpx2", "openai", "schemathesis"))  # Python 3.11 or newer
 HI = [{"role": "user", "content": "What is the capital of France?"}]

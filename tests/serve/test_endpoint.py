@@ -30,7 +30,7 @@ from eagle_ray.serve.endpoint_metrics import (
     merge,
     prometheus_text,
 )
-from tests.batch.nodes import cluster_of
+from tests.support.clusters import cluster_of
 from tests.support.processes import Watched, descendants, parent_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,7 +52,7 @@ def test_what_users_are_given_is_valid():
 
 
 def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, monkeypatch):
-    monkeypatch.setattr("eagle_ray.assembly.assemble.check_models", None)
+    monkeypatch.setattr("eagle_ray.assembly.hub.check_models", None)
     assert cli.main(["serve", "--set", "serving.prot=1"]) == 2
     assert "did you mean serving.port?" in capsys.readouterr().err
     with socket.socket() as taken:

@@ -7,8 +7,8 @@ import socket
 import pytest
 import uvicorn
 
-from eagle_ray.serve import http_protocol
-from eagle_ray.serve.http_protocol import MAX_HEADER_BYTES, install
+from eagle_ray.serve import proxy_errors
+from eagle_ray.serve.proxy_errors import MAX_HEADER_BYTES, install
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -122,13 +122,13 @@ def test_a_body_does_not_count_to_the_headers_of_the_request_behind_it():
 )
 def test_a_connection_without_a_whole_head_is_closed(monkeypatch, sent, rest, statuses):
     """Whether it sends nothing, or a part of it at the beginning, or behind another request."""
-    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.5)
+    monkeypatch.setattr(proxy_errors, "HEAD_WITHIN_S", 0.5)
     head, answer = exchanged(sent, rest)
     assert [part[:3] for part in (head + answer).split(b"HTTP/1.1 ")[1:]] == statuses
 
 
 def test_a_slow_answer_and_a_slow_body_outlive_the_limit_of_headers(monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.5)
+    monkeypatch.setattr(proxy_errors, "HEAD_WITHIN_S", 0.5)
     body = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 3\r\n\r\nab"
     assert exchanged(body, b"c", pause_s=1.0)[0].startswith(b"HTTP/1.1 200 ")
 

@@ -7,11 +7,10 @@ import json
 import pytest
 
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.serve import parse as bodies
-from eagle_ray.serve.answer_json import event
-from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.parse import MAX_CONTAINERS, check_containers, parse
-from tests.serve.client import exchange, get, post, request
+from eagle_ray.serve import request_body
+from eagle_ray.serve.http_answers import ApiError, event
+from eagle_ray.serve.request_body import MAX_CONTAINERS, check_containers, parse
+from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
@@ -300,7 +299,7 @@ def test_an_upload_that_breaks_off_is_nobodys_error(app, service):
 
 
 def test_an_upload_that_stalls_is_not_waited_for(app, monkeypatch):
-    monkeypatch.setattr(bodies, "ARRIVES_WITHIN_S", 0.05)
+    monkeypatch.setattr(request_body, "ARRIVES_WITHIN_S", 0.05)
     assert asyncio.run(upload(app, b'{"prompt": ', ends=False)) == 408
 
 

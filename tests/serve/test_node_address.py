@@ -13,7 +13,7 @@ import ray
 from grpc.aio._server import Server
 from ray import serve
 
-from eagle_ray.serve.node_address import (
+from eagle_ray.serve.access import (
     GRPC_METHODS,
     AtNodeAddress,
     Listener,

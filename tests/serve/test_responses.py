@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests.serve.client import get, post, request
 from tests.serve.test_chat import ADD, ARGUMENTS, ASK, CALL, answering, qwen  # noqa: F401
+from tests.support.serving import get, post, request
 
 URL = "/v1/responses"
 BAD_FORM = {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}

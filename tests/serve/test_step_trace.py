@@ -10,9 +10,9 @@ from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.requests.answer_chunks import ChoiceChunks
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.parse import parse
-from tests.serve.client import post
+from eagle_ray.serve.request_body import parse
 from tests.serve.test_app import CHAT, FRANCE, TEXT
+from tests.support.serving import post
 
 ASKS = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import InputChanged

@@ -41,7 +41,7 @@ from eagle_ray.serve.batches.batch_input import check_lines, read_lines
 from eagle_ray.serve.openapi import openapi
 from eagle_ray.serve.service import Service
 from eagle_ray.storage.path import StoragePath
-from tests.serve.client import request as http_request
+from tests.support.serving import request as http_request
 
 __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
 

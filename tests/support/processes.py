@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import psutil
 
-from eagle_ray.serve.node_address import Listener, listeners
+from eagle_ray.serve.access import Listener, listeners
 
 MARK = "EAGLE_RAY_TEST_MARK"  # inherited, so that processes are found after their parent has ended
 

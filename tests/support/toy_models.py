@@ -25,10 +25,9 @@ from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft
+from eagle_ray.methods.drafter import Draft, NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner

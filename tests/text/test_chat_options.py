@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from eagle_ray.assembly.assemble import ASSETS
+from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle_ray.assembly.assemble import load_causal_lm
+from eagle_ray.assembly.placement import load_target
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.methods.eagle.checkpoint import load_dflash, load_head, read_shapes
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
+from eagle_ray.methods.head_files import load_dflash, load_head, read_shapes
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.feature_source import ComputedFeatures
@@ -99,7 +99,7 @@ def test_a_cached_run_equals_one_that_computes(make_config, tmp_path):
 def test_a_feature_cache_goes_on_after_a_kill_and_refuses_other_data(make_config, tmp_path, monkeypatch):
     config = make_config()
     data = load_data(config, None, [config.data.path])
-    causal_lm = load_causal_lm(ModelConfig(target=config.model.target, draft=None, device="cpu", dtype="float32"))
+    causal_lm = load_target(ModelConfig(target=config.model.target, draft=None, device="cpu", dtype="float32"))
     source = ComputedFeatures(causal_lm, (2, 4, 5), 64)
     monkeypatch.setattr("eagle_ray.training.job.feature_cache.SHARD_BYTES", 20_000)
     FeatureCache.open(tmp_path / "cache", source, data.documents[:17], {"data": 1})

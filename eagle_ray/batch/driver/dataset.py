@@ -91,7 +91,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     an output column gets the prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the
     cluster lacks the GPUs.
     """
-    from eagle_ray.assembly.assemble import check_models  # torch
+    from eagle_ray.assembly.hub import check_models  # torch
 
     _check_keys(config)
     check_models(config.model, config.speculative)

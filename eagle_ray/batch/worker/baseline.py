@@ -26,7 +26,7 @@ from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import Timing, total
-from eagle_ray.methods.null import NullDrafter
+from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.target import PrefillBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.outputs import id_of_turn

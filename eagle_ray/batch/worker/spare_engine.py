@@ -114,7 +114,7 @@ class SpareEngine:
         """Wait for the check of the models. Raises as build.check_models does, ClusterError if the process ended."""
         assert self._config is not None, "start comes first"
         if self._pipe is None:
-            from eagle_ray.assembly.assemble import check_models
+            from eagle_ray.assembly.hub import check_models
 
             check_models(self._config.model, self._config.speculative)
         elif (error := self._result(self._pipe)) is not None:
@@ -258,7 +258,7 @@ def _check(config: JobConfig, driver: Connection) -> Exception | None:
     """Check the models and return the error as a process without torch can unpickle it. Lines go to the driver."""
     try:
         with log_to(driver.send):
-            from eagle_ray.assembly.assemble import check_models
+            from eagle_ray.assembly.hub import check_models
 
             check_models(config.model, config.speculative)
     except ConfigError as error:

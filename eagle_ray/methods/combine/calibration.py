@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from eagle_ray.methods.calibration import KINDS, logit
-from eagle_ray.methods.online_newton import OnlineFit
+from eagle_ray.methods.calibration import KINDS, OnlineFit, logit
 
 
 class EnsembleCalibration:

@@ -34,7 +34,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
-from eagle_ray.methods.idle_batch import idle_batch
+from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams

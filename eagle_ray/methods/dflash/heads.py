@@ -33,11 +33,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
 from eagle_ray.kernels.torch_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.methods.eagle.heads import LogitsOf, exact_rotary
+from eagle_ray.methods.eagle.heads import exact_rotary
 from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for
-from eagle_ray.models.model_probe import KVSpec
 from eagle_ray.models.packed_linear import slice_rows
-from eagle_ray.models.supported_models import head_dims
+from eagle_ray.models.supported_models import KVSpec, LogitsOf, head_dims
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LayoutOf = Callable[[bool], AttentionMetadata]

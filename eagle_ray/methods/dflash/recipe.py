@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.training.feature_source import FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over

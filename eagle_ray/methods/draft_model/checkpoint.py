@@ -19,11 +19,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.eagle.heads import LogitsOf
-from eagle_ray.models.loader import load_config, load_target
-from eagle_ray.models.model_probe import KVSpec, probe
-from eagle_ray.models.placement import input_embedding
-from eagle_ray.models.supported_models import check_config, head_dims, kv_elements_per_token, logits_postprocessor
+from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
+from eagle_ray.models.supported_models import (
+    KVSpec,
+    LogitsOf,
+    check_config,
+    head_dims,
+    kv_elements_per_token,
+    logits_postprocessor,
+    probe,
+)
 
 
 class DraftModel(nn.Module):
@@ -67,7 +72,7 @@ def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
     vocabulary.
     """
     check_draft_model(path, target)
-    return DraftModel(load_target(path, torch.float32, "cpu"))
+    return DraftModel(load_causal_lm(path, torch.float32, "cpu"))
 
 
 def check_draft_model(path: Path, target: PretrainedConfig) -> KVSpec:

@@ -25,8 +25,7 @@ from torch import Tensor
 from eagle_ray.core.graph_protocol import Kind
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.calibration_feedback import Offered, OfferedLevel
+from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import Frontier
 from eagle_ray.tree.tree_mask import WORD_BITS, num_words

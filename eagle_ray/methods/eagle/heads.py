@@ -29,10 +29,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
-from eagle_ray.models.model_probe import KVSpec
-from eagle_ray.models.supported_models import head_dims
+from eagle_ray.models.supported_models import KVSpec, LogitsOf, head_dims
 
-LogitsOf = Callable[[Float[Tensor, "*rows H"]], Float[Tensor, "*rows V"]]
 NUM_FEATURES = 3  # that an EAGLE-3 head reads if its config names no layers
 MIN_TARGET_LAYERS = 7  # of a target of EAGLE-3: with fewer the three features would not be of different layers
 

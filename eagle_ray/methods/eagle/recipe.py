@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from eagle_ray.methods.eagle.checkpoint import save_head
+from eagle_ray.methods.eagle.checkpoint import head_config
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.methods.eagle.spec import head_config
 from eagle_ray.methods.eagle.unrolled_passes import unroll
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.training.feature_source import FeatureBatch
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.calibration_feedback import Offers
-from eagle_ray.methods.drafter import Draft, TokenSequence
+from eagle_ray.methods.calibration import Calibration, Offers
+from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
 from eagle_ray.methods.lookup.ppm import Children
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
 

@@ -30,10 +30,9 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.combine.ensemble import extra_log_values
-from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge, path_hashes

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.eagle.checkpoint import load_pickle, read_config, read_file
-from eagle_ray.methods.eagle.spec import check_tensors
+from eagle_ray.methods.eagle.checkpoint import check_tensors
+from eagle_ray.methods.head_files import load_pickle, read_config, read_file
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"

@@ -22,9 +22,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Draft, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.models.target import PrefillBatch, TargetModel
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from eagle_ray.methods.eagle.heads import LogitsOf
+from eagle_ray.models.supported_models import LogitsOf
 
 
 class MedusaHeads(nn.ModuleList):

@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from eagle_ray.config.serve import ServingConfig
-from eagle_ray.serve.batches.batch_body import BatchBody
 from eagle_ray.serve.batches.batch_models import (
     BATCH,
     FILE,
     OVER,
+    BatchBody,
     BatchList,
     BatchObject,
     BatchRecord,
@@ -37,10 +37,9 @@ from eagle_ray.serve.batches.batch_models import (
     is_id,
 )
 from eagle_ray.serve.batches.batch_store import KEY, BatchStore
-from eagle_ray.serve.batches.file_store import FileStore
-from eagle_ray.serve.batches.file_upload import PURPOSE, check_room, receive_upload
-from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.parse import parse, read_body
+from eagle_ray.serve.batches.file_store import PURPOSE, FileStore, check_room, receive_upload
+from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.request_body import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""

@@ -2,8 +2,8 @@
 
 A batch that is not over has a run (``runs/run.py``). A runner looks for such batches once a second and takes the lease
 of each that no process holds, so a restarted server goes on with what a killed one left. Answers are in the run's parts
-(``answer_log``), each of which is complete or absent. The runner answers the lines that have none there, and at the end
-splits the parts into the output file and the error file.
+(``batch_store``), each of which is complete or absent. The runner answers the lines that have none there, and at the
+end splits the parts into the output file and the error file.
 
 A line whose replica dies is answered again while no other line is in flight. If MAX_LOST replicas have died, the line
 becomes the error worker_died. The lines that were in flight with it are answered.
@@ -29,10 +29,16 @@ from eagle_ray.config.records import RunRecord
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.runs.lease import Lease
 from eagle_ray.runs.run import Run
-from eagle_ray.serve.batches.answer_log import AnswerLog, LineAnswer, error_answer, response_answer, seed_of
 from eagle_ray.serve.batches.batch_input import CheckedLines, check_lines, read_lines
 from eagle_ray.serve.batches.batch_models import BatchRecord, Ending, RequestCounts, made_at
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_store import (
+    AnswerLog,
+    BatchStore,
+    LineAnswer,
+    error_answer,
+    response_answer,
+    seed_of,
+)
 
 log = logging.getLogger("eagle_ray")
 Line = tuple[str, dict[str, Any]]  # custom_id and body

@@ -1,8 +1,7 @@
-"""FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket.
+"""FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket; and the upload of one.
 
 A file is a description (JSON) and numbered chunks of bytes. The description is written last, so a file exists whole or
-not at all, and no more than a chunk is ever in memory. Owners have directories of their own: one key's client cannot
-name another key's file.
+not at all. Owners have directories of their own: one key's client cannot name another key's file.
 
     OWNER/files/file-ID.json       the description
     OWNER/contents/file-ID/000000  the first chunk
@@ -10,16 +9,31 @@ name another key's file.
     >>> store = FileStore(StoragePath.of("batches"), "all")
     >>> store.write([b'{"custom_id": "a"}'], "in.jsonl", "batch").bytes
     18
+
+An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read ahead
+(``serve/request_body.py``), whatever its size.
+
+    await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
 
-from eagle_ray.serve.batches.batch_models import FILE, StoredFile, is_id, new_id
-from eagle_ray.serve.http_errors import ApiError
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
+from starlette.requests import Request
+
+from eagle_ray.config.serve import BatchesConfig
+from eagle_ray.requests.values import unsupported
+from eagle_ray.serve.batches.batch_models import EXPIRES_S, FILE, MAX_LIFE_S, MIN_LIFE_S, StoredFile, is_id, new_id
+from eagle_ray.serve.http_answers import ApiError, api_error
+from eagle_ray.serve.request_body import ClientDisconnected, check_encoding
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 CHUNK_BYTES = 8 << 20
@@ -147,3 +161,206 @@ def ids_in(directory: StoragePath, prefix: str) -> list[str]:
         return [name for name in directory.list_names() if is_id(name, prefix)]
     except FileNotFoundError:
         return []
+
+
+PURPOSE: Final = "batch"
+MAX_VALUE_BYTES = 4096  # of a field that is no file
+MAX_OTHER_BYTES = 64 << 10  # of the body without the file: boundaries, headers, fields, what is before and behind them
+NEXT_BYTES_WITHIN_S = 60.0
+FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+
+class UploadForm:
+    """A push parser of one upload: give bytes to feed, take the file's bytes with take.
+
+    Args:
+        max_bytes: of the file.
+        too_large: the error of a file with more.
+    """
+
+    def __init__(self, boundary: bytes, max_bytes: int, too_large: ApiError):
+        names = ("part_data", "header_field", "header_value", "header_end", "headers_finished", "end")
+        callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
+        with _form_errors():
+            self._parser = MultipartParser(boundary, callbacks)
+        self._max_bytes, self._too_large = max_bytes, too_large
+        self._num_fed = 0
+        self._header = self._header_value = b""
+        self._disposition: dict[bytes, bytes] = {}
+        self._field = ""
+        self._file = bytearray()  # not taken yet
+        self._values: dict[str, bytearray] = {}
+        self.filename: str | None = None
+        self.size = 0
+        self.is_whole = False
+
+    def feed(self, data: bytes) -> None:
+        """Parse the next bytes. Raises ApiError."""
+        with _form_errors():
+            self._parser.write(data)
+        self._num_fed += len(data)
+        if self._num_fed - self.size > MAX_OTHER_BYTES:
+            message = f"the form has more than {MAX_OTHER_BYTES} bytes that are not the file's. Send the file alone."
+            raise ApiError(413, message, code="form_too_large")
+
+    def take(self, least: int) -> bytes:
+        """Return the file's new bytes if there are at least `least` of them."""
+        if len(self._file) < least:
+            return b""
+        data, self._file = bytes(self._file), bytearray()
+        return data
+
+    def value(self, name: str) -> str | None:
+        found = self._values.get(name)
+        return None if found is None else found.decode("utf-8", "replace")
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            _, self._disposition = parse_options_header(self._header_value)
+        self._header = self._header_value = b""
+
+    def _on_headers_finished(self) -> None:
+        disposition, self._disposition = self._disposition, {}
+        self._field = disposition.get(b"name", b"").decode("utf-8", "replace")
+        if self._field not in FIELDS:
+            raise api_error(unsupported(self._field or "a field without a name", f"an upload has {', '.join(FIELDS)}"))
+        if self._field in self._values or (self._field == "file" and self.filename is not None):
+            raise ApiError(400, f"{self._field}: given more than once", self._field, "bad_value")
+        if self._field == "file":
+            self.filename = disposition.get(b"filename", b"").decode("utf-8", "replace") or "upload"
+        else:
+            self._values[self._field] = bytearray()
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field == "file":
+            self._file += data[start:end]
+            self.size += end - start
+            if self.size > self._max_bytes:
+                raise self._too_large
+            return
+        self._values[self._field] += data[start:end]
+        if len(self._values[self._field]) > MAX_VALUE_BYTES:
+            raise ApiError(400, f"{self._field}: longer than {MAX_VALUE_BYTES} bytes", self._field, "bad_value")
+
+    def _on_end(self) -> None:
+        self.is_whole = True
+
+
+@contextmanager
+def _form_errors() -> Iterator[None]:
+    """Turn an error of the parser into an ApiError."""
+    try:
+        yield
+    except FormParserError as error:
+        raise ApiError(400, f"the body is no multipart form: {error}", code="bad_form") from None
+
+
+def check_room(store: FileStore, limits: BatchesConfig) -> int:
+    """Return how many more bytes an API key may store. Raises ApiError if its files are at a limit."""
+    num_files, num_bytes = store.usage()
+    if num_files >= limits.max_files:
+        raise _storage_full(f"{num_files} files", f"max_files is {limits.max_files}")
+    if num_bytes >= limits.max_stored_bytes:
+        raise _storage_full(f"{num_bytes} bytes of files", f"max_stored_bytes is {limits.max_stored_bytes}")
+    return limits.max_stored_bytes - num_bytes
+
+
+def _storage_full(found: str, limit: str) -> ApiError:
+    message = f"file: this API key has {found} (serving.batches.{limit}). Delete some of them first."
+    return ApiError(413, message, "file", "storage_full")
+
+
+def _limit_of(room: int, limits: BatchesConfig) -> tuple[int, ApiError]:
+    """Return the bytes that a file may have, and the error of one with more. room: what its key may still store."""
+    if room < limits.max_file_bytes:
+        return room, _storage_full(f"room for {room} more bytes", f"max_stored_bytes is {limits.max_stored_bytes}")
+    message = f"file: it has more than {limits.max_file_bytes} bytes (serving.batches.max_file_bytes). Split it."
+    return limits.max_file_bytes, ApiError(413, message, "file", "file_too_large")
+
+
+async def receive_upload(request: Request, store: FileStore, limits: BatchesConfig) -> StoredFile:
+    """Write the form's file and return it. If that fails, nothing stays.
+
+    Raises ApiError, ClientDisconnected and OSError.
+    """
+    check_encoding(request.headers)
+    boundary = _boundary(request)
+    max_bytes, too_large = _limit_of(await asyncio.to_thread(check_room, store, limits), limits)
+    if int(request.headers.get("content-length", 0)) > max_bytes + MAX_OTHER_BYTES:
+        raise too_large
+    form = UploadForm(boundary, max_bytes, too_large)
+    id, num_chunks = new_id(FILE), 0
+    try:
+        async for data in _body(request):
+            form.feed(data)
+            if chunk := form.take(CHUNK_BYTES):
+                await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
+                num_chunks += 1
+        expires_at = _checked(form)
+        if chunk := form.take(1):
+            await asyncio.to_thread(store.write_chunk, id, num_chunks, chunk)
+            num_chunks += 1
+        if (await asyncio.to_thread(store.usage))[1] > limits.max_stored_bytes:  # others were uploaded meanwhile
+            raise too_large
+        file = StoredFile(
+            id=id,
+            bytes=form.size,
+            num_chunks=num_chunks,
+            created_at=int(time.time()),
+            filename=form.filename or "",
+            purpose=PURPOSE,
+            expires_at=expires_at,
+        )
+        return await asyncio.to_thread(store.finish, file)
+    except BaseException:
+        await asyncio.to_thread(store.discard, id)
+        raise
+
+
+async def _body(request: Request) -> AsyncIterator[bytes]:
+    """Yield the body. Raises ClientDisconnected where it breaks off."""
+    parts = request.stream()
+    while True:
+        try:
+            part = await asyncio.wait_for(anext(parts), NEXT_BYTES_WITHIN_S)
+        except StopAsyncIteration:
+            return
+        except asyncio.TimeoutError:
+            message = f"nothing more of the body came within {NEXT_BYTES_WITHIN_S:g} s"
+            raise ApiError(408, message, code="body_too_slow") from None
+        except Exception:
+            raise ClientDisconnected from None
+        yield part
+
+
+def _boundary(request: Request) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        message = "Content-Type must be multipart/form-data with a boundary, as OpenAI's clients send uploads"
+        raise ApiError(415, message, code="bad_content_type")
+    return options[b"boundary"]
+
+
+def _checked(form: UploadForm) -> int:
+    """Return when the file expires. Raises ApiError for a form that is not whole or has a wrong value."""
+    if not form.is_whole:
+        raise ApiError(400, "the body ends before the form does", code="bad_form")
+    if form.filename is None:
+        raise ApiError(400, "file: missing; it must be a file", "file", "missing")
+    if (purpose := form.value("purpose")) != PURPOSE:
+        raise ApiError(400, f"purpose: must be {PURPOSE!r}, got {purpose!r}", "purpose", "bad_value")
+    anchor, seconds = form.value("expires_after[anchor]"), form.value("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return int(time.time()) + EXPIRES_S
+    if anchor != "created_at":
+        raise ApiError(400, f"expires_after.anchor: must be 'created_at', got {anchor!r}", "expires_after", "bad_value")
+    if seconds is None or not seconds.isdecimal() or not MIN_LIFE_S <= int(seconds) <= MAX_LIFE_S:
+        message = f"expires_after.seconds: must be {MIN_LIFE_S} to {MAX_LIFE_S}, got {seconds!r}"
+        raise ApiError(400, message, "expires_after", "bad_value")
+    return int(time.time()) + int(seconds)

@@ -22,7 +22,7 @@ import torch.distributed
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch import Tensor
 
-from eagle_ray.assembly.assemble import load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle_ray.assembly.assemble import build_engine, load_draft
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
 from eagle_ray.core import sequence as engine_sequence

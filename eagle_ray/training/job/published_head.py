@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.methods.eagle.checkpoint import SAFETENSORS
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, write_draft_vocab
+from eagle_ray.methods.head_files import SAFETENSORS
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
 from eagle_ray.training.head_recipe import HeadRecipe

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, spread_layers
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.dflash.spec import block_of, layer_config, spread_layers
+from eagle_ray.methods.eagle.checkpoint import PUBLISHED_ROPE_THETA, SPECULATORS
 from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
 from eagle_ray.methods.eagle.recipe import EagleLoss, EagleRecipe
-from eagle_ray.methods.eagle.spec import PUBLISHED_ROPE_THETA, SPECULATORS
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.models.loader import CausalLM

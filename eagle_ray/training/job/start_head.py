@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.assembly.assemble import download
+from eagle_ray.assembly.hub import download
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.methods.eagle.checkpoint import load_head, read_config
 from eagle_ray.methods.eagle.draft_vocab import head_vocab
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
+from eagle_ray.methods.head_files import load_head, read_config
 from eagle_ray.models.loader import CausalLM
 
 KINDS = {"eagle2": EagleHead, "eagle3": Eagle3Head}

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from eagle_ray.assembly.assemble import load_causal_lm, load_tokenizer
+from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.assembly.placement import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.eagle3_recipe import feature_scale
-from eagle_ray.models.cpu_runtime import tune_malloc
-from eagle_ray.models.dtypes import bf16_unit
-from eagle_ray.models.placement import input_embedding
+from eagle_ray.models.loader import bf16_unit, input_embedding
+from eagle_ray.models.runtime import tune_malloc
 from eagle_ray.report.html import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.feature_source import ComputedFeatures, FeatureSource
@@ -86,7 +86,7 @@ class HeadTraining:
         self.output = StoragePath.of(config.output.path)
         model = config.model.model_config_for(draft=None)
         threads = torch.get_num_threads()
-        self.causal_lm = load_causal_lm(model)
+        self.causal_lm = load_target(model)
         torch.set_num_threads(threads)  # a pass over thousands of tokens gains from all of them
         tune_malloc()
         self.data = load_data(config, load_tokenizer(model), paths)

@@ -25,7 +25,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from jobs.bench.embedding_map import ModelShape
-from jobs.bench.gpu.device import peak_gib, release
+from jobs.bench.gpu.device import copy_bandwidth, peak_gib, release, step_bytes
 from jobs.bench.gpu.findings import Findings
 from jobs.bench.gpu.isolated_runs import IsolatedRun, measurement_parser
 from jobs.bench.gpu.kernel_counts import KernelCounts, count_kernels
@@ -43,7 +43,6 @@ from jobs.bench.gpu.plain_rig import (
     with_layers,
 )
 from jobs.bench.gpu.prefill_timing import time_attention, time_prompts
-from jobs.bench.gpu.roofline import copy_bandwidth, step_bytes
 from jobs.bench.gpu.settings import SHAPES
 from jobs.bench.gpu.settings import TINY as SMOKE_SHAPE
 

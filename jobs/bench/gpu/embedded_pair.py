@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import eagle_ray
-from eagle_ray.methods.eagle.checkpoint import load_head
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
 
@@ -22,7 +22,7 @@ SEED = 7  # of the prompts
 @cache
 def embedded_pair(dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """Target and head, loaded once."""
-    model = load_target(ASSETS / "target", dtype, str(device))
+    model = load_causal_lm(ASSETS / "target", dtype, str(device))
     return model, load_head(ASSETS / "draft", model.config).to(device, dtype).eval()
 
 

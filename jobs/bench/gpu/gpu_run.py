@@ -6,25 +6,31 @@ run.all()
 
 from __future__ import annotations
 
+import json
+import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 
 from jobs.bench.embedding_map import ModelShape
-from jobs.bench.gpu.cases import Cell
-from jobs.bench.gpu.device import release
+from jobs.bench.gpu.cases import Cell, figures, steady
+from jobs.bench.gpu.device import copy_bandwidth, release
 from jobs.bench.gpu.device_checks import checks, type_name
 from jobs.bench.gpu.embedded_pair import embedded_pair
+from jobs.bench.gpu.harness import Harness
 from jobs.bench.gpu.models import GpuRigs, together
-from jobs.bench.gpu.peer_requests import asked_peer
-from jobs.bench.gpu.roofline import copy_bandwidth
 from jobs.bench.gpu.settings import GpuBenchSettings, Results
-from jobs.bench.gpu.synthetic_cases import measure_synthetic
 from jobs.bench.gpu.time_budget import Agenda, DeviceLost
-from jobs.bench.gpu.wide_cases import APART, CANDIDATES, RIVALS, WideCells
+from jobs.bench.gpu.wide_cases import APART, CANDIDATES, OURS, PLAIN, RIVALS, WideCells
+from jobs.bench.synthetic import successor
 
+MAX_ERROR_CHARS = 300  # characters of an error
+PROMPTS, PROMPT = 64, 64  # how many, of how many tokens
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 32}  # bytes of a copy that no cache holds
 SHARES = {  # of all the time, at most, in the order of what they are worth
     "checks": 0.2,
@@ -159,7 +165,7 @@ class GpuRun:
 
     def _peer(self, name: str, peer: str, batch: int) -> None:
         limit = min(self.settings.peer_s, self.agenda.left_s)
-        self.results.peers.append(asked_peer(peer, name, batch, self.settings, limit))
+        self.results.peers.append(run_peer(peer, name, batch, self.settings, limit))
         self.agenda.say(f"   {self.results.peers[-1]}")
 
     def _synthetic(self, name: str, shape: ModelShape, label: str, acceptance: tuple[float, ...]) -> None:
@@ -178,3 +184,54 @@ def by_importance(batches: list[int]) -> list[int]:
         if left[place] not in order:
             order.append(left[place])
     return order + [batch for batch in left if batch not in order]
+
+
+def run_peer(peer: str, shape: str, batch: int, settings: GpuBenchSettings, limit_s: float) -> dict[str, Any]:
+    """What `jobs/bench/gpu --peer` prints, or under `failed` why it has not answered within limit_s."""
+    about = {"peer": peer, "shape": shape, "batch": batch}
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.bench.gpu",
+        "--peer",
+        peer,
+        "--peer-shape",
+        shape,
+        "--peer-batch",
+        str(batch),
+    ]
+    command += ["--dtype", type_name(settings.dtype), "--device", settings.device.type]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return about | {"failed": f"no answer in {limit_s:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return about | {"failed": (done.stderr.strip().splitlines() or ["no answer"])[-1][:MAX_ERROR_CHARS]}
+    return about | json.loads(lines[-1])
+
+
+def measure_synthetic(
+    name: str,
+    shape: ModelShape,
+    acceptance: tuple[float, ...],
+    rig: Harness,
+    batch: int,
+    settings: GpuBenchSettings,
+    agenda: Agenda,
+) -> None:
+    """Compare ours with plain decoding: one row of the results. rig: of a pair of this acceptance, its costs known."""
+    s, draw = settings, random.Random(settings.seed)
+    prompts = [[draw.randrange(shape.vocab_size) for _ in range(PROMPT)] for _ in range(PROMPTS)]
+    taken = steady(rig, [PLAIN, OURS], Cell(batch, s.contexts[0]), prompts, s.rounds, s.seconds)
+    right = all(is_walk(ids, shape.vocab_size) for t in taken.values() for ids in t.outputs.values())
+    found = figures(taken["ours"], taken["plain"])
+    about = {"shape": name, "batch": batch, "context": s.contexts[0], "acceptance": acceptance, "right": right}
+    agenda.results.synthetic.append(about | found)
+    ratio, wanted = found["over_plain"]["mean"], found["predicted_ratio"]
+    agenda.say(f"   batch {batch}: {ratio:.2f}x, predicted {wanted:.2f}x, walk {'kept' if right else 'LEFT'}")
+
+
+def is_walk(ids: list[int], vocab_size: int) -> bool:
+    """Whether each token is the synthetic target's only choice after the one before it."""
+    return all(successor(a, vocab_size) == b for a, b in pairwise(ids))

@@ -25,9 +25,8 @@ from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.drafter import Drafter
+from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
-from eagle_ray.methods.null import NullDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts

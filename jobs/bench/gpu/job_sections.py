@@ -39,8 +39,8 @@ from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import compare
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
-from eagle_ray.methods.eagle.checkpoint import load_head
-from eagle_ray.models.loader import load_target
+from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
@@ -156,9 +156,9 @@ def shaped_engine(
 
 def widened(scale: Scale) -> tuple[nn.Module, nn.Module]:
     """Return the pair inside an 8B's shape."""
-    from eagle_ray.assembly.assemble import download
+    from eagle_ray.assembly.hub import download
 
-    small = load_target(download(scale.target, "target"), torch.float32, str(scale.device))
+    small = load_causal_lm(download(scale.target, "target"), torch.float32, str(scale.device))
     head = load_head(download(scale.draft, "draft"), small.config).to(scale.device, torch.float32).eval()
     pair = widen_pair(small, head, SHAPES[scale.shape_name], dtype=scale.dtype, device=scale.device)
     for part in pair:

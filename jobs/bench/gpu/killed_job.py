@@ -427,14 +427,14 @@ class KilledJob:
         """Return the target in fp32 on the CPU, its tokenizer, and how far the job's dtype moves its logits."""
         import torch
 
-        from eagle_ray.assembly.assemble import download
-        from eagle_ray.models.loader import load_target
+        from eagle_ray.assembly.hub import download
+        from eagle_ray.models.loader import load_causal_lm
         from eagle_ray.sampling.near_tie import NEAR_TIE
         from eagle_ray.text.tokenizer import Tokenizer
 
         path = download(self.files.settings["model.target"], "target")
         dtype = getattr(torch, self.settings["model.dtype"])
-        return load_target(path, torch.float32, "cpu"), Tokenizer.load(path), NEAR_TIE[dtype]
+        return load_causal_lm(path, torch.float32, "cpu"), Tokenizer.load(path), NEAR_TIE[dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.sampler import sample
+from eagle_ray.tree.accept import VerifyResult
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu import cases
 from jobs.bench.gpu.cases import Cell, figures, judged, steady
-from jobs.bench.gpu.device import GIB, peak_gib
+from jobs.bench.gpu.device import GIB, peak_gib, seconds_of, step_bytes
 from jobs.bench.gpu.harness import LARGEST, Harness, Way
-from jobs.bench.gpu.roofline import step_bytes
 from jobs.bench.gpu.settings import GpuBenchSettings
-from jobs.bench.gpu.step_breakdown import seconds_of_parts
 from jobs.bench.gpu.time_budget import Agenda
 
 PLAIN = Way("plain")
@@ -153,3 +159,24 @@ def told_of(row: dict[str, Any]) -> str:
         f"[{ratio['low']:.3f}, {ratio['high']:.3f}]{predicted}, tau {row['tau']:.2f}, step {row['step_ms']:.2f} ms "
         f"({spent}), same {same['num_equal']}+{same['num_near_ties']}/{same['num_compared']}"
     )
+
+
+REPEATS = 10
+
+
+@torch.inference_mode()
+def seconds_of_parts(target: TargetModel, rows: int, batch: int, depth: int) -> dict[str, float]:
+    """rows: of a pass over `batch` sequences. depth: the longest path. What commit moves lies in one block here."""
+    device = target.device
+    logits = torch.randn(rows, target.vocab_size, dtype=target.dtype, device=device)
+    owner = torch.arange(rows, device=device) % batch
+    positions = torch.arange(rows, device=device) + 1
+    found = {}
+    for name, params in (("greedy", SamplingParams()), ("sampled", SamplingParams(temperature=0.8, seed=1))):
+        sampling = SamplingBatch.of([params] * batch, device)
+        found[f"pick {name}"] = seconds_of(lambda s=sampling: sample(logits, s, owner, positions), device, REPEATS)
+    at = DecodeSlots.of(list(range(batch)), [0] * batch, device)
+    path = torch.arange(depth + 1, device=device).expand(batch, -1).contiguous()
+    result = VerifyResult(path, torch.full((batch,), depth, device=device), path)
+    found["commit"] = seconds_of(lambda: target.commit(at, result), device, REPEATS)
+    return found

@@ -13,7 +13,7 @@ import pytest
 from eagle_ray.runs import lease as lock
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import StoragePath
-from tests.batch.s3.proxy import FaultProxy
+from tests.support.s3 import FaultProxy
 
 STARTED: set[str] = set()  # URLs of servers: each folder that imports the fixture has one of its own
 

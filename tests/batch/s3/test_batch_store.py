@@ -9,8 +9,7 @@ import pytest
 from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.serve.batches import batch_runner
-from eagle_ray.serve.batches.answer_log import AnswerLog
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore
 from tests.serve.batches.test_runner import Replicas, begin, finish, num_completed, outcome, run_until, runner_of
 from tests.serve.batches.test_stores import OLD, answer, claimed
 from tests.support.batch_kills import kill_servers, quicken

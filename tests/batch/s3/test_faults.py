@@ -12,7 +12,7 @@ from eagle_ray.storage import s3, store
 from eagle_ray.storage.path import StoragePath, read_json
 from eagle_ray.storage.s3 import WAITS_S
 from eagle_ray.storage.store import EXTENDED_WAITS_S, NotAllowed, StorageError, StorageTimeout, extended_retries
-from tests.batch.s3.proxy import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
+from tests.support.s3 import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
 TRIES = len(s3.WAITS_S) + 1
 SLOW_DOWN, BROKEN = Refuse(503, "SlowDown"), Refuse(500, "InternalError")

@@ -15,8 +15,8 @@ from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
 from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.run import Run
-from tests.batch.s3.proxy import Refuse
 from tests.conftest import small_job, token_rows
+from tests.support.s3 import Refuse
 
 SCHEMA = output_schema([])
 COMMON = {"sample_index": 0, "row_index": 0, "source_file": "a", "run_id": "run", "attempt": 1, "status": "ok"}

@@ -14,7 +14,7 @@ from eagle_ray.runs import lease as lock
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, StorageUnavailable, outcome_of
 from eagle_ray.runs.lease import LOCK, Lease
 from eagle_ray.storage import s3
-from tests.batch.s3.proxy import IgnoreConditions, Refuse
+from tests.support.s3 import IgnoreConditions, Refuse
 
 
 @pytest.fixture(autouse=True)

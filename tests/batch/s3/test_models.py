@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.assembly.assemble import check_models, download, download_metadata
+from eagle_ray.assembly.hub import check_models, download, download_metadata
 from eagle_ray.batch.worker.crash_isolation import classify_error
 from eagle_ray.cli.validate import validate
 from eagle_ray.core.errors import ConfigError

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.batches import batch_models, file_store, file_upload
+from eagle_ray.serve.batches import batch_models, file_store
 from eagle_ray.serve.batches.batch_routes import MAX_BATCH_BODY_BYTES
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.keys import ApiKeys
-from tests.serve.client import exchange, get, post, request
+from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
@@ -98,8 +98,7 @@ def test_a_file_is_uploaded_listed_read_and_deleted(kept):
 
 
 def test_an_upload_is_never_whole_in_memory_and_a_large_one_is_refused(service, store, monkeypatch):
-    for module in (file_store, file_upload):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(file_store, "CHUNK_BYTES", 1000)
     limits = service.config.serving.batches.model_copy(update={"max_file_bytes": 5000})
     serving = service.config.serving.model_copy(update={"batches": limits})
     monkeypatch.setattr(service, "config", service.config.model_copy(update={"serving": serving}))

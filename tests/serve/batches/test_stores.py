@@ -12,15 +12,14 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.runs.lease import hold
 from eagle_ray.runs.run import Run
+from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.batches import file_store
-from eagle_ray.serve.batches.answer_log import AnswerLog, error_answer, response_answer
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
 from eagle_ray.serve.batches.batch_models import BATCH, FILE, BatchRecord, is_id, made_at, new_id
 from eagle_ray.serve.batches.batch_runner import sweep
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore, error_answer, response_answer
 from eagle_ray.serve.batches.file_store import FileStore
-from eagle_ray.serve.http_errors import ApiError
-from eagle_ray.serve.keys import ApiKeys
+from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath
 
 OLD = Path(__file__).parents[2] / "goldens" / "batch_store" / "store"

@@ -14,7 +14,7 @@ from eagle_ray.kernels.tree_metadata import PackedRows
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.tree_mask import pack_mask
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import json
 import random
 import threading
 
-from eagle_ray.serve import answer_json as parts
-from eagle_ray.serve.answer_json import json_bytes, json_parts
-from eagle_ray.serve.parse import parse
-from tests.serve.client import get, post
+from eagle_ray.serve import http_answers
+from eagle_ray.serve.http_answers import json_body, json_parts
+from eagle_ray.serve.request_body import parse
+from tests.support.serving import get, post
 
 TEXT = "/v1/completions"
 
@@ -33,7 +33,7 @@ def test_it_is_what_json_dumps_makes():
     chance = random.Random(0)
     for _ in range(500):
         value = random_value(chance, 7)
-        assert json_bytes(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        assert json_body(value) == json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def logprobs_of(num_tokens):
@@ -52,7 +52,7 @@ def test_the_event_loop_goes_on_while_megabytes_are_made():
     value = logprobs_of(20_000)
 
     async def main():
-        making, turns = asyncio.ensure_future(asyncio.to_thread(json_bytes, value)), 0
+        making, turns = asyncio.ensure_future(asyncio.to_thread(json_body, value)), 0
         while not making.done():
             await asyncio.sleep(0.001)
             turns += 1
@@ -63,7 +63,7 @@ def test_the_event_loop_goes_on_while_megabytes_are_made():
 
 def test_long_answers_are_written_and_long_bodies_read_in_a_thread(app, service, monkeypatch):
     """While the thread that writes a long answer is held up, others are answered; likewise with a long body."""
-    release, writing, encode = threading.Event(), threading.Event(), parts._encode
+    release, writing, encode = threading.Event(), threading.Event(), http_answers.encode_json
 
     def held_up(value):
         if threading.current_thread() is threading.main_thread() or "long" not in threading.current_thread().name:
@@ -72,7 +72,7 @@ def test_long_answers_are_written_and_long_bodies_read_in_a_thread(app, service,
         assert release.wait(120)
         return encode(value)
 
-    monkeypatch.setattr(parts, "_encode", held_up)
+    monkeypatch.setattr(http_answers, "encode_json", held_up)
     monkeypatch.setattr("eagle_ray.serve.service.LONG", 100)
 
     async def main():

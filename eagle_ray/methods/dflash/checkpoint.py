@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from eagle_ray.core.errors import one_line
 from eagle_ray.methods.dflash.heads import FULL, SLIDING, BlockShape, DFlashHead
-from eagle_ray.methods.eagle.spec import (
+from eagle_ray.methods.eagle.checkpoint import (
     IGNORED_KEYS,
     SPECULATORS,
     Named,

@@ -17,7 +17,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cut_floor, draft_level, fused_layer, kv_commit, log_probs, sample, topk, tree_attention
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.kernels.device import DEVICE
+from tests.support.kernels import DEVICE
 
 LAUNCHING = (cut_floor, draft_level, fused_layer, kv_commit, log_probs, sample, topk, tree_attention)
 NO_WORK = {  # views, and memory that nothing is written to

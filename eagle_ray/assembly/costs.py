@@ -1,0 +1,101 @@
+"""Planners of drafts, and the step costs that they plan with: measured once, then read from the cost cache."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from eagle_ray.attention.backend import backend_name
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.start_log import StartLog
+from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
+from eagle_ray.engine.counters import choice_text
+from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.combine.switch import SwitchDrafter
+from eagle_ray.methods.combine.trial import MethodTrial
+from eagle_ray.models.cpu_runtime import cpu_name
+from eagle_ray.planner.budget_planner import BudgetPlanner
+from eagle_ray.planner.cost_cache import cache_path, cached_costs
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import Planner, UniformPlanner
+
+log = logging.getLogger("eagle_ray")
+
+
+def planner_for(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> Planner:
+    """Return the planner of speculative.budget. target_costs: as for _costs_of."""
+    if speculative.budget == "uniform":
+        return UniformPlanner(*tree_of(speculative))
+    costs = _costs_of(engine, speculative, start, target_costs)
+    graphs = engine.graphs
+    can_sync = engine.target.device.type == "cpu" and graphs is None
+    sizes = graphs.pass_sizes(speculative.max_nodes, speculative.top_k) if graphs else None
+    return BudgetPlanner(*tree_of(speculative), costs, can_sync, sizes)
+
+
+def method_trial(engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog) -> MethodTrial:
+    """Return the planner that tries the switch's methods. Costs of the target are measured with the first one only."""
+    planners: dict[str, Planner] = {}
+    target_costs = None
+    for method in switch.methods:
+        switch.use(method)
+        if method == "none":
+            planners[method] = UniformPlanner(0, 0, 0)
+            continue
+        planner = planner_for(engine, speculative.model_copy(update={"method": method}), start, target_costs)
+        target_costs = target_costs or getattr(planner, "costs", None)
+        planners[method] = planner
+    counters = engine.counters
+
+    def note(method: str, rates: dict[str, float]) -> None:
+        counters.method, counters.method_rates = method, rates
+        log.info(choice_text(method, rates))
+
+    return MethodTrial(planners, switch, note)
+
+
+def _costs_of(
+    engine: Engine, speculative: SpeculativeConfig, start: StartLog, target_costs: StepCosts | None = None
+) -> StepCosts:
+    """Return the costs that an earlier start kept, or measure them.
+
+    target_costs: costs of the same target with another drafter; then only the drafts are measured, in a few steps.
+    """
+    parts = cost_key(engine, speculative)
+    seconds = BUDGET_S[engine.target.device.type]
+
+    def measured() -> StepCosts:
+        if target_costs is not None:
+            with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
+                return calibrate_draft_costs(engine, *tree_of(speculative), target_costs)
+        line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
+        with start.part("measured", line):
+            return calibrate_costs(engine, *tree_of(speculative))
+
+    return cached_costs(parts, measured)
+
+
+def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
+    """Return everything that the step costs of this engine depend on, by name: the key of the cost cache."""
+    target = engine.target
+    config = target.model.config.to_dict()
+    return {
+        "target": {name: value for name, value in config.items() if name != "_name_or_path"},  # wherever it lies
+        "method": speculative.method,
+        "draft": engine.drafter.cost_key,
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else cpu_name(),
+        "kernels": backend_name(target.cache),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "slots": target.cache.num_slots,
+        "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
+        "tree": tree_of(speculative),
+    } | ({} if engine.graphs is None else {"graphs": True})
+
+
+def tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
+    return speculative.max_nodes, speculative.max_depth, speculative.top_k

@@ -1,0 +1,238 @@
+"""Hub: from the name of a model to its directory, and what can be known of models before their weights are read.
+
+    download("embedded:tiny", "target")             # PosixPath('.../eagle_ray/assets/tiny/target')
+    check_models(config.model, config.speculative)  # raises ConfigError if they cannot work
+    model_limits(config.model).max_model_len        # 2048
+
+This is the only module that locates models.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config.job import EMBEDDED_NAMES
+from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
+from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.core.slot_limits import Auto
+from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
+from eagle_ray.methods.method import draft_requirement, reads_draft
+from eagle_ray.methods.registry import check_weights, has_own_vocab
+from eagle_ray.models.loader import load_config
+from eagle_ray.models.supported_models import max_exact_position
+from eagle_ray.smollm2 import SMOLLM2, target_directory
+from eagle_ray.storage.cache_directory import cache_home
+from eagle_ray.storage.checked_parquet import check_datastore
+from eagle_ray.storage.model_files import fetch_model
+from eagle_ray.storage.store import NotAllowed, NotFound, NotSupported, StorageError
+from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
+
+ASSETS = Path(__file__).parents[1] / "assets"
+EMBEDDED = "embedded:"
+DEFAULT_MODEL_LEN = 4096  # for which there is room where max_model_len is not set: for longer ones, as memory allows
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}  # of a cache directory
+IGNORE_PATTERNS = [
+    "original/*",
+    "metal/*",
+    "consolidated*",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+]  # the same weights
+WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
+
+
+class ModelUnavailable(ConfigError):
+    """A hub id that is not on this machine while the hub cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of a sequence.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        guaranteed: tokens that an engine takes whatever its KV cache holds; at most max_model_len.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    guaranteed: int
+
+    def longest(self, kv_tokens: int | Auto | None) -> int:
+        """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
+        return self.guaranteed if kv_tokens is None else self.max_model_len
+
+
+def download(name: str, part: str) -> Path:
+    """Return the local directory of a model. part: "target" or "draft"; `embedded:` names have both.
+
+    A name is `embedded:tiny`, `embedded:smollm2` (converted from its wheel), a local directory, a URL, or a hub id
+    (from the local cache, or from storage or the hub). Raises ModelUnavailable if only the hub cannot be reached,
+    StorageError if only the storage cannot, ConfigError if the name is no model or the wheel is missing.
+    """
+    return _find(name, part)
+
+
+def download_metadata(name: str, part: str) -> Path:
+    """Do the same without weights, which may be hundreds of gigabytes; weights already in the cache stay there."""
+    return _find(name, part, WEIGHTS)
+
+
+def _find(name: str, part: str, left_out: Sequence[str] = ()) -> Path:
+    if (name, part) == (SMOLLM2, "target"):
+        return target_directory()
+    if name.startswith(EMBEDDED):
+        path = ASSETS / name.removeprefix(EMBEDDED) / part
+        if not path.is_dir():
+            raise ConfigError(f"model.{part}: there is no {name!r}; embedded are {', '.join(EMBEDDED_NAMES[part])}")
+        return path
+    if Path(name).is_dir():
+        return Path(name)
+    if is_url(name):
+        return _fetch(name, part, left_out)
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[*IGNORE_PATTERNS, *left_out]))
+    except LocalEntryNotFoundError as error:
+        raise ModelUnavailable(
+            f"model.{part}: {name!r} is not on this machine and the hub does not answer; where it does, "
+            f"`hf download {name}` fetches it, and a copied directory can be named instead"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is gated: ask for access on its page at the hub, then `hf auth login`, or set "
+            "HF_TOKEN, here and on every machine of the cluster"
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"model.{part}: {name!r} is neither 'embedded:tiny', nor a local directory, nor a hub id that can be "
+            f"reached from here ({type(error).__name__})"
+        ) from error
+
+
+def _fetch(url: str, part: str, left_out: Sequence[str]) -> Path:
+    """Return the directory of a model in object storage. Raises StorageError for what may pass, else ConfigError."""
+    try:
+        return fetch_model(url, IGNORE_PATTERNS, left_out)
+    except NotFound as error:
+        raise ConfigError(f"model.{part}: {error}. Check the bucket and the path.") from error
+    except (NotAllowed, NotSupported) as error:
+        raise ConfigError(f"model.{part}: {error}") from error
+    except StorageError as error:
+        error.args = (f"model.{part}: {error}",)
+        raise
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise ConfigError(
+            f"model.{part}: {url} cannot be kept in {cache_home()}: {error.strerror}. Set EAGLE_RAY_CACHE to a "
+            "directory that can be written."
+        ) from error
+
+
+def load_tokenizer(model: ModelConfig) -> Tokenizer | None:
+    """Return the target's tokenizer, or None if it has none.
+
+    Raises ConfigError if it, its chat template or the target's config cannot be read.
+    """
+    try:
+        return Tokenizer.load(
+            download_metadata(model.target, "target"),
+            model.chat_template,
+            model_limits(model).max_model_len,
+            model.tool_parser,
+            model.reasoning_parser,
+        )
+    except ChatTemplateError as error:
+        raise ConfigError(f"model.chat_template: {error}") from error
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+
+
+def model_limits(model: ModelConfig) -> ModelLimits:
+    """Return the target's limits from its config. Raises ConfigError if max_model_len exceeds them."""
+    config = _target_config(model)
+    own = max_exact_position(config) or getattr(config, "max_position_embeddings", None)
+    if model.max_model_len is None:
+        length = own or DEFAULT_MODEL_LEN
+        return ModelLimits(length, config.vocab_size, min(length, DEFAULT_MODEL_LEN))
+    if own is not None and model.max_model_len > own:
+        raise ConfigError(
+            f"model.max_model_len: {model.max_model_len} is more than the {own} positions that {model.target} was made "
+            f"for{_context_before_scaling(config)}; set it to {own} or less"
+        )
+    return ModelLimits(model.max_model_len, config.vocab_size, model.max_model_len)
+
+
+def _context_before_scaling(config: Any) -> str:
+    return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
+
+
+def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Refuse models that cannot work, from configs and headers only; no weights are read.
+
+    Raises ConfigError naming model.target, model.draft, model.max_model_len, model.chat_template, speculative.datastore
+    or speculative.draft_vocab.
+    """
+    load_tokenizer(model)
+    if speculative.datastore is not None:
+        check_datastore(speculative.datastore)
+    if not reads_draft(speculative.method, model.drafts):
+        return
+    try:
+        check_weights(speculative, draft_paths(model, speculative), _target_config(model))
+    except EngineError as error:
+        raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
+    if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
+        _check_draft_vocab(model, speculative, speculative.draft_vocab)
+
+
+def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig, file: str) -> None:
+    target = _target_config(model)
+    if has_own_vocab(draft_paths(model, speculative)[0], target):
+        raise ConfigError(
+            f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
+        )
+    read_draft_vocab(file, speculative.draft_vocab_size, target.vocab_size)
+
+
+def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:
+    """Return the keys of `model` whose files cannot be reached from here, with the errors."""
+    wanted = [("target", model.target, download_metadata)]
+    if reads_draft(speculative.method, model.drafts):
+        wanted += [("draft", name, download) for name in model.drafts]
+    found = {}
+    for part, name, find in wanted:
+        try:
+            find(name, part)
+        except ModelUnavailable as error:
+            found[part] = error
+    return found
+
+
+def _target_config(model: ModelConfig) -> Any:
+    """Return the target's config, of the model's own class."""
+    try:
+        return load_config(download_metadata(model.target, "target"))
+    except EngineError as error:
+        raise ConfigError(f"model.target: {error}") from error
+
+
+def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path]:
+    """Return the directories of the drafts, one for each part of the method that reads one."""
+    if not model.drafts:
+        raise ConfigError(
+            f"model.draft: missing; method {speculative.method} needs {draft_requirement(speculative.method)}"
+        )
+    check_num_drafts(speculative.method, model)
+    return [download(name, "draft") for name in model.drafts]

@@ -1,0 +1,185 @@
+"""Answers as clients get them: JSON of any size, server-sent events as OpenAI's streams have them, and refusals.
+
+An answer of megabytes is made in a thread. One call of the encoder holds Python's lock until it returns, so
+`json.dumps` of it would stop the event loop all the same; in parts, the loop gets the lock between two of them.
+
+    >>> json_body({"tokens": [1, 2]})
+    b'{"tokens":[1,2]}'
+    >>> event({"choices": []})
+    'data: {"choices":[]}\\n\\n'
+    >>> typed_form({"choices": [{"text": "a", "logprobs": None, "finish_reason": None}]})
+    {'choices': [{'text': 'a', 'logprobs': None, 'finish_reason': 'length'}]}
+
+A refusal is ``{"error": {message, type, param, code}}``, with the status that goes with it.
+
+    >>> ApiError(404, "there is no model 'x'", param="model", code="model_not_found").body()["error"]["code"]
+    'model_not_found'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from eagle_ray.core.errors import EngineError, RequestError
+
+MAX_DEPTH = 4  # {"choices": [{"logprobs": {"content": [...]}}]}: the containers around the longest lists
+NUM_VALUES = 4096  # numbers or texts that are encoded in one call
+NUM_OBJECTS = 32  # the same of objects, each of which has up to 20 alternatives
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+DONE = "data: [DONE]\n\n"
+TYPED_CLIENT = "x-stainless-lang"  # a header of every library that OpenAI has had generated
+encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def json_body(value: Any) -> bytes:
+    """Return what Starlette's JSONResponse would send."""
+    return "".join(json_parts(value)).encode()
+
+
+def json_parts(value: Any, depth: int = MAX_DEPTH) -> Iterator[str]:
+    """Yield the JSON text in parts. depth: levels of objects and of lists of objects that are taken apart."""
+    if isinstance(value, dict) and value and depth:
+        for i, (key, inner) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{encode_json(key)}:"
+            yield from json_parts(inner, depth - 1)
+        yield "}"
+    elif isinstance(value, list) and value:
+        yield from _list_parts(value, depth)
+    else:
+        yield encode_json(value)
+
+
+def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
+    holds_objects = any(isinstance(value, (dict, list)) for value in values[:2])
+    if holds_objects and depth:
+        for i, value in enumerate(values):
+            yield "," if i else "["
+            yield from json_parts(value, depth - 1)
+    else:
+        size = NUM_OBJECTS if holds_objects else NUM_VALUES
+        for start in range(0, len(values), size):
+            yield f"{',' if start else '['}{encode_json(values[start : start + size])[1:-1]}"
+    yield "]"
+
+
+def event(body: dict[str, Any]) -> str:
+    """Escape the characters at which some clients end a line and that JSON does not escape itself."""
+    parts = (part.translate(LINE_ENDS) for part in json_parts(body))
+    return f"data: {''.join(parts)}\n\n"
+
+
+def error_event(error: ApiError) -> str:
+    """Return the last event of a stream that failed."""
+    return event(error.body())
+
+
+def is_typed(headers: Mapping[str, str]) -> bool:
+    """Return whether a request comes from a library whose types allow no null, by its headers in lower case."""
+    return TYPED_CLIENT in headers
+
+
+def typed_form(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a text completion, or a chunk of its stream, as OpenAI's own client libraries can check it.
+
+    OpenAI's servers, and vLLM, say null for the finish_reason of a chunk that is not the last, for the log-probability
+    of a prompt's first token and for the alternatives to it. OpenAI's document, from which its libraries' types are
+    made, has no null there, so `_strict_response_validation` refuses it. These clients get "length", for that is why a
+    chunk ends, a log-probability of 0, for what is given is certain, and no alternatives.
+    """
+    return body | {"choices": [_choice(choice) for choice in body["choices"]]}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    logprobs = choice["logprobs"]
+    if logprobs is not None:
+        logprobs = logprobs | {
+            "token_logprobs": [0.0 if logprob is None else logprob for logprob in logprobs["token_logprobs"]],
+            "top_logprobs": logprobs["top_logprobs"] and [tops or {} for tops in logprobs["top_logprobs"]],
+        }
+    return choice | {"logprobs": logprobs, "finish_reason": choice["finish_reason"] or "length"}
+
+
+RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 1000  # characters of a message
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+PARAMS = {
+    "prompt_empty": "prompt",
+    "prompt_too_long": "prompt",
+    "bad_token_id": "prompt",
+    "no_tokenizer": "prompt",
+    "no_chat_template": "messages",
+    "bad_messages": "messages",
+    "kv_space": "max_tokens",
+    "grammar_conflict": "min_tokens",
+}  # of a RequestError's code: the parameter that brings it about
+
+
+class ApiError(Exception):
+    """One request is answered with this status.
+
+    param: the parameter at fault. code: a short stable name. retry_after_s: of 429 and 503.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self._retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        param = None if self.param is None else _shortened(self.param)
+        return {"error": {"message": _shortened(str(self)), "type": kind, "param": param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return the error for a client: its own mistakes in full, ours without internals."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError) and error.code == "grammar_queue_full":
+        return ApiError(429, str(error), code=error.code)
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), _param_of(error), error.code)
+    if isinstance(error, EngineError):
+        return ApiError(503, "this replica's engine has ended; ask again, another one answers", code="engine_dead")
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more", code="internal_error")
+
+
+def _param_of(error: RequestError) -> str | None:
+    """Return the parameter at fault. The message about one that does not fit the target begins with its name."""
+    if error.param is not None:
+        return error.param
+    if error.code in ("invalid_sampling", "invalid_chat", "bad_grammar", "unsupported_parameter"):
+        return str(error).split()[0].rstrip(":")
+    return PARAMS.get(error.code)
+
+
+def _shortened(text: str) -> str:
+    """Return a client's text fit to be sent back: shortened, and without half surrogate pairs."""
+    short = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
+    return short.encode("utf-8", "backslashreplace").decode("utf-8")
