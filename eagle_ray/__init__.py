@@ -19,7 +19,7 @@ _MODULES = {  # the public names, by module; __init__.pyi has them for type chec
     "eagle_ray.runs.job_errors": ("JobError",),
     "eagle_ray.config": ("JobConfig", "load_config"),
     "eagle_ray.core.errors": ("ConfigError", "EngineError", "RequestError"),
-    "eagle_ray.requests.token_logprobs": ("Logprob",),
+    "eagle_ray.requests.answers": ("Logprob",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -8,8 +8,8 @@ from eagle_ray.config import load_config as load_config
 from eagle_ray.core.errors import ConfigError as ConfigError
 from eagle_ray.core.errors import EngineError as EngineError
 from eagle_ray.core.errors import RequestError as RequestError
+from eagle_ray.requests.answers import Logprob as Logprob
 from eagle_ray.requests.parameters import SamplingParams as SamplingParams
-from eagle_ray.requests.token_logprobs import Logprob as Logprob
 from eagle_ray.runs.job_errors import JobError as JobError
 
 __version__: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -53,7 +54,7 @@ def test_a_name_that_the_hub_does_not_know_is_refused(asked):
 def test_what_runs_is_fetched_whole(asked, tmp_path):
     model = ModelConfig(target="org/target", draft="org/head", max_model_len=64)
     pair = build_engine_from_config(
-        model, SpeculativeConfig(method="eagle3", max_nodes=4, max_depth=2, budget="uniform"), slots=1
+        model, SpeculativeConfig(method="eagle3", max_nodes=4, max_depth=2, budget="uniform"), EngineArgs(1)
     )
     assert pair.draft_name == "org/head" and pair.engine.target.vocab_size == 512
     assert {"org/target/model.safetensors", "org/head/model.safetensors"} <= set(asked)

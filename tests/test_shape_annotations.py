@@ -18,6 +18,7 @@ with install_import_hook(packages, "beartype.beartype"):
     from eagle_ray.methods.lookup.rest import RestIndex
     from eagle_ray.methods.lookup.drafter import LookupDrafter
     from eagle_ray.assembly.assemble import build_engine
+    from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.requests.parameters import SamplingParams
     from eagle_ray.tree.accept import VerifyResult
     from tests.engine.test_drafters import METHODS, engine_for
@@ -40,7 +41,7 @@ for method in METHODS:
     run(engine_for(method, 2, max_nodes=6, max_depth=3), [[5, 6, 7], [8]], params[:2])
 every = "eagle2+ngram+suffix+recycling+lookahead"
 tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")
-merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), 2, 128)
+merged = build_engine(llama(), head(), SpeculativeConfig(method=every, **tree), EngineArgs(2, 128))
 run(merged, [[5, 6, 7, 5, 6], [8, 8, 8], [9, 10]], params)
 merged.drafter = LookupDrafter(RestIndex([[5, 6, 7, 8], [9, 9]]))
 run(merged, [[5, 6]], params[:1])

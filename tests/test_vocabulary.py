@@ -38,8 +38,6 @@ kv
 lm_eval.py
 methods
 models
-planner
-report
 requests
 runs
 sampling
@@ -48,7 +46,6 @@ smollm2.py
 storage
 text
 training
-tree
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 

@@ -36,11 +36,11 @@ from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.methods.method import plain_decoding_note
+from eagle_ray.requests.answers import python_form, token_logprobs
 from eagle_ray.requests.output_rows import answer_reader
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
-from eagle_ray.requests.token_logprobs import python_form, token_logprobs
 from eagle_ray.requests.values import plain_value
 from eagle_ray.text.tokenizer import Tokenizer
 

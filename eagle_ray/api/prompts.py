@@ -21,8 +21,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import match_unsupported, python_hint
 from eagle_ray.requests.refused import has_effect
-from eagle_ray.requests.request import Request
-from eagle_ray.requests.rows import parse_row, with_checked_texts
+from eagle_ray.requests.request import Request, parse_row, with_checked_texts
 from eagle_ray.requests.values import plain_value
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.answers import FinishedAnswer
-from eagle_ray.requests.token_logprobs import Logprobs, Spell, python_form, token_logprobs
+from eagle_ray.requests.answers import FinishedAnswer, Logprobs, Spell, python_form, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)

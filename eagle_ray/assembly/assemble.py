@@ -1,6 +1,6 @@
 """Build an engine and its tokenizer from a configuration.
 
-    bundle = build_engine_from_config(config.model, config.speculative, slots=4)
+    bundle = build_engine_from_config(config.model, config.speculative, EngineArgs(slots=4))
     ids = bundle.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     bundle.engine.add(Sequence("a", ids, SamplingParams()))
 
@@ -19,31 +19,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from eagle_ray.assembly.costs import method_trial, planner_for, tree_of
-from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, SequenceLengths
+from eagle_ray.assembly.costs import method_trial, planner_for
+from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.placement import check_device, device_type, load_draft, load_target, model_text
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
-from eagle_ray.core.slot_limits import Auto
+from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.drafter import Drafter, NullDrafter
-from eagle_ray.methods.method import AUTO, reads_draft
-from eagle_ray.methods.registry import (
-    feature_layers,
-    make_drafter,
-    make_switch,
-    own_planner,
-    parts_of,
-)
+from eagle_ray.methods.method import AUTO
+from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, warm_up_kernels
 from eagle_ray.models.runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
@@ -57,7 +51,6 @@ log = logging.getLogger("eagle_ray")
 MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
 RECORDING = "recording steps as CUDA graphs"
 MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
-PrefillTokens = int | Mapping[str, int]  # of a step, or by type of device
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +89,10 @@ def build_in_thread(
             _refuse_fallbacks({"kernels": why_not(torch.device(device_type(model)))})
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
         prefill_tokens = auto_prefill_tokens if engines.prefill_tokens == "auto" else engines.prefill_tokens
-        sizes = engines.slots, engines.kv_tokens, num_gpus
-        pair = build_engine_from_config(model, speculative, *sizes, start, prefill_tokens)
+        args = EngineArgs(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus)
+        pair = build_engine_from_config(model, speculative, args, start)
         with start.part("first steps", "taking the first steps"):
-            warm_up(pair.engine, speculative.top_k)
+            warm_up(pair.engine)
         if engines.require_kernels:
             _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
@@ -121,30 +114,22 @@ def _refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
 def build_engine_from_config(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    slots: int | Auto = "auto",
-    kv_tokens: int | Auto | None = "auto",
-    num_gpus: int = 1,
+    args: EngineArgs = ANY_SIZE,
     start: StartLog | None = None,
-    prefill_tokens: PrefillTokens = PREFILL_TOKENS,
 ) -> EngineBundle:
-    """Load both models and allocate their caches for `slots` sequences of kv_tokens tokens in total.
+    """Load both models and build their engine. start: times the parts.
 
-    num_gpus: GPUs over which the target is placed; no effect on a CPU, where torch's threads may be reduced to as
-    many as speed the target up. start: times the parts. prefill_tokens: as of build_engine. Raises ConfigError if a
-    name cannot be found or a length does not fit, EngineError if the files are not a target and its draft.
+    Raises ConfigError if a name cannot be found or a length does not fit, EngineError if the files are not a target
+    and its draft, and as build_engine does.
     """
     start = start or StartLog()
     check_device(model)
     tokenizer = load_tokenizer(model)
-    causal_lm = load_target(model, slots, kv_tokens, num_gpus, start, tokenizer)
-    weights = None
-    if reads_draft(speculative.method, model.drafts):
-        with start.part("draft", f"reading the draft's weights from {model.draft_name}"):
-            weights = load_draft(model, speculative, causal_lm)
-    limits = model_limits(model)
-    length = limits.longest(kv_tokens)
-    memory = plan_memory(causal_lm, weights, speculative, slots, length, kv_tokens, limits.guaranteed, prefill_tokens)
-    engine = _engine_of(causal_lm, weights, speculative, memory, start, prefill_tokens)
+    causal_lm = load_target(model, args, start, tokenizer)
+    weights = load_draft(model, speculative, causal_lm, start)
+    args = args.within(model_limits(model))
+    memory = plan_memory(causal_lm, weights, speculative, args)
+    engine = _engine_of(causal_lm, weights, speculative, args, memory, start)
     engine.grammars = grammar_compiler(tokenizer, engine.target)
     return EngineBundle(engine, tokenizer, model.target, None if weights is None else model.draft_name, memory)
 
@@ -158,53 +143,34 @@ def build_engine(
     causal_lm: CausalLM,
     weights: nn.Module | None,
     speculative: SpeculativeConfig,
-    slots: int | Auto,
-    max_model_len: int,
-    kv_tokens: int | Auto | None = None,
+    args: EngineArgs,
     start: StartLog | None = None,
-    guaranteed: int | None = None,
-    prefill_tokens: PrefillTokens = PREFILL_TOKENS,
 ) -> Engine:
     """Return an engine over models in memory, with its own caches: several engines may share the weights.
 
-    Args:
-        weights: what the method reads from model.draft, or None.
-        kv_tokens: None lets every slot be full.
-        start: times the parts.
-        guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
-        prefill_tokens: maximum prompt tokens per step, or those of each type of device.
-
-    Raises:
-        ConfigError: kv_tokens are too few for one sequence's tree.
-        UnfitDevice: a GPU's memory is too small for one sequence.
+    weights: what the method reads from model.draft, or None. start: times the parts. Raises ConfigError if
+    args.kv_tokens are too few for one sequence's tree, UnfitDevice if a GPU's memory is too small for one sequence.
     """
-    memory = plan_memory(causal_lm, weights, speculative, slots, max_model_len, kv_tokens, guaranteed, prefill_tokens)
-    return _engine_of(causal_lm, weights, speculative, memory, start or StartLog(), prefill_tokens)
+    memory = plan_memory(causal_lm, weights, speculative, args)
+    return _engine_of(causal_lm, weights, speculative, args, memory, start or StartLog())
 
 
 def plan_memory(
     causal_lm: CausalLM,
     weights: nn.Module | None,
     speculative: SpeculativeConfig,
-    slots: int | Auto,
-    max_model_len: int,
-    kv_tokens: int | Auto | None,
-    guaranteed: int | None,
-    prefill_tokens: PrefillTokens,
+    args: EngineArgs,
 ) -> MemoryPlan:
     """Return the plan of an engine's memory, and log a GPU's. Arguments and errors are build_engine's."""
     vocab_size = causal_lm.config.get_text_config(decoder=True).vocab_size
-    lengths = SequenceLengths.of(speculative, vocab_size, max_model_len, guaranteed)
-    if kv_tokens != "auto":
-        _check_kv_tokens(kv_tokens, lengths.tree_columns)
-    tokens = _prefill_tokens(prefill_tokens, causal_lm)
-    plan = MemoryPlan.of_models(causal_lm, weights, speculative, slots, kv_tokens, lengths, tokens)
+    assert args.max_model_len is not None, "`within` sets it to the target's own"
+    lengths = SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed)
+    if args.kv_tokens != "auto":
+        _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
+    tokens = args.prefill_tokens_on(causal_lm.device.type)
+    plan = MemoryPlan.of_models(causal_lm, weights, speculative, args.slots, args.kv_tokens, lengths, tokens)
     log.log(logging.INFO if plan.memory else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
     return plan
-
-
-def _prefill_tokens(prefill_tokens: PrefillTokens, causal_lm: CausalLM) -> int:
-    return prefill_tokens if isinstance(prefill_tokens, int) else prefill_tokens[causal_lm.device.type]
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
@@ -221,14 +187,14 @@ def _engine_of(
     causal_lm: CausalLM,
     weights: nn.Module | None,
     speculative: SpeculativeConfig,
+    args: EngineArgs,
     plan: MemoryPlan,
     start: StartLog,
-    prefill_tokens: PrefillTokens,
 ) -> Engine:
     """Return an engine with caches as planned."""
     config = causal_lm.config.get_text_config(decoder=True)
     plain = speculative.method == "none"
-    prefill_tokens = _prefill_tokens(prefill_tokens, causal_lm)
+    prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     slots = plan.slots
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
     layers = feature_layers(parts_of(weights), config.num_hidden_layers)
@@ -244,19 +210,19 @@ def _engine_of(
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
-        engine = Engine(target, drafter, UniformPlanner(0, 0, 0), max_model_len, 0, prefill_tokens, graphs)
+        engine = Engine(target, drafter, UniformPlanner(NO_TREE), max_model_len, NO_TREE, prefill_tokens, graphs)
         if ahead:
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
     fixed = own_planner(speculative, drafter)
-    tree = tree_of(speculative)
-    planner, trees = fixed or UniformPlanner(*tree), MaxTreeSizes.of(*tree)
-    engine = Engine(target, drafter, planner, max_model_len, speculative.max_depth, prefill_tokens, graphs, trees)
+    bounds = speculative.tree_bounds
+    planner = fixed or UniformPlanner(bounds)
+    engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     if speculative.budget == "global" and fixed is None:
         if ahead:
             with start.part("recorded", RECORDING):
-                capture(engine, speculative.max_nodes, speculative.top_k)
+                capture(engine)
     elif ahead:
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
@@ -321,6 +287,5 @@ def runs_on_gpu(config: JobConfig) -> bool:
 def cpu_model_len(config: JobConfig) -> int:
     """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
     limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
-    longest = limits.longest(execution.kv_tokens)
-    lengths = SequenceLengths.of(speculative, limits.vocab_size, longest, limits.guaranteed)
+    lengths = limits.lengths(speculative, execution.kv_tokens)
     return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import astuple
 
 import torch
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
 from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial
-from eagle_ray.models.cpu_runtime import cpu_name
+from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
 from eagle_ray.planner.cost_model import StepCosts
@@ -28,12 +30,12 @@ def planner_for(
 ) -> Planner:
     """Return the planner of speculative.budget. target_costs: as for _costs_of."""
     if speculative.budget == "uniform":
-        return UniformPlanner(*tree_of(speculative))
+        return UniformPlanner(engine.bounds)
     costs = _costs_of(engine, speculative, start, target_costs)
     graphs = engine.graphs
     can_sync = engine.target.device.type == "cpu" and graphs is None
-    sizes = graphs.pass_sizes(speculative.max_nodes, speculative.top_k) if graphs else None
-    return BudgetPlanner(*tree_of(speculative), costs, can_sync, sizes)
+    sizes = graphs.pass_sizes(engine.bounds) if graphs else None
+    return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
 
 
 def method_trial(engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog) -> MethodTrial:
@@ -43,7 +45,7 @@ def method_trial(engine: Engine, speculative: SpeculativeConfig, switch: SwitchD
     for method in switch.methods:
         switch.use(method)
         if method == "none":
-            planners[method] = UniformPlanner(0, 0, 0)
+            planners[method] = UniformPlanner(NO_TREE)
             continue
         planner = planner_for(engine, speculative.model_copy(update={"method": method}), start, target_costs)
         target_costs = target_costs or getattr(planner, "costs", None)
@@ -70,10 +72,10 @@ def _costs_of(
     def measured() -> StepCosts:
         if target_costs is not None:
             with start.part("measured", f"measuring the cost of drafts of {speculative.method}"):
-                return calibrate_draft_costs(engine, *tree_of(speculative), target_costs)
+                return calibrate_draft_costs(engine, target_costs)
         line = f"measuring the cost of steps: for up to {seconds:.0f} s, kept in {cache_path(parts)} for later starts"
         with start.part("measured", line):
-            return calibrate_costs(engine, *tree_of(speculative))
+            return calibrate_costs(engine)
 
     return cached_costs(parts, measured)
 
@@ -93,9 +95,5 @@ def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object
         "torch": torch.__version__,
         "slots": target.cache.num_slots,
         "measured": measured_sizes(engine),  # not the KV tokens, which differ with a card's free memory
-        "tree": tree_of(speculative),
+        "tree": astuple(speculative.tree_bounds),
     } | ({} if engine.graphs is None else {"graphs": True})
-
-
-def tree_of(speculative: SpeculativeConfig) -> tuple[int, int, int]:
-    return speculative.max_nodes, speculative.max_depth, speculative.top_k

@@ -1,14 +1,15 @@
-"""EngineSizes and SequenceLengths: the numbers on which the memory of an engine depends, weights left out.
+"""What an engine is to be, and the numbers on which its memory depends, weights left out.
 
+args = EngineArgs(slots=4, max_model_len=8192, kv_tokens=None)
+lengths = SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed)
 sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True)
-lengths = SequenceLengths.of(speculative, vocab_size, max_model_len=8192, guaranteed=4096)
 lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_ray.attention.metadata import MAX_SCORES
@@ -17,7 +18,6 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.eagle.drafter import tree_columns
 from eagle_ray.methods.method import OWN_PLANNERS
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.methods.registry import feature_layers
@@ -30,6 +30,62 @@ CPU_LOGIT_BYTES = 8  # of a logit, in addition to it: an fp32 copy, and one more
 COPIES_OF_LOGITS = 3  # on a GPU, of a pass with trees of a fixed size: its own, the graphs' pool and a temporary one
 SLICE_LOGIT_BYTES = 24  # of a logit of SLICE_ROWS: copies of log-probabilities in a graph's pool, and of controls
 SCORE_BYTES = 10  # of each of MAX_SCORES: the score, in fp32 and as a probability
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Limits of a sequence.
+
+    Attributes:
+        max_model_len: tokens of prompt and output together.
+        guaranteed: tokens that an engine takes whatever its KV cache holds; at most max_model_len.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    guaranteed: int
+
+    def longest(self, kv_tokens: int | Auto | None) -> int:
+        """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
+        return self.guaranteed if kv_tokens is None else self.max_model_len
+
+    def lengths(self, speculative: SpeculativeConfig, kv_tokens: int | Auto | None) -> SequenceLengths:
+        """Return the lengths of an engine's sequences for execution.kv_tokens."""
+        return SequenceLengths.of(speculative, self.vocab_size, self.longest(kv_tokens), self.guaranteed)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """What an engine is to be, its models and its method left out.
+
+    Attributes:
+        slots: sequences that run at once.
+        max_model_len: tokens of the longest one, prompt and output; None is what the target was made for.
+        kv_tokens: of all slots together; None lets every slot be full, and auto fills the memory.
+        guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
+        prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
+        num_gpus: over which the target is placed.
+    """
+
+    slots: int | Auto = "auto"
+    max_model_len: int | None = None
+    kv_tokens: int | Auto | None = "auto"
+    guaranteed: int | None = None
+    prefill_tokens: int | Mapping[str, int] = field(default_factory=lambda: PREFILL_TOKENS)
+    num_gpus: int = 1
+
+    def within(self, limits: ModelLimits) -> EngineArgs:
+        """Return the arguments with the lengths of a target, if none are set."""
+        if self.max_model_len is not None:
+            return self
+        return replace(self, max_model_len=limits.longest(self.kv_tokens), guaranteed=limits.guaranteed)
+
+    def prefill_tokens_on(self, device: str) -> int:
+        """Return the prompt tokens of a step on a type of device."""
+        return self.prefill_tokens if isinstance(self.prefill_tokens, int) else self.prefill_tokens[device]
+
+
+ANY_SIZE = EngineArgs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +109,8 @@ class SequenceLengths:
         """Return the lengths with the positions of the method's trees."""
         if speculative.method == "none":
             return cls(max_model_len, 1, guaranteed)
-        width = min(speculative.top_k, vocab_size)
-        return cls(max_model_len, tree_columns(speculative.max_nodes, speculative.max_depth, width), guaranteed)
+        bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
+        return cls(max_model_len, bounds.num_positions, guaranteed)
 
     @property
     def full(self) -> int:

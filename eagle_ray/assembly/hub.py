@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.core.slot_limits import Auto
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import draft_requirement, reads_draft
 from eagle_ray.methods.registry import check_weights, has_own_vocab
@@ -54,24 +53,6 @@ WEIGHTS = ["*.safetensors", "*.bin", "*.pt"]
 
 class ModelUnavailable(ConfigError):
     """A hub id that is not on this machine while the hub cannot be reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """Limits of a sequence.
-
-    Attributes:
-        max_model_len: tokens of prompt and output together.
-        guaranteed: tokens that an engine takes whatever its KV cache holds; at most max_model_len.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    guaranteed: int
-
-    def longest(self, kv_tokens: int | Auto | None) -> int:
-        """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
-        return self.guaranteed if kv_tokens is None else self.max_model_len
 
 
 def download(name: str, part: str) -> Path:

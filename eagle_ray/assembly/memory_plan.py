@@ -23,7 +23,7 @@ import psutil
 import torch
 from torch import nn
 
-from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineSizes, SequenceLengths
+from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
@@ -330,11 +330,12 @@ class MemoryPlan:
         )
 
 
-def reserved_bytes(causal_lm: CausalLM, slots: int | Auto, kv_tokens: int | Auto | None, max_model_len: int) -> int:
+def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
     """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
-    tokens = usual_slots(slots, on_gpu=True) * (USUAL_TOKENS if kv_tokens == "auto" else max_model_len)
-    if isinstance(kv_tokens, int):
-        tokens = kv_tokens
+    assert args.max_model_len is not None, "`within` sets it to the target's own"
+    tokens = usual_slots(args.slots, on_gpu=True) * (USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len)
+    if isinstance(args.kv_tokens, int):
+        tokens = args.kv_tokens
     shape = causal_lm.config.get_text_config(decoder=True)
     per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
     return int(KV_MARGIN * tokens * per_token)

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
 from eagle_ray.assembly.hub import download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, reserved_bytes
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import Auto, usual_slots
+from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.methods.method import reads_draft
 from eagle_ray.methods.registry import load_weights
-from eagle_ray.models.cpu_runtime import tune_num_threads
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import (
     CausalLM,
+    auto_dtype,
     decoder_layers,
     eos_ids,
     input_embedding,
@@ -40,6 +41,7 @@ from eagle_ray.models.loader import (
     set_eos_ids,
 )
 from eagle_ray.models.packed_linear import pack_linears, run_linears
+from eagle_ray.models.runtime import tune_num_threads
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -51,13 +53,13 @@ MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence ha
 
 def load_target(
     model: ModelConfig,
-    slots: int | Auto = "auto",
-    kv_tokens: int | Auto | None = "auto",
-    num_gpus: int = 1,
+    args: EngineArgs = ANY_SIZE,
     start: StartLog | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CausalLM:
     """Load the target for engines of these arguments. Raises as build_engine_from_config does.
+
+    On a CPU torch's threads may be reduced to as many as speed the target up.
 
     tokenizer: the target's, which names tokens that end an answer; None reads it.
     """
@@ -65,7 +67,7 @@ def load_target(
     check_device(model)
     tokenizer = tokenizer or load_tokenizer(model)
     device = device_type(model)
-    is_spread = device == "cuda" and num_gpus > 1
+    is_spread = device == "cuda" and args.num_gpus > 1
     path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
@@ -75,23 +77,28 @@ def load_target(
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
-        reserved = reserved_bytes(causal_lm, slots, kv_tokens, model_limits(model).longest(kv_tokens))
-        _dispatch(causal_lm, num_gpus, reserved, is_firm=kv_tokens != "auto")
+        reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
+        _dispatch(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
         with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
-            num_rows = max(usual_slots(slots, on_gpu=False), MIN_TRIAL_ROWS)
+            num_rows = max(usual_slots(args.slots, on_gpu=False), MIN_TRIAL_ROWS)
             tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
     return causal_lm
 
 
-def load_draft(model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM) -> nn.Module:
-    """Load what the method reads from model.draft. Raises as build_engine_from_config does."""
+def load_draft(
+    model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM, start: StartLog | None = None
+) -> nn.Module | None:
+    """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does."""
+    if not reads_draft(speculative.method, model.drafts):
+        return None
     config = causal_lm.config.get_text_config(decoder=True)
-    weights = load_weights(speculative, draft_paths(model, speculative), config)
-    weights.to(causal_lm.device, causal_lm.dtype)
-    pack_linears(weights)
+    with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
+        weights = load_weights(speculative, draft_paths(model, speculative), config)
+        weights.to(causal_lm.device, causal_lm.dtype)
+        pack_linears(weights)
     return weights
 
 

@@ -19,7 +19,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kernels.tree_metadata import PackedRows
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.tree_mask import pack_mask
+from eagle_ray.tree.draft_tree import pack_ancestors
 
 
 def tree_metadata(
@@ -47,7 +47,7 @@ def tree_metadata(
     if not uses_triton(kv_cache):
         return TreeMetadata(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
     num_nodes = depths.shape[1]
-    words = ancestors if ancestors.dtype == torch.int64 else pack_mask(ancestors)
+    words = ancestors if ancestors.dtype == torch.int64 else pack_ancestors(ancestors)
     seq = unpack // num_nodes if seq is None and unpack is not None else seq
     rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
     return TritonTreeMetadata(kv_cache, batch, cells, words, depths, column_depths, rows, first)

@@ -21,9 +21,9 @@ from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import use_triton, why_not
 from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.tree_mask import WORD_BITS, pack_mask
+from eagle_ray.tree.draft_tree import NODES_PER_WORD, pack_ancestors
 
-CHAIN_ROWS = WORD_BITS  # of a prompt's chunk in one chain: its mask is one word
+CHAIN_ROWS = NODES_PER_WORD  # of a prompt's chunk in one chain: its mask is one word
 
 log = logging.getLogger("eagle_ray")
 
@@ -118,7 +118,7 @@ def chain_trees(
     size, batch = max(columns[3]), len(chains)
     seq = torch.arange(batch, device=device).repeat_interleave(counts, output_size=sum(columns[3]))
     depths = torch.arange(size, device=device).expand(batch, -1)
-    mask = pack_mask(torch.ones(size, size, dtype=torch.bool, device=device).tril())
+    mask = pack_ancestors(torch.ones(size, size, dtype=torch.bool, device=device).tril())
     return KernelTrees(
         slots=at,
         lengths=bases,

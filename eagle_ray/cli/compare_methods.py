@@ -5,13 +5,6 @@
     # method   chat        code  ...
 
 Rows, tokenizer and sampling are the job's; everything runs here, in this process. Needs no Ray and writes nothing.
-
-``eagle-ray bench cost`` measures a pair's step costs here and shows them as tables with bars:
-
-    verify: a pass of the target, by rows
-       rows        ms   x first
-          1     38.20      1.00  ###########
-          8     41.07      1.08  ############
 """
 
 from __future__ import annotations
@@ -26,8 +19,7 @@ from typing import Any
 import torch
 
 from eagle_ray import __version__
-from eagle_ray.assembly.assemble import build_engine_from_config
-from eagle_ray.assembly.costs import cost_key
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
 from eagle_ray.assembly.placement import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
@@ -36,7 +28,6 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.core.sequence import check_length
-from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import (
     PLAIN,
@@ -51,8 +42,6 @@ from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, 
 from eagle_ray.evaluation.timing import Round
 from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM
-from eagle_ray.planner.cost_cache import cache_path, keep_costs
-from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
@@ -60,14 +49,6 @@ from eagle_ray.text.tokenizer import Tokenizer
 log = logging.getLogger("eagle_ray")
 END = -1  # after an output, so that one that is only a beginning of another differs from it
 NO_TASK = "(none)"
-BAR = 48  # characters of the longest
-TITLES = {
-    "verify": "verify: a pass of the target, by rows",
-    "catch_up": "catch up: the draft head's first pass of a step, with level 1, by tokens",
-    "expand": "expand: one further level of drafts, by rows",
-    "plain_overhead": "overhead of a step without drafts, by sequences",
-    "draft_overhead": "overhead of a step with drafts, by sequences",
-}
 
 
 def evaluate(
@@ -88,7 +69,7 @@ def evaluate(
         raise ConfigError("input.path: no row can be answered")
     log.info("loading %s", config.model.target)
     max_model_len = _longest(questions)
-    causal_lm = load_target(config.model, batch, batch * max_model_len)
+    causal_lm = load_target(config.model, EngineArgs(batch, kv_tokens=batch * max_model_len))
     weights = load_method_weights(ways, config.model, causal_lm)
     turns: dict[float, list[Round]] = {}
     choices: list[dict[str, Any]] = []
@@ -194,40 +175,3 @@ def _metadata(config: JobConfig, ways: Sequence[DraftMethod], batch: int, causal
         "input": config.input.path,
         "methods": {way.name: way.as_json() for way in ways},
     }
-
-
-def bench_costs(config: JobConfig, threads: int | None) -> str:
-    """Measure a job's pair, keep the costs for runs with as many CPU threads (None: torch's default), and show them.
-
-    Raises ConfigError as build_engine_from_config does, and for a job without drafts.
-    """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    speculative = config.speculative.model_copy(update={"budget": "uniform"})
-    if speculative.method == "none":
-        raise ConfigError("speculative.method: none drafts nothing, so there are no costs to compare; leave it out")
-    pair = build_engine_from_config(config.model, speculative, config.execution.slots, config.execution.kv_tokens)
-    costs = calibrate_costs(pair.engine, speculative.max_nodes, speculative.max_depth, speculative.top_k)
-    parts = cost_key(pair.engine, speculative)
-    keep_costs(parts, costs)
-    return f"{costs_text(costs)}\n\nkept in {cache_path(parts)}"
-
-
-def costs_text(costs: StepCosts) -> str:
-    """Return every curve as the planner uses it, monotone."""
-    parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
-    context = (
-        f"context: {costs.attention_per_token * 1e6:.3f} us more for each cached token, and "
-        f"{costs.attention_per_row * 1e6:.3f} us with each row of its sequence beyond the first"
-    )
-    each = f"sequences: {costs.per_sequence * 1e6:.1f} us more for each of them"
-    return "\n\n".join([*parts, f"{each}\n{context}"])
-
-
-def _bars(curve: CostCurve) -> str:
-    seconds = [curve(rows) for rows in curve.rows]
-    lines = [f"{'rows':>8}{'ms':>10}{'x first':>10}"]
-    for rows, s in zip(curve.rows, seconds, strict=True):
-        bar = "#" * max(round(BAR * s / seconds[-1]), 1)
-        lines.append(f"{rows:>8}{s * 1e3:>10.2f}{s / seconds[0]:>10.2f}  {bar}")
-    return "\n".join(lines)

@@ -25,8 +25,7 @@ from eagle_ray.cli.report_run import record_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
-from eagle_ray.requests.answers import COLUMNS, line_of
-from eagle_ray.requests.token_logprobs import Spell
+from eagle_ray.requests.answers import COLUMNS, Spell, line_of
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import SUCCESS, SUMMARY, data_of, read_derived_record, read_inputs
 from eagle_ray.runs.output_index import OutputIndex

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.placement import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
@@ -23,8 +24,7 @@ from eagle_ray.evaluation.recording_planner import RecordedTree, RecordingPlanne
 from eagle_ray.evaluation.timing import Round, Timing, shortened, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import ratio_interval
-from eagle_ray.report.text import render
-from eagle_ray.report.tree_picture import PictureNode, tree_picture
+from eagle_ray.report.text import PictureNode, render, tree_picture
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
@@ -97,7 +97,7 @@ def _engines(config: JobConfig, questions: Sequence[LiveQuestion]) -> tuple[Caus
     """Return the target and an engine of one slot for each method."""
     ways = parse_methods([OURS], config.model, config.speculative)
     longest = max(len(s.prompt_ids) + s.sampling.token_limit for s in (question.ask() for question in questions))
-    causal_lm = load_target(config.model, 1, longest)
+    causal_lm = load_target(config.model, EngineArgs(1, kv_tokens=longest))
     weights = load_method_weights(ways, config.model, causal_lm)
     return causal_lm, {way.name: way.engine(causal_lm, weights[way.name], 1, longest) for way in ways}
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 
 from eagle_ray.cli.arguments import add_config_flags, add_file_flags, config_of_pair, parse_positive, without_none
-from eagle_ray.config import load_serve_config, load_train_config
+from eagle_ray.config import JobConfig, load_serve_config, load_train_config
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging
 
 
@@ -70,11 +71,36 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_cost(args: argparse.Namespace) -> int:
-    config = config_of_pair(args)
-    from eagle_ray.cli.compare_methods import bench_costs
-
-    print(bench_costs(config, args.threads))
+    print(bench_costs(config_of_pair(args), args.threads))
     return 0
+
+
+def bench_costs(config: JobConfig, threads: int | None) -> str:
+    """Measure a job's pair, keep the costs for runs with as many CPU threads (None: torch's default), and show them.
+
+    Raises ConfigError as build_engine_from_config does, and for a job without drafts.
+    """
+    import torch
+
+    from eagle_ray.assembly.assemble import build_engine_from_config
+    from eagle_ray.assembly.costs import cost_key
+    from eagle_ray.assembly.engine_sizes import EngineArgs
+    from eagle_ray.engine.calibrate import calibrate_costs
+    from eagle_ray.planner.cost_cache import cache_path, keep_costs
+    from eagle_ray.planner.cost_model import costs_text
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    speculative = config.speculative.model_copy(update={"budget": "uniform"})
+    if speculative.method == "none":
+        raise ConfigError("speculative.method: none drafts nothing, so there are no costs to compare; leave it out")
+    pair = build_engine_from_config(
+        config.model, speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
+    )
+    costs = calibrate_costs(pair.engine)
+    parts = cost_key(pair.engine, speculative)
+    keep_costs(parts, costs)
+    return f"{costs_text(costs)}\n\nkept in {cache_path(parts)}"
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
@@ -220,6 +221,10 @@ class SpeculativeConfig(StrictModel):
         if isinstance(data, dict) and "ranking" not in data and data.get("budget") == "uniform":
             return data | {"ranking": "published"}
         return data
+
+    @property
+    def tree_bounds(self) -> TreeBounds:
+        return TreeBounds(self.max_nodes, self.max_depth, self.top_k)
 
 
 def _section_field(row: Parameter) -> tuple[Any, Any]:

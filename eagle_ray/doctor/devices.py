@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.worker_plan import ACCELERATOR, WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environment, resolve_address
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
@@ -236,7 +237,7 @@ def _graphs_todo(missing: str | None) -> str | None:
 def _decoded(device: Literal["cpu", "cuda"], settings: dict[str, Any]) -> tuple[list[Sequence], dict[str, str]]:
     """Return the sequences, and the fallbacks of their engine."""
     model = ModelConfig(device=device, dtype="float32", max_model_len=64)
-    engine = build_engine_from_config(model, SpeculativeConfig(**settings), slots=len(TRIAL_PROMPTS)).engine
+    engine = build_engine_from_config(model, SpeculativeConfig(**settings), EngineArgs(len(TRIAL_PROMPTS))).engine
     params = SamplingParams(max_tokens=TRIAL_TOKENS, ignore_eos=True)
     sequences = [Sequence(str(i), ids, params) for i, ids in enumerate(TRIAL_PROMPTS)]
     for sequence in sequences:

@@ -15,7 +15,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
-from eagle_ray.assembly.engine_sizes import SequenceLengths
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
 from eagle_ray.config import JobConfig
@@ -95,8 +94,7 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
     """Compare the memory that one worker takes with the memory that is available."""
     execution, speculative = here.config.execution, here.config.speculative
     limits, there = model_limits(here.config.model), memory_of(workers, device)
-    longest = limits.longest(execution.kv_tokens)
-    lengths = SequenceLengths.of(speculative, limits.vocab_size, longest, limits.guaranteed)
+    lengths = limits.lengths(speculative, execution.kv_tokens)
     models = here.config, here.target, here.drafts, here.shape, device, dtype
     try:
         plan = MemoryPlan.of_checkpoint(*models, lengths, there, process_bytes(device))

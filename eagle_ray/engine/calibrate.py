@@ -1,6 +1,6 @@
 """Measure the costs of a step's parts on this machine, by running steps of given sizes on the engine.
 
-    costs = calibrate_costs(engine, max_nodes=60, max_depth=6, top_k=10, budget=TimeBudget(5.0))
+    costs = calibrate_costs(engine, TimeBudget(5.0))
 
 The sequences are synthetic and discarded. Steps run in order of their importance until the time budget is spent:
 
@@ -27,6 +27,7 @@ from statistics import mean
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
@@ -126,18 +127,16 @@ class TimeBudget:
         return self._clock() >= self._ends_at
 
 
-def calibrate_costs(
-    engine: Engine, max_nodes: int, max_depth: int, top_k: int, budget: TimeBudget | None = None
-) -> StepCosts:
-    """Return the costs of an idle engine's steps, up to trees of max_nodes nodes for every slot.
+def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCosts:
+    """Return the costs of an idle engine's steps, up to its largest trees for every slot.
 
     The engine is left idle, with its counters unchanged. budget: None is BUDGET_S of the device; at most three steps
     exceed it, and four steps that every curve needs.
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
-    with calibration_mode(engine, scripted_planner(engine, top_k), has_distinct_prompts(engine)) as bench:
-        sizes = CalibrationSizes(bench.num_slots, max_nodes, max_depth, top_k, device)
+    with calibration_mode(engine, scripted_planner(engine), has_distinct_prompts(engine)) as bench:
+        sizes = CalibrationSizes(bench.num_slots, engine.bounds, device)
         bench.run(sizes.needed())
         batches = sizes.batches()
         bench.run([*sizes.trees(), *chain(*batches[:2])], budget)
@@ -149,15 +148,13 @@ def calibrate_costs(
         return bench.costs()
 
 
-def calibrate_draft_costs(
-    engine: Engine, max_nodes: int, max_depth: int, top_k: int, target_costs: StepCosts
-) -> StepCosts:
+def calibrate_draft_costs(engine: Engine, target_costs: StepCosts) -> StepCosts:
     """Return the costs of an idle engine whose target has been measured with another drafter.
 
     Runs the drafts of one sequence and of the first further batch size, once each; the target's costs are copied.
     """
-    with calibration_mode(engine, scripted_planner(engine, top_k)) as bench:
-        sizes = CalibrationSizes(bench.num_slots, max_nodes, max_depth, top_k, engine.target.device.type)
+    with calibration_mode(engine, scripted_planner(engine)) as bench:
+        sizes = CalibrationSizes(bench.num_slots, engine.bounds, engine.target.device.type)
         bench.run([*sizes.needed(), *sizes.batches()[0]])
         own = bench.costs()
     costs = deepcopy(target_costs)  # a planner corrects its own
@@ -165,17 +162,17 @@ def calibrate_draft_costs(
     return costs
 
 
-def warm_up(engine: Engine, top_k: int) -> None:
+def warm_up(engine: Engine) -> None:
     """Take an idle engine's first steps, plain and with drafts, so that one-time work precedes requests."""
-    with calibration_mode(engine, scripted_planner(engine, top_k)) as bench:
+    with calibration_mode(engine, scripted_planner(engine)) as bench:
         bench.run_step(CalibrationSetting(1, 1, 0, 0))
         if engine.num_spec_tokens:
             bench.run_step(CalibrationSetting(1, 2, 1, 1))
 
 
-def scripted_planner(engine: Engine, top_k: int) -> ScriptedPlanner:
+def scripted_planner(engine: Engine) -> ScriptedPlanner:
     """Return a planner whose drafts use the graphs that will be replayed: with top_k children per node."""
-    return ScriptedPlanner(top_k if engine.graphs else None)
+    return ScriptedPlanner(engine.bounds.top_k if engine.graphs else None)
 
 
 @contextmanager
@@ -203,9 +200,7 @@ class CalibrationSizes:
     """The settings to measure for an engine with num_slots slots and trees within the given bounds."""
 
     num_slots: int
-    max_nodes: int
-    max_depth: int
-    top_k: int
+    bounds: TreeBounds
     device: str
 
     def needed(self) -> list[CalibrationSetting]:
@@ -231,7 +226,7 @@ class CalibrationSizes:
         batches: list[list[CalibrationSetting]] = []
         for size in sizes:
             steps = self._steps_of(size) if not batches else self._steps_of(size)[:2]
-            batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if 1 + self.max_nodes >= SMALL_TREE else [])])
+            batches.append([*steps, *self._trees_of(size, [SMALL_TREE] if self.bounds.num_nodes >= SMALL_TREE else [])])
         return batches or [[]]
 
     def all(self) -> Iterator[CalibrationSetting]:
@@ -248,36 +243,36 @@ class CalibrationSizes:
             for turn in range(REPLAYS):
                 yield from steps
                 if turn < CATCH_UP_TURNS:
-                    yield from [steps[0]] * catch_up_steps(size, self.device, self.max_depth)
+                    yield from [steps[0]] * catch_up_steps(size, self.device, self.bounds.max_depth)
                     yield steps[1]
 
     @property
     def small_tree(self) -> CalibrationSetting:
         """Return the setting that measures contexts with more than one row per sequence."""
-        num_nodes = min(SMALL_TREE, 1 + self.max_nodes) if self.max_depth > 1 else 2
-        return CalibrationSetting(self.num_slots, num_nodes, min(2, self.top_k), min(2, self.max_depth))
+        num_nodes = min(SMALL_TREE, self.bounds.num_nodes) if self.bounds.max_depth > 1 else 2
+        return CalibrationSetting(self.num_slots, num_nodes, min(2, self.bounds.top_k), min(2, self.bounds.max_depth))
 
     def _steps_of(self, size: int) -> list[CalibrationSetting]:
         """Return a plain step, one level, and the widest draft."""
         return [
             CalibrationSetting(size, 1, 0, 0),
             CalibrationSetting(size, 2, 1, 1),
-            CalibrationSetting(size, 2, self.top_k, min(2, self.max_depth)),
+            CalibrationSetting(size, 2, self.bounds.top_k, min(2, self.bounds.max_depth)),
         ]
 
     def _nodes_of(self, size: int) -> list[int]:
         """Return the sizes of one sequence's tree for this batch size, root included."""
-        limit = max_rows(self.num_slots, self.max_nodes)
-        nodes = [n for n in BUCKETS if 1 < n <= 1 + self.max_nodes and self._width_of(n)]
+        limit = max_rows(self.num_slots, self.bounds.max_nodes)
+        nodes = [n for n in BUCKETS if 1 < n <= self.bounds.num_nodes and self._width_of(n)]
         return [n for n in nodes if n == SMALL_TREE or n * size <= limit]
 
     def _trees_of(self, size: int, nodes: Iterable[int]) -> list[CalibrationSetting]:
-        return [CalibrationSetting(size, n, self._width_of(n), min(2, self.max_depth)) for n in nodes]
+        return [CalibrationSetting(size, n, self._width_of(n), min(2, self.bounds.max_depth)) for n in nodes]
 
     def _width_of(self, num_nodes: int) -> int:
         """Return the least width with which a draft of two levels has num_nodes nodes, root included, or 0."""
-        below = min(2, self.max_depth) - 1
-        return next((w for w in range(1, self.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
+        below = min(2, self.bounds.max_depth) - 1
+        return next((w for w in range(1, self.bounds.top_k + 1) if w + below * w**2 >= num_nodes - 1), 0)
 
 
 def max_rows(num_slots: int, max_nodes: int) -> int:

@@ -40,6 +40,7 @@ from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
 from eagle_ray.core.step_timer import StepTimer
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.grammar_drafts import GrammarChains
 from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
@@ -48,7 +49,7 @@ from eagle_ray.engine.prefill import PendingPrefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.step_output import StepOutput, UnflushedStats
 from eagle_ray.engine.top_logprobs import ranked, record_outputs
-from eagle_ray.engine.verify import MaxTreeSizes, Verifier
+from eagle_ray.engine.verify import Verifier
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
@@ -64,13 +65,12 @@ class Engine:
 
     Args:
         max_model_len: maximum tokens of a sequence, prompt and output.
-        num_spec_tokens: longest draft path that any plan allows (max_depth; 0 for plain decoding). It is the length of
-            the acceptance statistics.
+        bounds: of the draft trees of any plan; NO_TREE for plain decoding. Their depth is the length of the
+            acceptance statistics, and graphs are recorded for the largest trees.
         prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences. On a CPU twice as
             many are hardly faster.
         graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must support it
             (`engine.graphs.unsupported_reason`).
-        trees: the largest trees, for which graphs are recorded.
         grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.
 
@@ -85,10 +85,9 @@ class Engine:
         drafter: Drafter,
         planner: Planner,
         max_model_len: int,
-        num_spec_tokens: int,
+        bounds: TreeBounds,
         prefill_tokens: int = 512,
         graphs: CudaGraphRunner | None = None,
-        trees: MaxTreeSizes | None = None,
         overlap: bool = True,
         grammars: GrammarCompiler | None = None,
     ):
@@ -96,7 +95,7 @@ class Engine:
         self.drafter = drafter
         self.planner = planner
         self.max_model_len = max_model_len
-        self.num_spec_tokens = num_spec_tokens
+        self.bounds = bounds
         self.graphs = graphs
         self.overlap = overlap
         self.grammars = grammars
@@ -107,13 +106,18 @@ class Engine:
         gathered = partial(num_gathered, target.cache)
         self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids, gathered)
         self.prefiller = Prefiller(target, drafter)
-        self.verifier = Verifier(target, graphs, num_spec_tokens, trees)
+        self.verifier = Verifier(target, graphs, bounds)
         self.counters = EngineCounters(target.cache.num_slots)
-        drafter.use_graphs(graphs, num_spec_tokens)
+        drafter.use_graphs(graphs, bounds.max_depth)
         self._pending: PendingStep | None = None  # launched ahead, not read yet
         self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
-        self._unflushed = UnflushedStats(target.cache.num_slots, num_spec_tokens)
+        self._unflushed = UnflushedStats(target.cache.num_slots, bounds.max_depth)
+
+    @property
+    def num_spec_tokens(self) -> int:
+        """Return the tokens of the longest draft path that any plan allows; 0 for plain decoding."""
+        return self.bounds.max_depth
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -191,7 +195,7 @@ class Engine:
 
     def drop_planner(self, error: Exception) -> None:
         """Decode plainly from now on because the planner failed. A planner changes no output, so no sequence fails."""
-        self.planner = UniformPlanner(0, 0, 0)
+        self.planner = UniformPlanner(NO_TREE)
         if self.counters.planner_error is None:
             self.counters.planner_error = f"{type(error).__name__}: {one_line(error)}"
             log.warning(
@@ -290,7 +294,7 @@ class Engine:
     def _max_chain(self) -> int:
         """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`grammar_drafts`)."""
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
-        return min(self.num_spec_tokens, self.verifier.max_nodes - 1) if on_host else 0
+        return self.bounds.depth if on_host else 0
 
     def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> Callable[[], PendingStep] | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read.

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.engine.controlled_sampling import synced
-from eagle_ray.methods.combine.ensemble import extra_log_values
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import merge
+from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
 
 FORBIDDEN = -1e4  # added to the log values of forbidden candidates and what is below them: behind every other one
 FORCED = -0.01  # log-probability of a forced token given those before it: near 0, for the target may spell it otherwise
@@ -83,7 +82,7 @@ class GrammarChains:
             return pruned
         chains = _chain_trees(batch.roots.tolist(), self.chains)
         depth = max(draft.depth, max(map(len, self.chains)))
-        merged = merge([pruned.tree, chains], depth)
+        merged = merge_trees([pruned.tree, chains], depth)
         extra = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, depth, plan)
         return replace(draft, tree=merged.tree, extra_log_values=extra)
 

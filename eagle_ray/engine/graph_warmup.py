@@ -1,6 +1,6 @@
 """Capture graphs before the first request instead of while serving.
 
-    capture(engine, max_nodes=60, top_k=10)          # a planner that may choose any plan within these bounds
+    capture(engine)          # a planner that may choose any plan within the engine's bounds
     capture_fixed(engine)                            # a planner with one plan
 
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
@@ -36,10 +36,10 @@ LOG_EVERY_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
 
 
-def capture(engine: Engine, max_nodes: int, top_k: int) -> None:
-    """Capture the passes of an idle engine with graphs, whatever its planner chooses within these bounds."""
+def capture(engine: Engine) -> None:
+    """Capture the passes of an idle engine with graphs, whatever its planner chooses within its bounds."""
     graphs = _graphs(engine)
-    _run(graphs, list(_passes(engine, graphs, max_nodes, top_k)))
+    _run(graphs, list(_passes(engine, graphs)))
 
 
 def capture_fixed(engine: Engine) -> None:
@@ -58,16 +58,16 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
     return engine.graphs
 
 
-def _passes(engine: Engine, graphs: CudaGraphRunner, max_nodes: int, top_k: int) -> Iterator[Callable[[], None]]:
+def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
     """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
     verifier, drafter = engine.verifier, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
-    trees = graphs.tree_passes(max_nodes)
+    trees = graphs.tree_passes(engine.bounds.max_nodes)
     for bound in graphs.contexts:
         for params in _params(graphs):
             yield from (partial(verifier.record_plain, drafter, size, bound, params) for size in plain)
             yield from (partial(verifier.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
-            yield from drafter.recordings(top_k, bound, params)
+            yield from drafter.recordings(engine.bounds.top_k, bound, params)
 
 
 def _params(graphs: CudaGraphRunner) -> list[SamplingParams]:
@@ -111,7 +111,7 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
         if length > SHORT_PROMPT and length + SHORT_OUTPUT > engine.max_model_len:
             break
         for params in _params(graphs):
-            for batch_size in _batch_sizes(graphs, engine.verifier.max_nodes, bench.max_concurrent(length)):
+            for batch_size in _batch_sizes(graphs, engine.bounds.num_nodes, bench.max_concurrent(length)):
                 yield length, params.temperature, batch_size
 
 

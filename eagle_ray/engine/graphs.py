@@ -36,6 +36,7 @@ from torch import Tensor
 from eagle_ray.attention.triton_attention import uses_triton, why_no_triton
 from eagle_ray.core.graph_protocol import Kind, PaddedInput
 from eagle_ray.core.sampling_batch import ALL_KINDS
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.methods.drafter import Drafter
 from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM
@@ -115,13 +116,13 @@ class CudaGraphRunner:
         wanted = self._num_slots * (1 + max_nodes)
         return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_SLOT * self._num_slots)))
 
-    def pass_sizes(self, max_nodes: int, top_k: int) -> PassSizes:
-        """Return what a planner has to know of the passes. top_k: children of each drafted node."""
+    def pass_sizes(self, bounds: TreeBounds) -> PassSizes:
+        """Return what a planner has to know of the passes. Each drafted node has bounds.top_k children."""
 
         def level_rows(num_sequences: int, width: int) -> int:
-            return self.level_rows(DraftPlan(2, width, num_children=top_k), num_sequences)
+            return self.level_rows(DraftPlan(2, width, num_children=bounds.top_k), num_sequences)
 
-        return PassSizes(self.num_rows, self.batch_size, level_rows, self.max_rows(max_nodes))
+        return PassSizes(self.num_rows, self.batch_size, level_rows, self.max_rows(bounds.max_nodes))
 
     def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
         """Return every size that `padded` returns for 1 to `largest`, the largest first."""

@@ -19,7 +19,7 @@ from eagle_ray.sampling.control_state import ReasoningIds, WordIds, has_controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
 from eagle_ray.sampling.sampler import sample
-from eagle_ray.sampling.token_mask import unpack_mask
+from eagle_ray.sampling.token_mask import unpack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def reference_decode(
             given = (prompt_ids, ids[len(prompt_ids) :], eos_ids | stops, reasoning)
             logits = controlled_logits(logits[0], params, bad_word_ids, *given)[None]
         if state is not None:
-            allowed = unpack_mask(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
+            allowed = unpack_tokens(torch.from_numpy(state.tree_masks([0], [-1])), logits.shape[1])
             logits = logits.float().masked_fill(~allowed, -torch.inf)
         token = int(sample(logits, sampling, torch.tensor([0]), torch.tensor([len(ids)])))
         tokens = reachable_tokens(logits[0], params, len(ids), NEAR_TIE[torch.float32])

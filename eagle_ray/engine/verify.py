@@ -23,6 +23,7 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.step_output import step_record
 from eagle_ray.engine.top_logprobs import log_probs_at
@@ -33,7 +34,6 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import sample
 from eagle_ray.tree.accept import VerifyResult, accept_path
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
@@ -54,18 +54,6 @@ class StepShape:
     max_depth: int
     logprobs: bool
     num_tops: int
-
-
-@dataclass(frozen=True, slots=True)
-class MaxTreeSizes:
-    """The largest tree of any step, root included. nodes: verified; candidates: drafted; 1 is not known."""
-
-    nodes: int = 1
-    candidates: int = 1
-
-    @classmethod
-    def of(cls, max_nodes: int, max_depth: int, top_k: int) -> MaxTreeSizes:
-        return cls(1 + max_nodes, DraftPlan(min(max_depth, max_nodes), top_k).max_candidates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +183,13 @@ class Verifier:
     """Runs verify_step, through a graph runner if there is one.
 
     Args:
-        max_depth: maximum depth of any draft.
-        trees: replayed passes are for trees of at least this size, so that their shape depends only on the numbers of
+        bounds: replayed passes are for the largest trees, so that their shape depends only on the numbers of
             sequences and rows.
     """
 
-    def __init__(
-        self, target: TargetModel, replay: GraphRunner | None, max_depth: int, trees: MaxTreeSizes | None = None
-    ):
-        self._target, self._replay, self._max_depth, self._trees = target, replay, max_depth, trees or MaxTreeSizes()
+    def __init__(self, target: TargetModel, replay: GraphRunner | None, bounds: TreeBounds):
+        self._target, self._replay, self._bounds = target, replay, bounds
         self._half_results: dict[tuple, int] = {}  # of each first half, the id of its results
-
-    @property
-    def max_nodes(self) -> int:
-        """Return the verified nodes of the largest tree, root included; 1 if that is not known."""
-        return self._trees.nodes
 
     def start(
         self,
@@ -294,7 +274,7 @@ class Verifier:
     ) -> None:
         """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
         assert self._replay is not None
-        shape = self._fixed(StepShape(1, num_rows, self._max_depth, False, 0), num_trees, self._replay)
+        shape = self._fixed(StepShape(1, num_rows, self._bounds.max_depth, False, 0), num_trees, self._replay)
         self._record(self._replay, drafter, num_trees, shape, max_length, params)
 
     def _record(
@@ -319,8 +299,9 @@ class Verifier:
             shape = replace(shape, num_tops=max(shape.num_tops, MAX_TOP_LOGPROBS))
         if not shape.max_depth:
             return replace(shape, num_rows=replay.batch_size(batch_size))
-        num_nodes = replay.num_nodes(max(shape.num_nodes, self._trees.nodes))
-        return replace(shape, num_nodes=num_nodes, num_rows=replay.num_rows(shape.num_rows), max_depth=self._max_depth)
+        num_nodes = replay.num_nodes(max(shape.num_nodes, self._bounds.num_nodes))
+        num_rows = replay.num_rows(shape.num_rows)
+        return replace(shape, num_nodes=num_nodes, num_rows=num_rows, max_depth=self._bounds.max_depth)
 
     def _pass(
         self,
@@ -371,7 +352,7 @@ class Verifier:
         is_plain = not shape.max_depth
         size = shape.num_rows if is_plain else replay.num_trees(len(batch), shape.num_rows)
         bound = replay.context(batch.at.max_length)
-        num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._trees.candidates))
+        num_candidates = 1 if is_plain else replay.num_nodes(max(tree.num_nodes, self._bounds.num_candidates))
         target, kind = self._target, replay.sampling_kind(batch.sampling.kind)
         chosen = batch.sampling.padded(size)
         split = len(chosen)

@@ -28,10 +28,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.method import (
@@ -84,7 +86,7 @@ class DraftMethod:
 
     def engine(self, causal_lm: CausalLM, weights: nn.Module | None, slots: int, max_model_len: int) -> Engine:
         """weights: what the method reads from its drafts."""
-        engine = build_engine(causal_lm, weights, self.speculative, slots, max_model_len)
+        engine = build_engine(causal_lm, weights, self.speculative, EngineArgs(slots, max_model_len, kv_tokens=None))
         if self.adjust is not None:
             self.adjust(engine, self.speculative)
         return engine
@@ -123,7 +125,7 @@ def _parse_method(name: str, model: ModelConfig, speculative: SpeculativeConfig)
 def _reference_method(method: str, speculative: SpeculativeConfig) -> str:
     """Return the full method, with as many nodes if this one always verifies fewer."""
     counts = {
-        "eagle1": len(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k).paths),
+        "eagle1": len(MC_SIM_7B_63.truncate(speculative.tree_bounds).paths),
         WITHOUT_RERANKING: num_expanded(speculative.max_depth, speculative.top_k),
     }
     nodes = counts.get(method, speculative.max_nodes)
@@ -196,8 +198,8 @@ class OwnConfidence(TreeBuilder):
         super().grow(torch.minimum(above, log_probs) - above, tokens, own)
         self._own = log_probs.flatten(1)
 
-    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
-        return super()._best(self._own)
+    def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        return super().best_nodes(self._own)
 
 
 class ExpandedPlanner(UniformPlanner):
@@ -205,7 +207,7 @@ class ExpandedPlanner(UniformPlanner):
 
     def __init__(self, max_depth: int, top_k: int):
         depth = max(max_depth - 1, 1)
-        super().__init__(num_expanded(max_depth, top_k), depth, top_k)
+        super().__init__(TreeBounds(num_expanded(max_depth, top_k), depth, top_k))
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
         keep = expanded(draft.tree, plan.width)

@@ -284,7 +284,7 @@ def _coupling(speculative: SpeculativeConfig, target: TargetModel) -> Coupling |
 
 
 def _eagle1_planner(speculative: SpeculativeConfig, drafter: Drafter) -> StaticPlanner:
-    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.max_nodes, speculative.max_depth, speculative.top_k))
+    return StaticPlanner(MC_SIM_7B_63.truncate(speculative.tree_bounds))
 
 
 def _sequoia_planner(speculative: SpeculativeConfig, drafter: Drafter) -> SequoiaPlanner:
@@ -295,12 +295,11 @@ def _sequoia_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Sequoi
 
 
 def _ddd_planner(speculative: SpeculativeConfig, drafter: Drafter) -> RulePlanner:
-    return RulePlanner(speculative.max_nodes, speculative.max_depth, speculative.top_k, ddd_stops)
+    return RulePlanner(speculative.tree_bounds, ddd_stops)
 
 
 def _opt_tree_planner(speculative: SpeculativeConfig, drafter: Drafter) -> RulePlanner:
-    nodes = speculative.max_nodes
-    return RulePlanner(nodes, speculative.max_depth, speculative.top_k, opt_tree_stops(nodes))
+    return RulePlanner(speculative.tree_bounds, opt_tree_stops(speculative.max_nodes))
 
 
 def _text(source: LookupIndex, speculative: SpeculativeConfig) -> LookupDrafter:

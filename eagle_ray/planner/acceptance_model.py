@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from eagle_ray.core.async_copy import DeviceToHost, copy_to_device, to_device
-from eagle_ray.planner.probe_schedule import MEMORY
 
 # Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)
 SIZES += (10, 12, 14, 16, 20, 24, 32, 48, 64)
 EMA_RATE = 0.04  # weight of one sequence's draft in a moving average
+MEMORY = 50  # steps that averages reach back, that turning drafts on must pay for itself in, and until the first retry
 PRIOR_COUNT = 4.0  # observations that a prior counts as: the level above for a level, 1 for the accuracy
 TINY = 1e-30  # avoids a division by 0
 
@@ -164,29 +164,29 @@ def _curves(
     values, order = torch.cat([x.flatten() for x in nodes]).sort(descending=True, stable=True)
     has = _membership(levels, nodes, widths)[:, order]
     counts, totals = has.cumsum(1, dtype=torch.int32), pad((has * values.exp()).cumsum(1), (1, 0)) / num_members
-    places = to_device([size * num_members for size in SIZES], device, torch.float32)
-    below = places.floor()
+    positions = to_device([size * num_members for size in SIZES], device, torch.float32)
+    below = positions.floor()
 
     def total(number: Float[Tensor, " S"]) -> Float[Tensor, "C S"]:
         wanted = torch.minimum(number.int(), counts[:, -1:])
         return totals.gather(1, torch.where(wanted > 0, torch.searchsorted(counts, wanted) + 1, 0))
 
     lower = total(below)
-    return lower + (places - below) * (total(below + 1) - lower)
+    return lower + (positions - below) * (total(below + 1) - lower)
 
 
 def _membership(levels: list[Tensor], nodes: list[Tensor], widths: list[int]) -> Bool[Tensor, "C N"]:
     """Return which nodes a draft of each width and depth contains."""
-    device, held = levels[0].device, []
+    device, retained = levels[0].device, []
     width = torch.tensor(widths).repeat_interleave(len(levels))
     depth = torch.arange(len(levels)).repeat(len(widths))
     for i, level in enumerate(nodes):
         ranks = torch.arange(level.shape[1] if i < len(levels) else 1)
         has = (ranks < width[:, None]) & (i % len(levels) <= depth)[:, None]
-        held.append(
+        retained.append(
             copy_to_device(has, device)[:, None, :, None].expand(-1, len(level), -1, level[0, 0].numel()).flatten(1)
         )
-    return torch.cat(held, 1)
+    return torch.cat(retained, 1)
 
 
 def _level_masses(levels: list[Float[Tensor, "M _ K"]]) -> Float[Tensor, "D K1"]:

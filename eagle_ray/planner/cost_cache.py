@@ -59,8 +59,8 @@ def adopt_costs(name: str, data: bytes) -> None:
     Raises ValueError if they are damaged or of other parts than the name says.
     """
     try:
-        kept = json.loads(data)
-        parts, costs = kept["of"], costs_of(kept["costs"])
+        stored = json.loads(data)
+        parts, costs = stored["of"], costs_of(stored["costs"])
         path = cache_path(parts)
     except DAMAGES as error:
         raise ValueError(f"it holds no costs of steps ({type(error).__name__}: {error})") from None
@@ -97,19 +97,19 @@ def costs_json(costs: StepCosts) -> dict[str, object]:
     return {name: {"rows": c.rows, "seconds": c.seconds} for name, c in curves.items()} | numbers
 
 
-def costs_of(kept: dict[str, Any]) -> StepCosts:
+def costs_of(stored: dict[str, Any]) -> StepCosts:
     """Back from costs_json. Raises one of DAMAGES for anything else."""
-    parts: dict[str, Any] = {name: float(kept[name]) for name in NUMBERS}
+    parts: dict[str, Any] = {name: float(stored[name]) for name in NUMBERS}
     if not all(map(math.isfinite, parts.values())):
         raise ValueError("a cost is no number of seconds")
     for name in CURVES:
-        parts[name] = _curve_of(kept[name])
+        parts[name] = _curve_of(stored[name])
     return StepCosts(**parts)
 
 
-def _curve_of(kept: dict[str, Any]) -> CostCurve:
-    rows = [int(number) for number in kept["rows"]]
-    seconds = [float(number) for number in kept["seconds"]]
+def _curve_of(stored: dict[str, Any]) -> CostCurve:
+    rows = [int(number) for number in stored["rows"]]
+    seconds = [float(number) for number in stored["seconds"]]
     is_whole = len(rows) == len(seconds) > 0 and all(a < b for a, b in pairwise(rows))
     if not is_whole or not all(math.isfinite(number) and number >= 0 for number in seconds):
         raise ValueError("a curve is not one of rising rows and their seconds")

@@ -1,6 +1,6 @@
 """Published rules that end a draft early, as planners to compare with: DDD's depth rule and OPT-Tree's size rule.
 
-    RulePlanner(max_nodes=60, max_depth=11, top_k=10, rule=ddd_stops)
+    RulePlanner(TreeBounds(max_nodes=60, max_depth=11, top_k=10), ddd_stops)
 
 Both look at EAGLE-2's draft between two levels and know nothing of costs: their thresholds stand for them. A batch is
 drafted together, so it ends when every sequence's rule says so. The host reads the answer after every level.
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.tree.expand import TreeBuilder
 
@@ -29,10 +30,10 @@ StopRule = Callable[[TreeBuilder], Bool[Tensor, " B"]]
 
 
 class RulePlanner(UniformPlanner):
-    """Drafts trees of at most max_nodes nodes, root excluded; rule: which sequences need no further level."""
+    """Drafts trees within bounds; rule: which sequences need no further level."""
 
-    def __init__(self, max_nodes: int, max_depth: int, top_k: int, rule: StopRule):
-        super().__init__(max_nodes, max_depth, top_k, should_stop=lambda builder: bool(rule(builder).all()))
+    def __init__(self, bounds: TreeBounds, rule: StopRule):
+        super().__init__(bounds, should_stop=lambda builder: bool(rule(builder).all()))
 
 
 def ddd_stops(builder: TreeBuilder) -> Bool[Tensor, " B"]:

@@ -1,4 +1,4 @@
-"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them.
+"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them; ProbeSchedule.
 
     rate = (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead)
 
@@ -16,10 +16,13 @@ from itertools import accumulate
 import numpy as np
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.planner.acceptance_model import CalibratedAcceptance
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.planner.acceptance_model import MEMORY, CalibratedAcceptance
 from eagle_ray.planner.cost_model import BUCKETS, StepCosts
 
 FINE_BUCKETS = tuple(accumulate(range(64), lambda n, _: n + max(1, n // 8), initial=1))  # an eighth more each
+PROBE_SHARE = 0.003  # of the time
+REVIEW_EVERY = 8  # steps: between decisions, between observations of a draft, between probes, and of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,14 @@ class PlanSearch:
     """Rates of plans by the current costs.
 
     Args:
-        max_nodes, max_depth: upper bounds of each sequence's tree.
         costs: seconds of the parts of a step; the planner updates them.
         fine: a pass may have any number of rows of FINE_BUCKETS; otherwise of BUCKETS, as on a GPU.
         sizes: the passes that there are.
     """
 
-    def __init__(self, max_nodes: int, max_depth: int, costs: StepCosts, fine: bool, sizes: PassSizes):
+    def __init__(self, bounds: TreeBounds, costs: StepCosts, fine: bool, sizes: PassSizes):
         self.costs = costs
-        self._max_nodes, self._max_depth = max_nodes, max_depth
+        self._bounds = bounds
         self._buckets = FINE_BUCKETS if fine else BUCKETS
         self._sizes = sizes
 
@@ -95,11 +97,11 @@ class PlanSearch:
             num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
         """
         size, costs, widths = len(batch), self.costs, acceptance.model.widths
-        rows = [n for n in self.padded(self._between(size, size * self._max_nodes)) if n > size]
+        rows = [n for n in self.padded(self._between(size, size * self._bounds.max_nodes)) if n > size]
         gains = acceptance.accuracy * size * acceptance.model.expected([n / size - 1 for n in rows])
 
         prompts = num_prompt_tokens * costs.catch_up.per_row
-        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._max_depth)
+        levels = costs.level_seconds([self._sizes.level_rows(size, width) for width in widths], self._bounds.depth)
         drafted = costs.catch_up.at(size + gains) + levels[:, :, None]  # it reads the tokens of the previous step
         spent = (
             prompts + costs.draft_overhead(size) + drafted + costs.verify_seconds_by_rows(rows, batch.num_cached, size)
@@ -113,5 +115,42 @@ class PlanSearch:
 
     def _between(self, size: int, num_candidates: int) -> list[int]:
         """Return the buckets that hold the roots and some candidates, and the number that holds all candidates."""
-        most = max(min(size + num_candidates, self._sizes.max_rows), size)
-        return [*(n for n in self._buckets if size < n < most), most]
+        largest = max(min(size + num_candidates, self._sizes.max_rows), size)
+        return [*(n for n in self._buckets if size < n < largest), largest]
+
+
+class ProbeSchedule:
+    """When the next probe may run: the debt of probes in seconds, and the step of the last one.
+
+    Probes cost time that the best known plan would not have spent. Their cost is kept within PROBE_SHARE of the time:
+    each probe adds its cost to a debt, every step pays some of it off, and the next probe waits until it is paid.
+
+    One exception: after drafts were turned off, the debt is lowered so that a retry comes soon, since their cost is
+    only observed while they are on. Each further retry waits twice as long.
+    """
+
+    def __init__(self) -> None:
+        self._debt_s = 0.0
+        self._last_step = -REVIEW_EVERY
+        self._retry_after = MEMORY
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a probe may run at this step."""
+        return self._debt_s <= 0 and step >= self._last_step + REVIEW_EVERY
+
+    def begin(self, step: int) -> None:
+        """Record that a probe runs at this step. Its cost is known later, since steps overlap."""
+        self._last_step = step
+
+    def charge(self, seconds: float) -> None:
+        """Add the cost of a probe."""
+        self._debt_s = max(self._debt_s, 0.0) + max(seconds, 0.0)
+
+    def pay(self, seconds: float) -> None:
+        """Pay off the share of a step that took this long."""
+        self._debt_s -= PROBE_SHARE * seconds
+
+    def allow_retry(self, step_seconds: float) -> None:
+        """Lower the debt to what the next steps pay off: MEMORY steps, and twice as many at each further call."""
+        self._debt_s = min(self._debt_s, PROBE_SHARE * self._retry_after * step_seconds)
+        self._retry_after *= 2

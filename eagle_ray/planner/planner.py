@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -41,16 +42,16 @@ class Allocation:
     sizes: list[int] | None = None
 
     @classmethod
-    def uniform(cls, draft: Draft, most_nodes: int) -> Allocation:
-        """Keep the best most_nodes nodes of every tree, root included, or all if a tree has fewer."""
-        num_nodes = min(most_nodes, draft.tree.num_nodes)
+    def uniform(cls, draft: Draft, max_nodes: int) -> Allocation:
+        """Keep the best max_nodes nodes of every tree, root included, or all if a tree has fewer."""
+        num_nodes = min(max_nodes, draft.tree.num_nodes)
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
     @classmethod
-    def without_padding(cls, draft: Draft, most_nodes: int) -> Allocation:
+    def without_padding(cls, draft: Draft, max_nodes: int) -> Allocation:
         """Keep as `uniform` does, with rows for those nodes only. Waits for the device."""
-        keep = uniform(draft.tree, Budget(0, most_nodes))
+        keep = uniform(draft.tree, Budget(0, max_nodes))
         sizes = keep.sum(1).tolist()
         return cls(keep, max(sizes), sum(sizes), sizes=sizes)
 
@@ -111,19 +112,12 @@ class Planner(Protocol):
 class UniformPlanner:
     """Drafts a tree of one size for every sequence at every step, as EAGLE-2 was published.
 
-    Args:
-        max_nodes: drafted nodes per sequence, root excluded; 0 is plain decoding. Levels past max_nodes are not
-            drafted.
-        max_depth: longest draft path.
-        top_k: beam width.
-        should_stop: as in DraftPlan.
+    should_stop: as in DraftPlan.
     """
 
-    def __init__(
-        self, max_nodes: int, max_depth: int, top_k: int, should_stop: Callable[[TreeBuilder], bool] | None = None
-    ):
-        self._plan = DraftPlan(min(max_depth, max_nodes), top_k, should_stop=should_stop)
-        self._num_nodes = 1 + max_nodes
+    def __init__(self, bounds: TreeBounds, should_stop: Callable[[TreeBuilder], bool] | None = None):
+        self._plan = DraftPlan(bounds.depth, bounds.top_k, should_stop=should_stop)
+        self._num_nodes = bounds.num_nodes
 
     @property
     def will_draft(self) -> bool:

@@ -1,70 +1,138 @@
-"""Compare two runs: identical outputs of the rows that both have, and the numbers of both by group.
+"""Compare two runs: identical outputs of the rows that both have, the numbers of both by group, and the speed-up.
 
-compare(read_run, read_baseline, by="category").identical      # 48: a run with its plain baseline, equal inputs
-side_by_side(read_a, read_b, by="category").identical          # 479: any two runs
+side_by_side(read_a, read_b, by="category").identical          # 479
+speed_ups(read_run, read_baseline, by="category")["code"]      # SpeedUp(ratio=1.46, interval=(1.31, 1.62), num_pairs=8)
+
+A speed-up is the ratio of decode speeds on shared rows. Rows are paired by key, so a prompt that is slow in both runs
+does not widen its 95 % interval. The interval covers the variance between rows. It does not cover other load on the
+machine during one of the runs.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import NormalDist
 from typing import Any
 
-from eagle_ray.report.outputs import Key, Output, outputs
-from eagle_ray.report.speed_up import TOTAL, SpeedUp, speed_ups
-from eagle_ray.report.summary import ReadColumns, RunStats, summarise, total
+import numpy as np
+import pyarrow.compute as pc
+
+from eagle_ray.report.intervals import t_quantile
+from eagle_ray.report.summary import ReadColumns, RunStats, as_text, sum_groups, summarise
+
+Key = tuple[str, int]  # id_of_turn, sample_index
+Output = list[int] | None  # token ids; None for an error row
+OUTPUT_COLUMNS = ["request_id", "turn_index", "sample_index", "status", "output_token_ids"]
+
+MIN_PAIRS = 8  # 92 % of 300 simulated intervals contained the true ratio with 8 pairs, 82 % with 4 pairs
+MAX_BLOCKS = 200  # more pairs are first summed in blocks, which bounds time and memory
+RESAMPLES = 4000
+SPEED_COLUMNS = ["request_id", "turn_index", "sample_index", "status", "completion_tokens", "decode_s"]
+TOTAL = None  # the group of all pairs
+Pair = tuple[float, float, float, float]  # tokens and seconds of the faster side, tokens and seconds of the other
+
+
+def outputs(read: ReadColumns) -> dict[Key, Output]:
+    """Return the output token ids of each row. Raises ValueError if the run stored no token ids."""
+    by_key: dict[Key, Output] = {}
+    for table in read(OUTPUT_COLUMNS):
+        for row in table.to_pylist():
+            if row["status"] == "ok" and row["output_token_ids"] is None:
+                raise ValueError("no token ids were stored (output.store_token_ids), so outputs cannot be compared")
+            by_key[id_of_turn(row["request_id"], row["turn_index"]), row["sample_index"]] = row["output_token_ids"]
+    return by_key
+
+
+def id_of_turn(request_id: str, turn_index: int | None) -> str:
+    """Return the request's id, and the turn with it if it is a later one of a conversation."""
+    return f"{request_id}, turn {turn_index}" if turn_index else request_id
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Comparison of a run with its baseline.
+class SpeedUp:
+    """Ratio of the decode speeds of two sides, in tokens per second.
 
     Attributes:
-        groups: counts of the run and of the baseline, by group.
-        speed_ups: speed-up of the run over the baseline, by group and under TOTAL for all rows.
-        identical: number of rows with equal output ids.
-        differing: rows with different output ids.
+        ratio: ratio of the pooled speeds; None without pairs.
+        interval: two-sided 95 % interval; None for fewer than MIN_PAIRS pairs.
+        num_pairs: number of rows, or rounds, that both sides have.
     """
 
-    groups: dict[str, tuple[RunStats, RunStats]]
-    speed_ups: dict[str | None, SpeedUp]
-    identical: int
-    differing: list[Key]
+    ratio: float | None
+    interval: tuple[float, float] | None
+    num_pairs: int
 
-    def as_json(self) -> dict[str, Any]:
-        """Return both decode speeds in tokens per second and the speed-up with its interval, per group and in total."""
-        whole = tuple(total({str(i): pair[side] for i, pair in enumerate(self.groups.values())}) for side in (0, 1))
+    @classmethod
+    def of(cls, pairs: list[Pair]) -> SpeedUp:
+        """Compute the ratio and its interval."""
+        if not pairs:
+            return cls(None, None, 0)
+        counts = np.array(pairs, float)
+        return cls(float(_ratios(counts.sum(0))), _ratio_interval(counts), len(pairs))
+
+    def as_json(self) -> dict[str, float | list[float] | int | None]:
         return {
-            "identical": self.identical,
-            "differing": [list(key) for key in self.differing],
-            "total": _speeds(*whole) | self.speed_ups[TOTAL].as_json(),
-            "groups": {name: _speeds(*pair) | self._speed_up(name) for name, pair in self.groups.items()},
+            "speed_up": self.ratio,
+            "speed_up_interval": list(self.interval) if self.interval else None,
+            "speed_up_pairs": self.num_pairs,
         }
 
-    def _speed_up(self, name: str) -> dict[str, Any]:
-        return self.speed_ups.get(name, SpeedUp.of([])).as_json()
 
+def speed_ups(run: ReadColumns, baseline: ReadColumns, by: str | None) -> dict[str | None, SpeedUp]:
+    """Return the speed-up of `run` over `baseline` for each value of the column `by` of `run`.
 
-def compare(run: ReadColumns, baseline: ReadColumns, by: str) -> Comparison:
-    """Compare a run with its baseline, grouped by the values of the column `by`.
-
-    Rows that only one of them has count as differing. Raises ValueError if either stored no token ids.
+    The entry TOTAL is for all rows.
     """
-    ours, theirs = outputs(run), outputs(baseline)
-    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key, ()) != theirs.get(key, ()))
-    counts, plain = summarise(run, by), summarise(baseline, by)
-    groups = {name: (group, plain.get(name, RunStats())) for name, group in counts.items()}
-    return Comparison(groups, speed_ups(run, baseline, by), len(ours) - len(differing), differing)
+    others = _decode_speeds(baseline, None)
+    pairs: dict[str | None, list[Pair]] = defaultdict(list)
+    for key, (group, tokens, seconds) in _decode_speeds(run, by).items():
+        if key in others:
+            _, plain_tokens, plain_seconds = others[key]
+            pairs[group].append((tokens, seconds, plain_tokens, plain_seconds))
+    by_group = {group: SpeedUp.of(of_group) for group, of_group in pairs.items() if by}
+    return by_group | {TOTAL: SpeedUp.of([pair for of_group in pairs.values() for pair in of_group])}
 
 
-def _speeds(run: RunStats, baseline: RunStats) -> dict[str, Any]:
-    return {
-        "rows": run.rows,
-        "output_tokens": run.output_tokens,
-        "mean_acceptance_length": run.mean_acceptance_length,
-        "decode_tokens_per_s": run.decode_tokens_per_s,
-        "baseline_decode_tokens_per_s": baseline.decode_tokens_per_s,
-    }
+def _decode_speeds(read: ReadColumns, by: str | None) -> dict[Key, tuple[str, float, float]]:
+    """Return the group of each row that decoded, its tokens after the first, and its seconds of decoding."""
+    by_key = {}
+    for table in read(SPEED_COLUMNS + ([by] if by else [])):
+        has_decoded = pc.and_(pc.greater(table["decode_s"], 0), pc.greater(table["completion_tokens"], 1))
+        decoded = table.filter(pc.and_(pc.equal(table["status"], "ok"), has_decoded))
+        groups = as_text(decoded[by]).to_pylist() if by else [""] * len(decoded)
+        ids, turns, samples, _, tokens, seconds = (decoded[name].to_pylist() for name in SPEED_COLUMNS)
+        for id, turn, sample, group, count, spent in zip(ids, turns, samples, groups, tokens, seconds, strict=True):
+            by_key[id_of_turn(id, turn), sample] = (group, count - 1, spent)
+    return by_key
+
+
+def _ratio_interval(counts: np.ndarray) -> tuple[float, float] | None:
+    """Return the bootstrap interval over pairs, with percentiles expanded for few pairs.
+
+    The expansion is from Hesterberg 2015, section 4.1.
+    """
+    if len(counts) < MIN_PAIRS:
+        return None
+    num = min(len(counts), MAX_BLOCKS)
+    order = np.random.default_rng(0).permutation(len(counts))
+    blocks = np.add.reduceat(counts[order], np.arange(num) * len(counts) // num)
+
+    drawn = np.random.default_rng(1).integers(num, size=(RESAMPLES, num))
+    ratios = _ratios(blocks[drawn].sum(1))
+    share = NormalDist().cdf(-math.sqrt(num / (num - 1)) * t_quantile(0.975, num - 1))
+    low, high = np.quantile(ratios, [share, 1 - share])
+    return float(low), float(high)
+
+
+def _ratios(sums: np.ndarray) -> np.ndarray:
+    """Return the ratios of speeds. The last dimension of `sums` is a Pair."""
+    tokens, seconds, other_tokens, other_seconds = np.moveaxis(sums, -1, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (tokens / seconds) / (other_tokens / other_seconds)
+    return np.nan_to_num(ratios, nan=1.0, posinf=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +181,7 @@ class SideBySide:
 
     def as_json(self) -> dict[str, Any]:
         """Return every number of the table, and the counts and ratios of each run."""
-        whole = [total({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
+        whole = [sum_groups({name: pair[side] for name, pair in self.groups.items()}) for side in (0, 1)]
         named = self.groups if self.by else {}
         return {
             "rows": dict(zip(("a", "b", "both"), self.rows, strict=True)),

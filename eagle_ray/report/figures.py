@@ -78,8 +78,8 @@ def busy_slots(timeline: dict[str, Any], slots: int) -> str:
 
     If the run has one attempt, a horizontal line shows the total number of slots.
     """
-    most = slots * max(1, len(timeline["workers"])) if len(timeline["attempts"]) == 1 else None
-    return _over_time(timeline, "busy_slots", "busy slots, all workers", level=most)
+    num_slots = slots * max(1, len(timeline["workers"])) if len(timeline["attempts"]) == 1 else None
+    return _over_time(timeline, "busy_slots", "busy slots, all workers", level=num_slots)
 
 
 def _over_time(timeline: dict[str, Any], name: str, title: str, level: float | None = None) -> str:
@@ -87,8 +87,8 @@ def _over_time(timeline: dict[str, Any], name: str, title: str, level: float | N
     bin_s = timeline["bin_s"]
     y = Axis.over(0, max(*values, level or 0), title, finest=1)
     variants = []
-    for kind, width, most_steps in (("wide", WIDE, 8), ("narrow", NARROW, 4)):
-        x = Axis.of_time(bin_s * timeline["num_bins"], "time at work", most_steps)
+    for kind, width, max_steps in (("wide", WIDE, 8), ("narrow", NARROW, 4)):
+        x = Axis.of_time(bin_s * timeline["num_bins"], "time at work", max_steps)
         plot = Plot(x, y, width, 200)
         marks = [plot.upright(attempt["offset_s"]) for attempt in timeline["attempts"][1:]]
         if level:

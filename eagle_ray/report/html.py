@@ -21,7 +21,7 @@ from eagle_ray.report.text import ABSENT, INTERVAL, interval_text, interval_word
 from eagle_ray.report.timeline import OTHERS
 
 RUNNING = "not ended: still running, or killed"
-MOST_DIFFERENCES = 50  # rows that differ from plain decoding
+MAX_DIFFERENCES = 50  # rows that differ from plain decoding
 WIDE = 720  # width of a plot over training steps, in SVG units
 MAX_POINTS = 240  # of a curve; more steps are averaged
 FEW_POINTS = 20  # of a curve; fewer are drawn as dots, too
@@ -41,7 +41,7 @@ def page(summary: dict[str, Any], record: dict[str, Any]) -> str:
         "scores": score_table(summary["scores"]) if summary.get("scores") else None,
         "running": RUNNING,
         "interval": INTERVAL,
-        "most_differences": MOST_DIFFERENCES,
+        "max_differences": MAX_DIFFERENCES,
     }
     if timeline := summary.get("timeline"):
         workers = timeline["workers"]

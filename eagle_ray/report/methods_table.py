@@ -32,8 +32,10 @@ def evaluation_text(numbers: dict[str, Any]) -> str:
 
 
 def _legend(numbers: dict[str, Any]) -> str:
-    asked, takes = max(cell["questions"] for cell in numbers["cells"]), numbers["interval_takes"]
-    return LEGEND if asked >= takes else f"{LEGEND}\n[{ABSENT}]: an interval takes {takes} prompts, these are {asked}"
+    num_prompts, takes = max(cell["questions"] for cell in numbers["cells"]), numbers["interval_takes"]
+    if num_prompts >= takes:
+        return LEGEND
+    return f"{LEGEND}\n[{ABSENT}]: an interval takes {takes} prompts, these are {num_prompts}"
 
 
 def _about(numbers: dict[str, Any]) -> str:

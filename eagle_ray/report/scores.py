@@ -23,7 +23,7 @@ import numpy as np
 from eagle_ray.report.intervals import t_quantile
 from eagle_ray.report.text import ABSENT, number, render
 
-FEWEST_PROBLEMS = 8  # for an interval of values other than 0 and 1
+MIN_PROBLEMS = 8  # for an interval of values other than 0 and 1
 Z = 1.959964  # the normal distribution's 97.5 % quantile
 PASS_WORDS = frozenset({"yes", "true", "correct", "pass", "passed"})
 FAIL_WORDS = frozenset({"no", "false", "incorrect", "wrong", "fail", "failed"})
@@ -55,10 +55,10 @@ def as_score(value: Any) -> float | None:
     if word in PASS_WORDS or word in FAIL_WORDS:
         return float(word in PASS_WORDS)
     try:
-        found = float(word)
+        score = float(word)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return score if math.isfinite(score) else None
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -77,8 +77,8 @@ def majority_score(samples: list[tuple[str | None, float]]) -> float:
     scores: dict[object, list[float]] = defaultdict(list)
     for place, (answer, score) in enumerate(samples):
         scores[place if answer is None else answer].append(score)
-    most = max(map(len, scores.values()))
-    return float(np.mean([np.mean(group) for group in scores.values() if len(group) == most]))
+    max_votes = max(map(len, scores.values()))
+    return float(np.mean([np.mean(group) for group in scores.values() if len(group) == max_votes]))
 
 
 def interval_of(values: np.ndarray) -> tuple[float, float] | None:
@@ -91,7 +91,7 @@ def interval_of(values: np.ndarray) -> tuple[float, float] | None:
         center, spread = mean + Z * Z / (2 * num), Z * math.sqrt(mean * (1 - mean) / num + Z * Z / (4 * num * num))
         scale = 1 + Z * Z / num
         return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
-    if num < FEWEST_PROBLEMS:
+    if num < MIN_PROBLEMS:
         return None
     half = t_quantile(0.975, num - 1) * float(values.std(ddof=1)) / math.sqrt(num)
     return mean - half, mean + half
@@ -130,9 +130,9 @@ def _scores_of(problems: list[list[ScoredSample]], pass_at: float | None) -> dic
 
 def _ks(problems: list[list[Any]]) -> list[int]:
     """Return 1, 2, 4 ... and n, up to the fewest samples that a problem has; none for one sample."""
-    fewest = min(map(len, problems))
-    powers = [2**i for i in range(fewest.bit_length()) if 2**i <= fewest]
-    return sorted({*powers, fewest}) if fewest > 1 else []
+    num_samples = min(map(len, problems))
+    powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
+    return sorted({*powers, num_samples}) if num_samples > 1 else []
 
 
 def _pass_estimate(problems: list[list[Any]], pass_at: float, k: int) -> dict[str, Any]:

@@ -150,10 +150,10 @@ def summarise(read: ReadColumns, by: str | None = None) -> dict[str, RunStats]:
 def summary_json(groups: dict[str, RunStats], by: str | None) -> dict[str, Any]:
     """Return the groups and their total in the form of ``_summary.json``."""
     named = {name: group.as_json() for name, group in groups.items()} if by else {}
-    return {"by": by, "total": total(groups).as_json(), "groups": named}
+    return {"by": by, "total": sum_groups(groups).as_json(), "groups": named}
 
 
-def total(groups: dict[str, RunStats]) -> RunStats:
+def sum_groups(groups: dict[str, RunStats]) -> RunStats:
     return sum(groups.values(), RunStats())
 
 

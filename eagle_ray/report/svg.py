@@ -51,9 +51,9 @@ class Axis:
         return cls(ticks[0], ticks[-1], title, ticks, show)
 
     @classmethod
-    def of_time(cls, seconds: float, title: str, most_steps: int = 8) -> Axis:
+    def of_time(cls, seconds: float, title: str, max_steps: int = 8) -> Axis:
         """Return an axis from 0 to `seconds`. Its tick labels use the largest unit that is not above their distance."""
-        step = next((step for step in TIMES_S if seconds <= most_steps * step), seconds / most_steps)
+        step = next((step for step in TIMES_S if seconds <= max_steps * step), seconds / max_steps)
         size, unit = next(((size, unit) for size, unit in TIME_UNITS if step >= size), (1, "s"))
         ticks = [step * i for i in range(int(seconds / step + 1e-6) + 1)]
         return cls(0, seconds, title, ticks, lambda value: f"{value / size:.4g} {unit}")
@@ -106,8 +106,8 @@ class Plot:
 
     def dots(self, points: Iterable[tuple[float, float, float]], kind: str = "one") -> str:
         """Return dots from tuples (x, y, radius in pixels)."""
-        places = ((*self._at(x, y), radius) for x, y, radius in points)
-        return "".join(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>' for x, y, r in places)
+        dots = ((*self._at(x, y), radius) for x, y, radius in points)
+        return "".join(f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}"/>' for x, y, r in dots)
 
     def notes(self, points: Iterable[tuple[float, float, str]]) -> str:
         """Return labels above points, from tuples (x, y, text)."""
@@ -155,10 +155,10 @@ class Plot:
         yield _text(self.width - RIGHT, self.height - 6, self.x.title, "end", "title")
 
 
-def sparkline(values: Sequence[float], most: float, width: int = 150, height: int = 26) -> str:
-    """Return a small plot without axes for a table cell. Values range from 0 to `most` and are clipped there."""
+def sparkline(values: Sequence[float], limit: float, width: int = 150, height: int = 26) -> str:
+    """Return a small plot without axes for a table cell. Values range from 0 to `limit` and are clipped there."""
     step, ground = width / len(values), height - 1
-    tops = [ground - (height - 3) * min(value / most, 1) if most else ground for value in values]
+    tops = [ground - (height - 3) * min(value / limit, 1) if limit else ground for value in values]
     outline = " L".join(f"{step * (i + side):.1f} {top:.1f}" for i, top in enumerate(tops) for side in (0, 1))
     area = f'<path class="area one" d="M0 {ground} L{outline} L{width} {ground} Z"/>'
     return f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true">{area}</svg>'
@@ -169,7 +169,7 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick", up: fl
     return f'<text class="{kind}" {place}>{escape(text)}</text>'
 
 
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `least`."""
-    power = 10 ** math.floor(math.log10(least))
-    return next(factor * power for factor in ROUND if factor * power >= least * (1 - 1e-9))
+def _round_step(minimum: float) -> float:
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `minimum`."""
+    power = 10 ** math.floor(math.log10(minimum))
+    return next(factor * power for factor in ROUND if factor * power >= minimum * (1 - 1e-9))

@@ -9,7 +9,8 @@ math    12
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.report.cost import cost_lines
@@ -18,8 +19,10 @@ ABSENT = "-"
 TOO_FEW = "too few rows"
 INTERVAL = "95 % interval"
 FALLBACK_NAMES = {"kernels": "Triton's kernels", "graphs": "CUDA graphs"}
-MOST_DIFFERENCES = 10
+MAX_DIFFERENCES = 10
 GIB = 1 << 30
+ACCEPTED = " *"  # after a node of a tree's picture
+LONGEST_TEXT = 24  # characters of a token in a tree's picture
 # Error codes of rows that are too long, each with the key that decides how long a row may be.
 TOO_LONG = {"prompt_too_long": "model.max_model_len", "kv_space": "execution.kv_tokens"}
 
@@ -98,13 +101,6 @@ def rounding_words(row: dict[str, Any]) -> str:
     return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"
 
 
-def comparison_table(comparison: dict[str, Any], by: str) -> str:
-    """Return a table that compares a run with plain decoding: one line per group and a total."""
-    header = [by, "rows", "tokens", "tau", "tokens/s", "plain tokens/s", "speed-up", INTERVAL]
-    groups = comparison["groups"] | {"all": comparison["total"]}
-    return render(header, [_comparison_line(name, speeds) for name, speeds in groups.items()])
-
-
 def side_by_side_table(numbers: dict[str, Any]) -> str:
     """Return a table of two runs over equal inputs: one line per group, a total, and the first output differences."""
     header = [numbers["by"] or "", "rows A", "rows B", "tau A", "tau B", "tokens/s A", "tokens/s B", "B / A", INTERVAL]
@@ -114,7 +110,7 @@ def side_by_side_table(numbers: dict[str, Any]) -> str:
     same = (
         f"{number(numbers['identical'])} of the {number(rows['both'])} rows that both have are token for token the same"
     )
-    shown = [_difference(difference) for difference in differing[:MOST_DIFFERENCES]]
+    shown = [_difference(difference) for difference in differing[:MAX_DIFFERENCES]]
     more = [f"  and {number(len(differing) - len(shown))} more"] if len(differing) > len(shown) else []
     return "\n".join([table, "", same, *shown, *more])
 
@@ -138,20 +134,6 @@ def _difference(difference: dict[str, Any]) -> str:
     place = difference["position"]
     where = "an error row in one of them" if place is None else f"from token {place} on"
     return f"  differs: {difference['request_id']} sample {difference['sample_index']}, {where}"
-
-
-def _comparison_line(name: str, speeds: dict[str, Any]) -> list[str]:
-    speed_up = speeds["speed_up"]
-    return [
-        name,
-        number(speeds["rows"]),
-        number(speeds["output_tokens"]),
-        number(speeds["mean_acceptance_length"], 2),
-        number(speeds["decode_tokens_per_s"]),
-        number(speeds["baseline_decode_tokens_per_s"]),
-        f"{number(speed_up, 2)}x" if speed_up else ABSENT,
-        interval_text(speeds) if speed_up else ABSENT,
-    ]
 
 
 def _run_line(name: str, counts: dict[str, Any]) -> list[str]:
@@ -205,11 +187,11 @@ def _planner_errors(work: dict[str, Any] | None) -> str:
 def _fallbacks(work: dict[str, Any] | None) -> list[str]:
     """Return how many workers ran without kernels or CUDA graphs on a CUDA device, with the first reason of each."""
     by_worker = (work or {}).get("fallbacks", {}).values()
-    reasons = {part: [found[part] for found in by_worker if part in found] for part in FALLBACK_NAMES}
+    reasons = {part: [each[part] for each in by_worker if part in each] for part in FALLBACK_NAMES}
     return [
-        f"WARNING: slower, without {FALLBACK_NAMES[part]} in {len(found)} workers: {found[0]} (see `eagle-ray doctor`)"
-        for part, found in reasons.items()
-        if found
+        f"WARNING: slower, without {FALLBACK_NAMES[part]} in {len(texts)} workers: {texts[0]} (see `eagle-ray doctor`)"
+        for part, texts in reasons.items()
+        if texts
     ]
 
 
@@ -230,16 +212,16 @@ def _baseline(measured: dict[str, Any] | None) -> str:
     )
 
 
-def _verification(found: dict[str, Any] | None) -> str:
+def _verification(verified: dict[str, Any] | None) -> str:
     """Return how many outputs are identical to plain decoding (report.verify_rows)."""
-    if not found or not found["rows"]:
+    if not verified or not verified["rows"]:
         return ""
     others = ""
-    if found["differing"]:
-        num_cuts = sum(row.get("cause") == "cut" for row in found["differing"])
-        num_ties = sum(row["near_tie"] for row in found["differing"]) - num_cuts
+    if verified["differing"]:
+        num_cuts = sum(row.get("cause") == "cut" for row in verified["differing"])
+        num_ties = sum(row["near_tie"] for row in verified["differing"]) - num_cuts
         others = f"; of the others {num_ties} part at a near-tie, {num_cuts} at the edge of top-k, top-p or min-p"
-    return f"verified: {number(found['identical'])} of {number(found['rows'])} rows are plain decoding's{others}"
+    return f"verified: {number(verified['identical'])} of {number(verified['rows'])} rows are plain decoding's{others}"
 
 
 def _depths(counts: dict[str, Any]) -> str:
@@ -273,3 +255,55 @@ def _too_long(error_codes: Mapping[str, int]) -> str:
 def _line(cells: list[str], widths: list[int]) -> str:
     first, *rest = zip(cells, widths, strict=True)
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class PictureNode:
+    """A node of a draft tree.
+
+    Attributes:
+        parent: its index in the list; -1 for the root, which comes first.
+        probability: that the target accepts it and all above it, as the planner believes.
+        is_verified: it has a row in the verify pass.
+        is_accepted: the target chose it, and all above it.
+    """
+
+    text: str
+    parent: int
+    probability: float
+    is_verified: bool
+    is_accepted: bool
+
+
+def tree_picture(nodes: Sequence[PictureNode]) -> str:
+    """Return the verified nodes as a tree, siblings in the given order, and a line for the others.
+
+    >>> nodes = [PictureNode("Paris", -1, 1.0, True, True), PictureNode(" is", 0, 0.9, True, True),
+    ...          PictureNode(",", 0, 0.1, True, False), PictureNode(" the", 1, 0.7, True, True)]
+    >>> print(tree_picture(nodes))
+    "Paris"
+    ├── " is" 0.90 *
+    │   └── " the" 0.70 *
+    └── "," 0.10
+    """
+    children: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.is_verified and i:
+            children.setdefault(node.parent, []).append(i)
+    lines = [_quoted(nodes[0].text), *_branches(nodes, children, 0, "")]
+    num_others = sum(not node.is_verified for node in nodes)
+    return "\n".join([*lines, *([f"({num_others} more candidates were not worth a row)"] if num_others else [])])
+
+
+def _branches(nodes: Sequence[PictureNode], children: dict[int, list[int]], parent: int, indent: str) -> Iterator[str]:
+    below = children.get(parent, [])
+    for i in below:
+        is_last, node = i == below[-1], nodes[i]
+        mark = ACCEPTED if node.is_accepted else ""
+        yield f"{indent}{'└──' if is_last else '├──'} {_quoted(node.text)} {node.probability:.2f}{mark}"
+        yield from _branches(nodes, children, i, indent + ("    " if is_last else "│   "))
+
+
+def _quoted(text: str) -> str:
+    shown = text.replace("\n", "\\n").replace("\t", "\\t")
+    return f'"{shown[:LONGEST_TEXT]}{"..." if len(shown) > LONGEST_TEXT else ""}"'

@@ -20,9 +20,9 @@ from eagle_ray.report.summary import ReadColumns
 
 MOMENTS = ["attempt", "started_at", "finished_at"]
 COLUMNS = [*MOMENTS, "worker_id", "queue_s", "ttft_s", "completion_tokens"]
-MOST_BINS = 120
+MAX_BINS = 120
 WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400)
-MOST_WORKERS = 32  # workers with their own entry; the rest are summed up under OTHERS
+MAX_WORKERS = 32  # workers with their own entry; the rest are summed up under OTHERS
 OTHERS = "others"
 SHORTEST_S = 1e-6  # minimum duration of a row, which avoids divisions by 0
 ROWS_AT_ONCE = 4096  # bounds the memory of an array of rows x bins
@@ -85,7 +85,7 @@ class Bins:
 
     @classmethod
     def over(cls, seconds: float) -> Bins:
-        width = next((w for w in WIDTHS_S if seconds <= w * MOST_BINS), seconds / MOST_BINS)
+        width = next((w for w in WIDTHS_S if seconds <= w * MAX_BINS), seconds / MAX_BINS)
         return cls(width, max(1, int(np.ceil(seconds / width))))
 
     def spread(self, begin: np.ndarray, end: np.ndarray, amounts: np.ndarray) -> np.ndarray:
@@ -136,30 +136,30 @@ def _rates(work: Work, bins: Bins) -> dict[str, Any]:
 
 
 def _busiest(workers: dict[str, Work], bins: Bins) -> dict[str, Work]:
-    """Return the MOST_WORKERS workers with the most tokens, sorted by name, and the sum of the rest as OTHERS."""
+    """Return the MAX_WORKERS workers with the most tokens, sorted by name, and the sum of the rest as OTHERS."""
     ranked = sorted(workers, key=lambda name: -workers[name].tokens.sum())
-    kept = {name: workers[name] for name in sorted(ranked[:MOST_WORKERS])}
-    if len(ranked) > MOST_WORKERS:
-        kept[OTHERS] = Work.none(bins.num)
-        for name in ranked[MOST_WORKERS:]:
-            kept[OTHERS].add(workers[name])
-    return kept
+    busiest = {name: workers[name] for name in sorted(ranked[:MAX_WORKERS])}
+    if len(ranked) > MAX_WORKERS:
+        busiest[OTHERS] = Work.none(bins.num)
+        for name in ranked[MAX_WORKERS:]:
+            busiest[OTHERS].add(workers[name])
+    return busiest
 
 
 def _spans(read: ReadColumns) -> dict[int, Span]:
     """Return the span of each attempt. Each offset is the total duration of the attempts before it."""
-    found: dict[int, Span] = {}
+    spans: dict[int, Span] = {}
     for table in map(_answered, read(MOMENTS)):
         ends = table.group_by("attempt").aggregate([("started_at", "min"), ("finished_at", "max")]).to_pylist()
         for row in ends:
             started, finished = row["started_at_min"].timestamp(), row["finished_at_max"].timestamp()
-            old = found.get(row["attempt"], Span(started, finished))
-            found[row["attempt"]] = Span(min(old.started, started), max(old.finished, finished))
+            old = spans.get(row["attempt"], Span(started, finished))
+            spans[row["attempt"]] = Span(min(old.started, started), max(old.finished, finished))
     offset = 0.0
-    for attempt, span in sorted(found.items()):
-        found[attempt] = Span(span.started, span.finished, offset)
+    for attempt, span in sorted(spans.items()):
+        spans[attempt] = Span(span.started, span.finished, offset)
         offset += span.seconds
-    return dict(sorted(found.items()))
+    return dict(sorted(spans.items()))
 
 
 def _answered(table: pa.Table) -> pa.Table:
@@ -185,9 +185,9 @@ def _add_rows(workers: dict[str, Work], table: pa.Table, spans: dict[int, Span],
         arrived, finished = _seconds(rows["started_at"]) + shift, _seconds(rows["finished_at"]) + shift
         admitted, first_token = (arrived + _numbers(rows[wait]) for wait in ("queue_s", "ttft_s"))
         tokens = _numbers(rows["completion_tokens"])
-        held = bins.spread(admitted, finished, np.maximum(finished - admitted, 0))
+        busy = bins.spread(admitted, finished, np.maximum(finished - admitted, 0))
         made = bins.spread(first_token, finished, tokens)
-        work = Work(made, held, len(rows), float(admitted.min()), float(finished.max()))
+        work = Work(made, busy, len(rows), float(admitted.min()), float(finished.max()))
         workers.setdefault(name, Work.none(bins.num)).add(work)
 
 

@@ -16,14 +16,12 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.answers import FinishedAnswer
+from eagle_ray.requests.answers import FinishedAnswer, row_form
 from eagle_ray.requests.parameters import SAMPLING, Group, SamplingParams, names_in
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequence_answers import AnswerReader
 from eagle_ray.requests.sequences import prompt_text_of, text_options
-from eagle_ray.requests.token_logprobs import row_form
-from eagle_ray.text.null_tokenizer import NullTokenizer
-from eagle_ray.text.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 OutputRow = dict[str, Any]
 # Parameters without an output column of their own: `sampling_controls` has those that are not at their defaults.

@@ -1,13 +1,22 @@
-"""Request: what one row of the input, one line of a batch file or one prompt of Python asks.
+"""Request: what one row of the input, one line of a batch file or one prompt of Python asks; and how a row becomes one.
 
 >>> request = Request(id="q1", source_file="a.jsonl", row_index=0, prompt="Hi", sampling={"n": 2})
 >>> Request.of_row(dict.fromkeys(REQUEST.names) | request.to_row()) == request
 True
+
+parse_row never raises because of a row's content: a bad row is a request with an error, which names file, row, column
+and the fix.
+
+    >>> from eagle_ray.requests.columns import FIRST
+    >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
+    >>> parse_row({"id": 7, "prompt": "Hi"}, columns, RowLocation("a.jsonl", "/d/a.jsonl", FIRST)).id
+    '7'
 """
 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +25,21 @@ import pyarrow as pa
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.columns import location_of
-from eagle_ray.requests.parameters import CHAT, SAMPLING, SamplingParams, merged_values
+from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation, location_of
+from eagle_ray.requests.messages import parse_messages
+from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Door, SamplingParams, merged_values, two_forms
 from eagle_ray.requests.row_schema import REQUEST, table_of
+from eagle_ray.requests.values import (
+    Boolean,
+    WrongValue,
+    describe_value,
+    json_error,
+    json_text,
+    parsed_if_json,
+    whole_number,
+)
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions
+from eagle_ray.text.strict_json import HalfSurrogate, JsonError, check_texts
 
 _OWN_COLUMNS = frozenset(REQUEST.names)
 
@@ -170,3 +190,205 @@ class Request:
 def table_of_requests(requests: Iterable[Request]) -> pa.Table:
     """Return requests as one table, without carried columns."""
     return table_of([request.to_row() for request in requests], REQUEST)
+
+
+_SAMPLING_KINDS = [(name, parameter.kind_at(Door.JOB)) for name, parameter in SAMPLING.items()]
+InputRow = dict[str, Any] | RequestError
+"""A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
+UNCARRIED = "__uncarried__"
+"""Key of a RequestError for a value that cannot be carried: the row is an error row with its own id and samples."""
+
+
+def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
+    """Return the request of one row, without carried columns."""
+    asked: dict[str, Any] = {}
+    bad: RequestError | None = None
+    try:
+        if isinstance(row, RequestError):
+            raise row
+        if (error := unreadable(row)) is not None:
+            raise error
+        _explicit_id(row, columns.id)
+        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": chat_of(row)}
+        if isinstance(uncarried := row.get(UNCARRIED), RequestError):
+            raise uncarried
+    except RequestError as error:
+        bad = RequestError(error.code, f"{location}: {error}")
+    return Request(
+        id=id_of(row, columns, location),
+        source_file=location.path,
+        row_index=location.position.row,
+        source_line=location.position.line,
+        error=bad,
+        **asked,
+    )
+
+
+def unreadable(row: InputRow) -> RequestError | None:
+    """Return why the row, or the first of its columns that is unreadable, cannot be read; None for other rows."""
+    if isinstance(row, RequestError):
+        return row
+    values = (value for name, value in row.items() if name != UNCARRIED)
+    return next((value for value in values if isinstance(value, RequestError)), None)
+
+
+def with_checked_texts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with a RequestError in place of each value with half a surrogate pair, or nested too deep."""
+    checked: dict[str, Any] = {}
+    for name, value in row.items():
+        try:
+            check_texts(name)
+            check_texts(value)
+            checked[name] = value
+        except JsonError as error:
+            shown = str(name).encode("utf-8", "backslashreplace").decode()
+            checked[shown] = json_error(f"column {shown!r}", error)
+    return checked
+
+
+def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
+    """Return the row's id as a string, or its location if the id is absent, null, empty or unusable."""
+    try:
+        explicit_id = None if isinstance(row, RequestError) else _explicit_id(row, columns.id)
+    except RequestError:
+        explicit_id = None
+    return location.id if explicit_id is None else explicit_id
+
+
+def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
+    value = path.value_in(row)
+    if isinstance(value, RequestError):
+        raise value
+    if isinstance(value, list | dict | bytes) or value != value:  # NaN is no id
+        raise RequestError(
+            "bad_type", f"column {path.text!r} must be a text or a number as an id, got {describe_value(value)}"
+        )
+    if isinstance(value, str) and not value.strip():
+        raise RequestError(
+            "empty_id",
+            f"column {path.text!r} is an empty text ({describe_value(value)}). Give the row an id of its own, or "
+            "null, which makes one from its file and row.",
+        )
+    return None if value is None else str(whole_number(value))
+
+
+def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any]:
+    if columns.template is not None:
+        prompt = columns.template.prompt_of(row)
+        return {"prompt": prompt} if isinstance(prompt, str) else {"messages": parse_messages(prompt, TEMPLATE_KEY)}
+    found = {name: path.value_in(row) for name, path in columns.prompts.items()}
+    found = {name: value for name, value in found.items() if value is not None}
+    if not found:
+        names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
+        raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
+    if len(found) > 1:
+        both = " and ".join(repr(columns.prompts[name].text) for name in found)
+        raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
+    [(name, value)] = found.items()
+    parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
+    return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
+
+
+def _column_and_key(name: str, path: ColumnPath) -> str:
+    """Return the quoted column, with its configuration key if it is configured."""
+    return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError("bad_type", f"column {column!r} must be a text, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} is an empty text: write a prompt, or drop the row")
+    return value
+
+
+def _turns(value: Any, column: str) -> list[str]:
+    value = _parse_if_json(value, column)
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
+
+
+def _token_ids(value: Any, column: str) -> list[int]:
+    value = _parse_if_json(value, column)
+    if not isinstance(value, list):
+        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
+    if not value:
+        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    for i, token in enumerate(value):
+        if type(token) is not int or not 0 <= token < 2**63:
+            raise RequestError(
+                "bad_type", f"{column}[{i}] must be a token id, an integer from 0, got {describe_value(token)}"
+            )
+    return value
+
+
+def _parse_if_json(value: Any, column: str) -> Any:
+    """Return parsed_if_json of a column's value. Raises RequestError."""
+    try:
+        return parsed_if_json(value)
+    except HalfSurrogate as error:
+        raise json_error(f"column {column!r}", error) from None
+
+
+def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of SAMPLING that are set, checked by the table."""
+    values: dict[str, Any] = {}
+    for name, kind in _SAMPLING_KINDS:
+        if (value := row.get(name)) is None:
+            continue
+        try:
+            value = kind.of_column(value)
+            if not kind.is_nothing(value):
+                values[name] = kind.check(value)
+        except HalfSurrogate as error:
+            raise json_error(f"column {name!r}", error) from None
+        except WrongValue as error:
+            problem = f"column {name!r} must be {error.form}, got {reprlib.repr(value)}{error.why}"
+            raise RequestError("bad_sampling", problem) from None
+    if (both := two_forms(values)) is not None:
+        raise RequestError("bad_sampling", f"columns {both[0]!r} and {both[1]!r} {TWO_FORMS}")
+    if "seed" in values:
+        values["seed"] = (values["seed"] + 2**63) % 2**64 - 2**63  # the same 64 bits, as Arrow's int64 holds them
+    return values
+
+
+def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, Any]:
+    """Return the columns of CHAT that are set. Raises RequestError that begins with the place of a wrong one.
+
+    Objects and lists may be JSON texts; a null key of a tool is absent.
+    """
+    found: dict[str, Any] = {}
+    for name, parameter in CHAT.items():
+        if values.get(name) is None or (value := _parse_if_json(values[name], name)) is None:
+            continue
+        if name == "tools" and isinstance(value, list):
+            value = [_without_null_keys(tool) for tool in value]
+        elif name == "tool_choice":
+            value = _without_null_keys(value)
+        where = place.format(name)
+        try:
+            value = parameter.kind_at(Door.JOB).check(value)
+        except WrongValue as error:
+            raise RequestError("bad_type", f"{where} must be {error.form}, got {describe_value(value)}") from None
+        except ValueError as error:
+            part, _, problem = str(error).partition(":")
+            raise RequestError("bad_type", f"{place.format(part)}:{problem}") from None
+        if isinstance(parameter.kind, Boolean):
+            found[name] = value
+        elif value:
+            found[name] = json_text(where, value)
+    return found
+
+
+def _without_null_keys(value: Any) -> Any:
+    """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: x for key, x in value.items() if x is not None}
+    function = kept.get("function")
+    if isinstance(function, dict):
+        kept["function"] = {key: x for key, x in function.items() if x is not None}
+    return kept

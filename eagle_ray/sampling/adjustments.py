@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.sampling.control_state import ControlState, Entry
-from eagle_ray.sampling.token_mask import Words, unpack_mask
+from eagle_ray.sampling.token_mask import Words, unpack_tokens
 
 Paths = list[list[int]]
 """For each row of a sequence, the tokens between its last committed token and the row's own, which is included."""
@@ -92,7 +92,7 @@ class Adjustments:
         if self.forbidden is not None:
             logits[self.forbidden[0], self.forbidden[1]] = -torch.inf
         if self.mask is not None and self.mask_rows is not None:
-            allowed = unpack_mask(self.mask, logits.shape[1])
+            allowed = unpack_tokens(self.mask, logits.shape[1])
             logits[self.mask_rows] = logits[self.mask_rows].masked_fill(~allowed, -torch.inf)
 
 

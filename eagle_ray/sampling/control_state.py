@@ -28,7 +28,7 @@ import torch
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar_state import GrammarState
-from eagle_ray.sampling.token_mask import WORD_BITS, Words, num_words, pack_mask
+from eagle_ray.sampling.token_mask import TOKENS_PER_WORD, Words, num_token_words, pack_tokens
 
 WordIds = tuple[tuple[int, ...], ...]
 """Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or
@@ -73,8 +73,8 @@ class ReasoningBudget:
         start: where an output is before its first token.
     """
 
-    def __init__(self, most: int, ids: ReasoningIds):
-        self.most, self._ids = most, ids
+    def __init__(self, max_tokens: int, ids: ReasoningIds):
+        self.max_tokens, self._ids = max_tokens, ids
         self._tail_length = max(map(len, ids.closings)) - 1
         self.start = ReasoningPlace(() if ids.openings else None)
 
@@ -88,7 +88,7 @@ class ReasoningBudget:
 
     def forced(self, place: ReasoningPlace | None) -> int | None:
         """Return the token that must come next: the marker's first after what the reasoning has of its beginning."""
-        if place is None or place.start is not None or place.num_tokens < self.most:
+        if place is None or place.start is not None or place.num_tokens < self.max_tokens:
             return None
         closing, tail = self._ids.closings[0], place.tail
         return next(closing[i] for i in reversed(range(len(closing))) if tail[len(tail) - i :] == closing[:i])
@@ -150,7 +150,7 @@ class ControlState:
         self.ends = sorted(end for end in ends if end < vocab_size)
         allowed = sampling.allowed_token_ids
         self._allowed = None if allowed is None else frozenset(allowed)
-        self._mask = None if self._allowed is None else pack_mask(self._allowed, vocab_size)
+        self._mask = None if self._allowed is None else pack_tokens(self._allowed, vocab_size)
         words = [word for word in bad_word_ids if max(word) < vocab_size]
         self._single = singles_of(words)
         self._biases = {token: bias for token, bias in sampling.logit_bias.items() if bias}
@@ -222,13 +222,13 @@ class ControlState:
         if self.grammar is None and not forced:
             return None if self._mask is None else np.broadcast_to(self._mask, (len(paths), len(self._mask)))
         if self.grammar is None:
-            masks = np.full((len(paths), num_words(self._vocab_size)), -1, np.int32)
+            masks = np.full((len(paths), num_token_words(self._vocab_size)), -1, np.int32)
         else:
             masks = self.grammar.path_masks(paths)
         if self._mask is not None:
             masks &= self._mask
         for i, token in forced.items():
-            masks[i] &= pack_mask([token], self._vocab_size)
+            masks[i] &= pack_tokens([token], self._vocab_size)
         if self.grammar is None:
             return masks
         for path, mask in zip(paths, masks, strict=True):
@@ -246,13 +246,13 @@ class ControlState:
             return False
         rest = mask.copy()
         for token in barred:
-            rest.view(np.uint32)[token // WORD_BITS] &= np.uint32(~(1 << token % WORD_BITS) & 0xFFFFFFFF)
+            rest.view(np.uint32)[token // TOKENS_PER_WORD] &= np.uint32(~(1 << token % TOKENS_PER_WORD) & 0xFFFFFFFF)
         return not rest.any()
 
     def _forced(self, path: Sequence[int]) -> int | None:
         """Return the one token that can follow the path, if thinking_budget leaves no other."""
         place, budget = self._place, self._budget
-        if place is None or budget is None or place.num_tokens + len(path) < budget.most:
+        if place is None or budget is None or place.num_tokens + len(path) < budget.max_tokens:
             return None
         return budget.forced(budget.after(place, path))
 

@@ -30,7 +30,7 @@ from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 COMPILE_TIMEOUT_S = 10.0  # of one grammar, its conversion included; another 10 s for a free compiler
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
-MAX_KEPT = 64  # compiled grammars; a job often has one for all rows
+MAX_GRAMMARS = 64  # compiled grammars; a job often has one for all rows
 # Characters of what an output must be. Real ones are far smaller; at these bounds a compilation takes seconds.
 MAX_GRAMMAR_CHARS = {
     "json_schema": 1 << 17,
@@ -86,7 +86,7 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedGrammar:
     """A grammar that is compiled or being compiled, and the tokens of its outputs."""
 
     compiled: Future[Matcher]
@@ -107,7 +107,7 @@ class GrammarCompiler:
         self._read_tokenizer = read_tokenizer
         self._made: Any = None
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(MAX_COMPILING)
 
@@ -119,25 +119,25 @@ class GrammarCompiler:
         """
         key = spec.name, spec.source
         with self._lock:
-            known = self._kept.pop(key, None)
-            kept = _Kept(Future(), RecentTokens()) if known is None else known
-            self._kept[key] = kept
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            known = self._cached.pop(key, None)
+            cached = _CachedGrammar(Future(), RecentTokens()) if known is None else known
+            self._cached[key] = cached
+            while len(self._cached) > MAX_GRAMMARS:
+                self._cached.popitem(last=False)
         if known is None:
-            self._compile(spec, kept.compiled)
+            self._compile(spec, cached.compiled)
         try:
-            return GrammarState(kept.compiled.result(), self._vocab_size, self._eos_ids, spec.after, kept.recent)
+            return GrammarState(cached.compiled.result(), self._vocab_size, self._eos_ids, spec.after, cached.recent)
         except RequestError as error:
             if error.code == "grammar_queue_full":
-                self._evict(key, kept)
+                self._evict(key, cached)
             raise RequestError(error.code, str(error)) from None  # a new one: threads share the kept one
 
-    def _evict(self, key: tuple[str, str], kept: _Kept) -> None:
+    def _evict(self, key: tuple[str, str], cached: _CachedGrammar) -> None:
         """Let the next request compile the grammar again."""
         with self._lock:
-            if self._kept.get(key) is kept:
-                del self._kept[key]
+            if self._cached.get(key) is cached:
+                del self._cached[key]
 
     def _compile(self, spec: GrammarSpec, future: Future[Matcher]) -> None:
         try:
@@ -210,9 +210,9 @@ def _start_thread(work: Callable[[], None]) -> None:
 
 def _check_size(spec: GrammarSpec) -> None:
     """Raise RequestError for a source that would take minutes or gigabytes to compile."""
-    most = MAX_GRAMMAR_CHARS.get(spec.name, 0)
-    if len(spec.source) > most:
-        message = f"must be at most {most} characters, got {len(spec.source)}. Shorten it"
+    max_chars = MAX_GRAMMAR_CHARS.get(spec.name, 0)
+    if len(spec.source) > max_chars:
+        message = f"must be at most {max_chars} characters, got {len(spec.source)}. Shorten it"
         raise RequestError("bad_grammar", f"{spec.name}: {message}")
 
 

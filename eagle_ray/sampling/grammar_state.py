@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.token_mask import Words, num_words, pack_mask
+from eagle_ray.sampling.token_mask import Words, num_token_words, pack_tokens
 
 MAX_CONTEXT = 3  # tokens
 MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
@@ -108,8 +108,8 @@ class GrammarState:
         self._num_recent = 0  # output ids that were added to it
         self._output_ids: Sequence[int] = ()
         self._ends, self._after = frozenset(eos_ids), after
-        self._num_words = num_words(vocab_size)
-        self._free = ~pack_mask(self._ends, vocab_size)  # an output cannot end before its grammar has begun
+        self._num_words = num_token_words(vocab_size)
+        self._free = ~pack_tokens(self._ends, vocab_size)  # an output cannot end before its grammar has begun
         self._begun = after is None
         self.has_end = False
         self._parsed: list[int] = []  # committed tokens since the grammar began
@@ -155,8 +155,8 @@ class GrammarState:
         """Return the tokens that should come next where the grammar leaves no choice, as the tokenizer writes them."""
         return list(self._matcher.compute_ff_tokens()) if self._begun else []
 
-    def predicted_tokens(self, most: int) -> list[PredictedToken]:
-        """Return the tokens that probably come next, at most `most`; none where text is free.
+    def predicted_tokens(self, limit: int) -> list[PredictedToken]:
+        """Return the tokens that probably come next, at most `limit`; none where text is free.
 
         Those that the grammar forces, and between them those that came last after these tokens, in this output or an
         earlier one of the grammar. After a finished text comes the end, if there is one kind of it.
@@ -167,14 +167,14 @@ class GrammarState:
         self._num_recent = len(self._output_ids)
         context = list(self._output_ids[-MAX_CONTEXT:])
         predicted: list[PredictedToken] = []
-        while len(predicted) < most and not self._matcher.is_stopped():
-            tokens = self._consume_predicted(context, most - len(predicted))
+        while len(predicted) < limit and not self._matcher.is_stopped():
+            tokens = self._consume_predicted(context, limit - len(predicted))
             if not tokens:
                 break
             predicted += tokens
             context += [token for token, _ in tokens]
         num_consumed = len(predicted)
-        if len(predicted) < most and self._matcher.is_stopped() and len(self._ends) == 1:
+        if len(predicted) < limit and self._matcher.is_stopped() and len(self._ends) == 1:
             predicted.append(PredictedToken(min(self._ends), True))
         if num_consumed:
             self._matcher.rollback(num_consumed)
@@ -183,9 +183,9 @@ class GrammarState:
             return []
         return predicted
 
-    def _consume_predicted(self, context: Sequence[int], most: int) -> list[PredictedToken]:
+    def _consume_predicted(self, context: Sequence[int], limit: int) -> list[PredictedToken]:
         """Consume and return the forced tokens, or else one that came after this context before."""
-        if forced := self.forced_tokens()[:most]:
+        if forced := self.forced_tokens()[:limit]:
             num_consumed = self._matcher.try_consume_tokens(forced)
             return [PredictedToken(token, True) for token in forced[:num_consumed]]
         mask = np.zeros(self._num_words, np.int32)
@@ -199,8 +199,8 @@ class GrammarState:
 
     def path_masks(self, paths: Sequence[Sequence[int]]) -> Words:
         """Return [N, words], the mask after each path of a tree. paths: parents before their children, [] first."""
-        places = {tuple(path): i for i, path in enumerate(paths)}
-        parents = [places[tuple(path[:-1])] if path else -1 for path in paths]
+        index_of = {tuple(path): i for i, path in enumerate(paths)}
+        parents = [index_of[tuple(path[:-1])] if path else -1 for path in paths]
         return self.tree_masks([path[-1] if path else 0 for path in paths], parents)
 
     def tree_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:

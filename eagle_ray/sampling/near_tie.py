@@ -55,10 +55,10 @@ def reachable_tokens(
     A token is reachable if the filters may keep it and no token that they keep in any case leads it by more than that.
     """
     scores, slack = _scores(logits, params), _slack(params, tolerance)
-    possible, certain = _kept(scores, params, slack)
+    possible, certain = _retained(scores, params, slack)
     noisy = scores + _noise(params, position, len(scores))
-    least = noisy.masked_fill(~certain, -math.inf).max() - slack
-    return possible & (noisy >= least)
+    lower = noisy.masked_fill(~certain, -math.inf).max() - slack
+    return possible & (noisy >= lower)
 
 
 def _scores(logits: Float[Tensor, " V"], params: SamplingParams) -> Float[Tensor, " V"]:
@@ -78,7 +78,7 @@ def _noise(params: SamplingParams, position: int, vocab: int) -> Float[Tensor, "
     return gumbel_noise(seed, torch.tensor([position]), torch.arange(vocab))[0].double()
 
 
-def _kept(
+def _retained(
     scores: Float[Tensor, " V"], params: SamplingParams, slack: float
 ) -> tuple[Bool[Tensor, " V"], Bool[Tensor, " V"]]:
     """Return which tokens top-k, top-p and min-p may keep, and which they keep however rounding moves the scores."""
@@ -89,9 +89,9 @@ def _kept(
         possible = _num_above(scores, slack) < params.top_k
         certain = _num_above(scores, -slack) - 1 < params.top_k  # less the token itself
     if params.top_p < 1:
-        least, most = _mass_above(scores, possible, certain, slack)
-        possible = possible & (least < params.top_p + SUM_ERROR)
-        certain = certain & (most < params.top_p - SUM_ERROR)
+        lower, upper = _mass_above(scores, possible, certain, slack)
+        possible = possible & (lower < params.top_p + SUM_ERROR)
+        certain = certain & (upper < params.top_p - SUM_ERROR)
     if params.min_p > 0:
         floor = scores.max() + math.log(params.min_p)
         possible = possible & (scores >= floor - slack)
@@ -114,12 +114,12 @@ def _mass_above(
     order = scores.argsort()
     ascending = scores[order]
 
-    def above(kept: Bool[Tensor, " V"], shift: float, is_strict: bool) -> Float[Tensor, " V"]:
-        suffix = (weights * kept)[order].flip(0).cumsum(0).flip(0)
+    def above(retained: Bool[Tensor, " V"], shift: float, is_strict: bool) -> Float[Tensor, " V"]:
+        suffix = (weights * retained)[order].flip(0).cumsum(0).flip(0)
         place = torch.searchsorted(ascending, scores + shift, right=is_strict)
         return torch.cat([suffix, suffix.new_zeros(1)])[place]
 
-    least = above(certain, slack, True) / weights[possible].sum()
+    lower = above(certain, slack, True) / weights[possible].sum()
     own = weights * possible
-    most = (above(possible, -slack, False) - own) / weights[certain].sum().clamp(min=1e-300)
-    return least * math.exp(-slack), most * math.exp(slack)
+    upper = (above(possible, -slack, False) - own) / weights[certain].sum().clamp(min=1e-300)
+    return lower * math.exp(-slack), upper * math.exp(slack)

@@ -31,7 +31,7 @@ def sample(
     sampled.
     """
     if use_triton(logits.device):
-        return _pick_fused(logits, sampling, seq, positions)
+        return _sample_fused(logits, sampling, seq, positions)
     greedy = logits.argmax(-1)
     if not sampling.any_sampled:
         return greedy
@@ -40,7 +40,7 @@ def sample(
     return torch.where(sampling.temperature[seq] == 0, greedy, noisy.argmax(-1))
 
 
-def _pick_fused(
+def _sample_fused(
     logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"], positions: Int[Tensor, " R"]
 ) -> Int[Tensor, " R"]:
     """Sample by the kernels: those without cuts or those with all of them, so that no other ones are compiled."""

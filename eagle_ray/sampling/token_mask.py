@@ -10,23 +10,23 @@ from jaxtyping import Bool, Int32
 from numpy.typing import NDArray
 from torch import Tensor
 
-WORD_BITS = 32  # tokens per word
+TOKENS_PER_WORD = 32
 Words = NDArray[np.int32]
 
 
-def num_words(vocab_size: int) -> int:
+def num_token_words(vocab_size: int) -> int:
     """Return the words of a mask."""
-    return -(-vocab_size // WORD_BITS)
+    return -(-vocab_size // TOKENS_PER_WORD)
 
 
-def pack_mask(token_ids: Collection[int], vocab_size: int) -> Words:
+def pack_tokens(token_ids: Collection[int], vocab_size: int) -> Words:
     """Return the mask [W] of these tokens."""
-    bits = np.zeros(num_words(vocab_size) * WORD_BITS, dtype=bool)
+    bits = np.zeros(num_token_words(vocab_size) * TOKENS_PER_WORD, dtype=bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def unpack_mask(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
+def unpack_tokens(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
     """Return the bits of masks."""
-    shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=mask.device)
+    shifts = torch.arange(TOKENS_PER_WORD, dtype=torch.int32, device=mask.device)
     return ((mask[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]

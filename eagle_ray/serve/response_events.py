@@ -14,7 +14,7 @@ from typing import Any
 
 from eagle_ray.requests.answers import Json, TokenUsage
 from eagle_ray.requests.openai_bodies import ResponsesRequest
-from eagle_ray.requests.response_answers import ResponseObject
+from eagle_ray.requests.responses import ResponseObject
 from eagle_ray.serve.generation_request import GenerationRequest
 from eagle_ray.serve.http_answers import ApiError, api_error, event
 

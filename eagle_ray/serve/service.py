@@ -24,7 +24,6 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.slot_limits import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
-from eagle_ray.requests.answer_chunks import ChoiceChunks, num_logprobs
 from eagle_ray.requests.answers import Json
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
@@ -34,7 +33,7 @@ from eagle_ray.requests.openai_bodies import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from eagle_ray.requests.sequence_answers import RequestAnswers
+from eagle_ray.requests.sequence_answers import ChoiceChunks, RequestAnswers, num_logprobs
 from eagle_ray.sampling.grammar import MAX_COMPILING
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
@@ -50,8 +49,7 @@ from eagle_ray.serve.generation_request import (
 from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body, typed_form
 from eagle_ray.serve.request_body import body_too_large, check_containers, parse
 from eagle_ray.serve.response_events import response_body
-from eagle_ray.text.null_tokenizer import NullTokenizer
-from eagle_ray.text.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes

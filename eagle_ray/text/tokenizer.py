@@ -1,9 +1,11 @@
-"""Tokenizer: text to ids and back, and the chat template of a target.
+"""Tokenizer: text to ids and back, and the chat template of a target; NullTokenizer, that of a target without one.
 
 >>> import eagle_ray
 >>> tokenizer = Tokenizer.load(Path(eagle_ray.__file__).parent / "assets/tiny/target")
 >>> tokenizer.decode(tokenizer.encode("Hello there"))
 'Hello there'
+>>> NullTokenizer().decode_with_special([5])
+'token_id:5'
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -390,3 +392,57 @@ def _syntax_error(tokenizer: PreTrainedTokenizerBase, template: str) -> str | No
     except Exception:
         return None
     return None
+
+
+class NullTokenizer(Tokenizer):
+    """Has no text: it refuses what needs words, and a decoded output is empty."""
+
+    def __init__(self) -> None:
+        self.chat_format = ChatFormat()
+
+    def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
+        raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids, without stop strings")
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: ChatOptions = NO_OPTIONS,
+    ) -> NoReturn:
+        self.encode("")
+
+    def with_markers(self) -> Tokenizer:
+        return self
+
+    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        return ""
+
+    def special_marker_ids(self) -> dict[str, int]:
+        return {}
+
+    def reasoning_end_id(self) -> NoReturn:
+        self.encode("")
+
+    def token_strings(self, ids: Sequence[int]) -> NoReturn:
+        self.encode("")
+
+    def word_ids(self, word: str) -> NoReturn:
+        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
+
+    def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
+        if stops:
+            self.encode("")
+        return []
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        return " ".join(f"token_id:{i}" for i in ids)
+
+    def final_text(self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT) -> str:
+        return ""
+
+    def info(self) -> dict[str, Any]:
+        return {"tokenizer_class": None}

@@ -73,11 +73,11 @@ def static(paths: Iterable[tuple[int, ...]]) -> Policy:
 
 def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
     """Return a table from (path index, rank) to the index of the longer path; len(paths) is no path."""
-    places = {path: place for place, path in enumerate(paths)}
+    index_of = {path: place for place, path in enumerate(paths)}
     steps = torch.full((len(paths) + 1, width + 1), len(paths))
-    for path, place in places.items():
+    for path, place in index_of.items():
         if path:
-            steps[places[path[:-1]], path[-1]] = place
+            steps[index_of[path[:-1]], path[-1]] = place
     return steps
 
 
@@ -120,10 +120,10 @@ class Candidates:
         chosen = slice(max(num_rows - batch, 0))
         real = self.log_values[chosen] > -torch.inf
         index = torch.where(real, self.owners[chosen] * num_nodes + self.nodes[chosen], 0)  # index 0 is a root
-        kept = torch.zeros(batch * num_nodes, dtype=torch.bool, device=index.device).index_fill(0, index, True)
-        kept = kept.view(batch, num_nodes)
-        kept[:, 0] = True
-        return kept
+        keep = torch.zeros(batch * num_nodes, dtype=torch.bool, device=index.device).index_fill(0, index, True)
+        keep = keep.view(batch, num_nodes)
+        keep[:, 0] = True
+        return keep
 
 
 def ranks(values: Float[Tensor, "B N"]) -> Int[Tensor, "B N"]:

@@ -48,11 +48,6 @@ class DraftPlan:
         return batch_size if self.members is None else len(self.members)
 
     @property
-    def max_candidates(self) -> int:
-        """Return the nodes of the largest tree that such a plan drafts, root included."""
-        return 1 + self.children + (self.max_depth - 1) * self.width * self.children if self.is_drafting else 1
-
-    @property
     def is_drafting(self) -> bool:
         return self.max_depth > 0
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.tree.tree_mask import diagonal, unpack_mask
+NODES_PER_WORD = 64  # of a mask of ancestors: node j is bit j % 64 of word j // 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class DraftTree:
 
     def head(self, num_trees: int) -> DraftTree:
         """Return the first num_trees trees."""
-        return DraftTree(*(column[:num_trees] for column in self.tensors))
+        return DraftTree(*(tensor[:num_trees] for tensor in self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -93,37 +94,37 @@ class DraftTree:
 
     def to(self, device: torch.device | str) -> DraftTree:
         """Return the trees on another device."""
-        return DraftTree(*(column.to(device, non_blocking=True) for column in self.tensors))
+        return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
     def _select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
         """Return the subtrees of the given nodes. nodes: ascending indices; N for no node."""
         batch, num_nodes = self.tokens.shape
-        kept = nodes < num_nodes
+        is_node = nodes < num_nodes
         nodes = nodes.clamp(max=num_nodes - 1)
         new_index = torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes)
         index_of = nodes.new_zeros(batch, num_nodes + 1)
-        index_of.scatter_(1, torch.where(kept, nodes, num_nodes), new_index)
+        index_of.scatter_(1, torch.where(is_node, nodes, num_nodes), new_index)
         old_parents = self.parents.gather(1, nodes)
         parents = index_of.gather(1, old_parents.clamp(min=0))
         return DraftTree(
-            tokens=torch.where(kept, self.tokens.gather(1, nodes), 0),
-            parents=torch.where(kept & (old_parents >= 0), parents, -1),
-            depths=torch.where(kept, self.depths.gather(1, nodes), 0),
-            log_values=torch.where(kept, self.log_values.gather(1, nodes), -torch.inf),
-            draft_log_probs=torch.where(kept, self.draft_log_probs.gather(1, nodes), -torch.inf),
-            valid=kept,
+            tokens=torch.where(is_node, self.tokens.gather(1, nodes), 0),
+            parents=torch.where(is_node & (old_parents >= 0), parents, -1),
+            depths=torch.where(is_node, self.depths.gather(1, nodes), 0),
+            log_values=torch.where(is_node, self.log_values.gather(1, nodes), -torch.inf),
+            draft_log_probs=torch.where(is_node, self.draft_log_probs.gather(1, nodes), -torch.inf),
+            valid=is_node,
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
         """Return a mask [b, i, j]: node j is node i or an ancestor of it. max_depth: a bound on the depths."""
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
-        return unpack_mask(self.ancestor_words(max_depth), self.num_nodes)
+        return unpack_ancestors(self.ancestor_words(max_depth), self.num_nodes)
 
     def ancestor_words(self, max_depth: int) -> Int[Tensor, "B N words"]:
         """Return `ancestors` as bits of int64 words, by pointer doubling."""
         batch, num_nodes = self.tokens.shape
-        words = diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
+        words = _diagonal(num_nodes, self.tokens.device).expand(batch, -1, -1)
         if num_nodes == 1:
             return words
         jump = torch.where(self.parents >= 0, self.parents, torch.arange(num_nodes, device=self.tokens.device))
@@ -173,8 +174,8 @@ class DraftTree:
             rows = values.new_full((num_rows + 1,), padding)
             return rows.scatter(0, row_of.reshape(-1), values.reshape(-1))[:num_rows]
 
-        columns = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
-        return VerifyRows(*columns, row_of.clamp(max=num_rows - 1), sizes)
+        tensors = (place(self.tokens, 0), place(positions, 0), place(seq, -1), place(node, 0))
+        return VerifyRows(*tensors, row_of.clamp(max=num_rows - 1), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +201,28 @@ class VerifyRows:
     def is_rectangle(self) -> bool:
         """Return whether row b * N + i is node i of tree b."""
         return self.tokens.shape[0] == self.row_of.numel()
+
+
+def num_ancestor_words(num_nodes: int) -> int:
+    """Return the words of a node's mask."""
+    return -(-num_nodes // NODES_PER_WORD)
+
+
+def _diagonal(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N words"]:
+    """Return the mask in which each of N nodes sees its own position."""
+    node = torch.arange(num_nodes, device=device)
+    words = torch.zeros(num_nodes, num_ancestor_words(num_nodes), dtype=torch.int64, device=device)
+    return words.scatter_(1, (node // NODES_PER_WORD)[:, None], (1 << (node % NODES_PER_WORD))[:, None])
+
+
+def pack_ancestors(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
+    """Return masks as words, which a GPU's attention reads: nodes 0, 1 and 3 are 0b1011."""
+    padding = num_ancestor_words(seen.shape[-1]) * NODES_PER_WORD - seen.shape[-1]
+    bits = F.pad(seen.to(torch.int64), (0, padding)).unflatten(-1, (-1, NODES_PER_WORD))
+    return (bits << torch.arange(NODES_PER_WORD, device=seen.device)).sum(-1)
+
+
+def unpack_ancestors(words: Int[Tensor, "*rows words"], num_nodes: int) -> Bool[Tensor, "*rows M"]:
+    """Return the bits of masks."""
+    bits = words[..., None] >> torch.arange(min(num_nodes, NODES_PER_WORD), device=words.device) & 1
+    return bits.flatten(-2)[..., :num_nodes].bool()

@@ -79,8 +79,8 @@ class TreeBuilder:
         self._frontier = None
         self.levels.append(values)
         self._log_values.append(values.flatten(1))
-        said = log_probs if draft_log_probs is None else draft_log_probs
-        self._draft_log_probs.append(_mask_nan(said).flatten(1))
+        own_log_probs = log_probs if draft_log_probs is None else draft_log_probs
+        self._draft_log_probs.append(_mask_nan(own_log_probs).flatten(1))
         self._tokens.append(tokens.flatten(1))
         self._parents.append(parents.flatten(1))
         self._num_nodes += tokens[0].numel()
@@ -101,16 +101,17 @@ class TreeBuilder:
             is_end = (tokens[:, :, None] == self._ends[:, None]).any(2)
             values = values.masked_fill(is_end, -torch.inf)
         children_each = tokens.shape[1] // self._frontier_nodes.shape[1]
-        index = self._best(values) if self._shape is None else self._static_nodes(self._shape, values, children_each)
+        if self._shape is None:
+            index = self.best_nodes(values)
+        else:
+            index = self._shape.expanded_at(self.depth, children_each, values.device).expand(len(values), -1)
         first_of_level = self._num_nodes - tokens.shape[1]
         self._frontier_values, self._frontier_nodes = values.gather(1, index), index + first_of_level
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
 
-    def _best(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+    def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
+        """Return which nodes of the last level are the next frontier."""
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
-
-    def _static_nodes(self, shape: StaticTree, values: Float[Tensor, "B C"], children_each: int) -> Int[Tensor, "B F"]:
-        return shape.expanded_at(self.depth, children_each, values.device).expand(len(values), -1)
 
     def build(self) -> DraftTree:
         """Return all candidates so far: 1 + F*K nodes per level, breadth-first. `rerank` by `valid` drops padding."""

@@ -28,6 +28,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.tree_bounds import TreeBounds
 
 Path = tuple[int, ...]
 
@@ -45,10 +46,10 @@ class StaticTree:
         closed = {path[:end] for path in paths for end in range(1, len(path) + 1)}
         return cls(tuple(sorted(closed, key=lambda path: (len(path), path))))
 
-    def truncate(self, max_nodes: int, max_depth: int, top_k: int) -> StaticTree:
+    def truncate(self, bounds: TreeBounds) -> StaticTree:
         """Return the nodes within bounds: ranks below top_k, max_depth levels, the first max_nodes nodes."""
-        inside = [path for path in self.paths if len(path) <= max_depth and max(path) < top_k]
-        return StaticTree(tuple(inside[:max_nodes]))
+        inside = [path for path in self.paths if len(path) <= bounds.max_depth and max(path) < bounds.top_k]
+        return StaticTree(tuple(inside[: bounds.max_nodes]))
 
     @property
     def depth(self) -> int:

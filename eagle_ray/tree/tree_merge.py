@@ -1,10 +1,10 @@
-"""merge: the trees of several drafters as one, a node that several of them offer only once.
+"""merge_trees: the trees of several drafters as one, a node that several of them offer only once.
 
-       a        +      a          =        a            said of b: -0.2, -inf
-      / \\             / \\               / | \\                    c: -1.9, -0.9
-     b   c            c   d             b  c   d                  d: -inf, -1.2
-                      |                    |                      e: -inf, -0.1
-                      e                    e
+       a        +      a          =        a            log_probs_by_drafter
+      / \\             / \\               / | \\               b: -0.2, -inf
+     b   c            c   d             b  c   d             c: -1.9, -0.9
+                      |                    |                 d: -inf, -1.2
+                      e                    e                 e: -inf, -0.1
 
 Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit hashes.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eagle_ray.core.sampling_batch import as_int64
 from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
+from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 
 
@@ -27,7 +28,7 @@ from eagle_ray.tree.draft_tree import DraftTree
 class Merged:
     """The nodes of A trees as one tree. Its log values are the highest that any of them has for a node.
 
-    said: what each drafter's tree has for a node's log-probability given its parent; -inf where it lacks the node.
+    log_probs_by_drafter: a node's log-probability given its parent in each drafter's tree; -inf where a tree lacks it.
     """
 
     tree: DraftTree
@@ -44,7 +45,7 @@ class Merged:
         return replace(tree, log_values=values.masked_fill(~tree.valid, -torch.inf))
 
 
-def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
+def merge_trees(trees: Sequence[DraftTree], max_depth: int) -> Merged:
     """Merge trees on the same roots, breadth-first, the first tree's nodes before the others' at each depth.
 
     max_depth bounds their depths. draft_log_probs are those of the first tree that has a node.
@@ -53,9 +54,9 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
     valid = torch.cat([tree.valid for tree in trees], 1)
     place = torch.arange(codes.shape[1], device=codes.device).expand_as(codes)
     first = _first_occurrence(codes)
-    kept = valid & (first == place)
+    is_node = valid & (first == place)
     depths = torch.cat([tree.depths for tree in trees], 1)
-    order = torch.where(kept, depths, max_depth + 1).sort(dim=1, stable=True).indices
+    order = torch.where(is_node, depths, max_depth + 1).sort(dim=1, stable=True).indices
     index = torch.empty_like(order).scatter_(1, order, place).gather(1, first)  # of each node in the merged tree
     own = index.split([tree.num_nodes for tree in trees], 1)
     parents = [
@@ -63,11 +64,11 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
         for tree, at in zip(trees, own, strict=True)
     ]
     values = [_scatter(tree, tree.log_values, at, order) for tree, at in zip(trees, own, strict=True)]
-    said = [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(trees, own, strict=True)]
-    kept = kept.gather(1, order)
+    log_probs = [_scatter(tree, _conditional_log_probs(tree), at, order) for tree, at in zip(trees, own, strict=True)]
+    is_node = is_node.gather(1, order)
 
-    def placed(columns: list[Tensor], padding: int | float) -> Tensor:
-        return torch.where(kept, torch.cat(columns, 1).gather(1, order), padding)
+    def placed(tensors: list[Tensor], padding: int | float) -> Tensor:
+        return torch.where(is_node, torch.cat(tensors, 1).gather(1, order), padding)
 
     merged = DraftTree(
         tokens=placed([tree.tokens for tree in trees], 0),
@@ -75,9 +76,21 @@ def merge(trees: Sequence[DraftTree], max_depth: int) -> Merged:
         depths=placed([tree.depths for tree in trees], 0),
         log_values=torch.stack(values, 2).amax(2),
         draft_log_probs=placed([tree.draft_log_probs for tree in trees], -torch.inf),
-        valid=kept,
+        valid=is_node,
     )
-    return Merged(merged, torch.stack(said, 2))
+    return Merged(merged, torch.stack(log_probs, 2))
+
+
+def extra_log_values(
+    first_log_probs: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
+) -> list[Float[Tensor, "M N"]]:
+    """Return, by depth, the log values of nodes that the first drafter does not propose."""
+    values = tree.log_values.masked_fill(first_log_probs > -torch.inf, -torch.inf)
+    depths = tree.depths
+    if plan.members is not None:
+        members = torch.tensor(plan.members, device=values.device)
+        values, depths = values[members], depths[members]
+    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]
 
 
 def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
@@ -102,7 +103,9 @@ def cell(shape: TreeShape, rows: list[dict], params: SamplingParams, slots: int)
 
 
 def build(speculative: SpeculativeConfig, slots: int) -> EngineBundle:
-    return build_engine_from_config(ModelConfig(max_model_len=1024, device="cpu", dtype="float32"), speculative, slots)
+    return build_engine_from_config(
+        ModelConfig(max_model_len=1024, device="cpu", dtype="float32"), speculative, EngineArgs(slots)
+    )
 
 
 def answer(pair: EngineBundle, rows: list[dict], params: SamplingParams) -> Arm:

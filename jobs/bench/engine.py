@@ -35,9 +35,11 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
@@ -135,7 +137,7 @@ class Models:
         return cls(causal_lm, head, meter, prompts, tuning)
 
     def engine(self, way: SpeculativeConfig, slots: int) -> Engine:
-        return build_engine(self.causal_lm, self.head, way, slots, MAX_MODEL_LEN)
+        return build_engine(self.causal_lm, self.head, way, EngineArgs(slots, MAX_MODEL_LEN, kv_tokens=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ def steady(
     samples: dict[str, list[Sample]] = {name: [] for name in lanes}
     users = {name: name for name in lanes}
     for turn, name, lane in turns(lanes, lead_in + num_rounds):
-        first = None if users[lane] == name else UniformPlanner(1, 1, 1)
+        first = None if users[lane] == name else UniformPlanner(TreeBounds(1, 1, 1))
         sample = queues[lane].window(num_tokens, MOST_TIMES_PLAIN * seconds, first)
         users[lane] = name
         if turn >= lead_in:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -51,7 +52,7 @@ def outputs(
     tree = {"max_nodes": arguments.nodes, "max_depth": arguments.depth, "top_k": arguments.top_k}
     speculative = SpeculativeConfig(method=method, budget="uniform", ranking="published", **tree)
     model = ModelConfig(target=TARGET, draft=draft, max_model_len=512)
-    engine = build_engine_from_config(model, speculative, slots=4).engine
+    engine = build_engine_from_config(model, speculative, EngineArgs(4)).engine
     params = [
         SamplingParams(max_tokens=arguments.max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))
     ]

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.batch.driver.execute import plan_batch_size, plan_calls
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence, SequenceStatus
@@ -246,7 +247,7 @@ def measure(args: argparse.Namespace) -> None:
     outputs: dict[str, list[int]] = {}
     for _, order in itertools.product(range(args.rounds), args.orders):
         settings = SpeculativeConfig(method=args.method)
-        bundle = build_engine_from_config(ModelConfig(), settings, SLOTS, args.kv_tokens)
+        bundle = build_engine_from_config(ModelConfig(), settings, EngineArgs(SLOTS, kv_tokens=args.kv_tokens))
         if order != "input":
             bundle.engine.scheduler.order_for_throughput()
         sequences = list(measured_rows(bundle.tokenizer, args.rows))

@@ -33,6 +33,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.config import JobConfig, load_config
@@ -133,7 +134,7 @@ def save_wide_pair(directory: Path) -> dict[str, str]:
 def engine_alone(config: JobConfig) -> float:
     """Seconds from the first row's prompt to the last one's end, all rows queued at once."""
     pair = build_engine_from_config(
-        config.model, config.speculative, config.execution.slots, config.execution.kv_tokens
+        config.model, config.speculative, EngineArgs(config.execution.slots, kv_tokens=config.execution.kv_tokens)
     )
     sequences = [s for row in requests_of(plan_input(config)) for s in sequences_of(row, config, pair.tokenizer)]
     started = time.monotonic()

@@ -21,7 +21,9 @@ from collections.abc import Callable
 import torch
 
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import SteadyQueue, run_requests
@@ -41,7 +43,7 @@ WORLDS: dict[str, Callable[[], StepCosts]] = {
     "h200": h200,
 }
 TREES = ["1/1/1", "2/2/1", "3/3/1", "4/4/1", "4/2/2", "6/3/2", "8/4/4", "12/4/4", "24/5/6"]  # max_nodes/max_depth/top_k
-OURS = (60, 6, 10)
+OURS = TreeBounds(60, 6, 10)
 PER_CATEGORY = 32  # prompts
 MOST_ROWS = 160  # of a fixed tree's pass: larger ones have no chance and take long to lose
 ENDLESS_S = math.inf
@@ -68,7 +70,7 @@ def main() -> None:
 def built(slots: int) -> EngineBundle:
     """Return an engine with the ranking of a job, calibrated: budget uniform alone would rank as published."""
     speculative = SpeculativeConfig(budget="uniform", ranking=SpeculativeConfig().ranking)
-    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots)
+    return build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(slots))
 
 
 def set_constant(name: str, value: str) -> None:
@@ -82,20 +84,20 @@ def set_constant(name: str, value: str) -> None:
 
 def line(args: argparse.Namespace, name: str, batch: int, run: Callable[[SimulatedPlanner], None]) -> str:
     """One row of the table: every fixed tree that has a chance, none, and ours, all by `run`."""
-    sizes = CudaGraphRunner("cpu", batch, 512, fused=True).pass_sizes(OURS[0], OURS[2]) if args.no_sync else None
+    sizes = CudaGraphRunner("cpu", batch, 512, fused=True).pass_sizes(OURS) if args.no_sync else None
 
     def priced(planner: Planner) -> SimulatedPlanner:
         made = SimulatedPlanner(planner, WORLDS[args.world](), args.noise, args.noise_seed, sizes)
         run(made)
         return made
 
-    trees = {tree: tuple(map(int, tree.split("/"))) for tree in args.trees}
-    trees = {name: tree for name, tree in trees.items() if batch * (1 + tree[0]) <= MOST_ROWS}
-    speeds = {"none": priced(UniformPlanner(0, 0, 0)).tokens_per_second}
-    speeds |= {name: priced(UniformPlanner(*tree)).tokens_per_second for name, tree in trees.items()}
+    trees = {tree: TreeBounds(*map(int, tree.split("/"))) for tree in args.trees}
+    trees = {name: tree for name, tree in trees.items() if batch * tree.num_nodes <= MOST_ROWS}
+    speeds = {"none": priced(UniformPlanner(NO_TREE)).tokens_per_second}
+    speeds |= {name: priced(UniformPlanner(tree)).tokens_per_second for name, tree in trees.items()}
     best = max(speeds, key=speeds.__getitem__)
     costs = mistaken(WORLDS[args.believed or args.world](), args.mistaken, args.noise_seed)
-    ours = priced(BudgetPlanner(*OURS, costs, not args.no_sync, sizes))
+    ours = priced(BudgetPlanner(OURS, costs, not args.no_sync, sizes))
     steps = ours.outcomes
     ratios = [speeds[best] / speeds["none"], ours.tokens_per_second / speeds["none"]]
     ratios.append(ours.tokens_per_second / speeds[best])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -54,13 +55,13 @@ def parse_arguments() -> argparse.Namespace:
 def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Namespace) -> list[str]:
     """Return a table row for many sequences at once without drafts, and one for EAGLE-2."""
     model = ModelConfig(dtype=dtype, device="cpu")
-    causal_lm = load_target(model, args.batch)
+    causal_lm = load_target(model, EngineArgs(args.batch))
     prompts = shuffled_prompts(load_tokenizer(model), args.per_category, seed=78)
     params = [SamplingParams(max_tokens=args.max_tokens, seed=i, **sampling) for i in range(len(prompts))]
 
     def decode(speculative: SpeculativeConfig, slots: int) -> list[list[int]]:
         weights = None if speculative is PLAIN else load_draft(model, speculative, causal_lm)
-        engine = build_engine(causal_lm, weights, speculative, slots, MAX_MODEL_LEN)
+        engine = build_engine(causal_lm, weights, speculative, EngineArgs(slots, MAX_MODEL_LEN, kv_tokens=None))
         sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
         for sequence in sequences:
             engine.add(sequence)
@@ -70,7 +71,7 @@ def lines(dtype: str, name: str, sampling: dict[str, float], args: argparse.Name
 
     reference = decode(PLAIN, 1)
     others = {f"plain, {args.batch} at once": decode(PLAIN, args.batch), "EAGLE-2": decode(EAGLE2, args.batch)}
-    oracle = load_target(model, 1)
+    oracle = load_target(model, EngineArgs(1))
     return [
         f"| {dtype} | {name} | {way} | {summary(oracle, prompts, outputs, reference, params)} |"
         for way, outputs in others.items()

@@ -1,6 +1,6 @@
 """SimulatedPlanner: a planner in a world whose seconds are made up, and so exact.
 
-    engine.planner = Priced(BudgetPlanner(60, 6, 10, cpu()), cpu())
+    engine.planner = Priced(BudgetPlanner(TreeBounds(60, 6, 10), cpu()), cpu())
     ...
     engine.planner.tokens_per_second
 

@@ -31,11 +31,12 @@ from torch import Tensor
 from eagle_ray.assembly.assemble import grammar_compiler
 from eagle_ray.assembly.hub import download
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
-from eagle_ray.engine.verify import MaxTreeSizes, VerifyStepOutput
+from eagle_ray.engine.verify import VerifyStepOutput
 from eagle_ray.methods.drafter import Drafter, NullDrafter
-from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -146,26 +147,23 @@ class RecordedEagleDrafter(EagleDrafter):
         pass
 
 
-def make_engine(slots: int, tree: tuple[int, int, int], is_recorded: bool = False) -> Engine:
+def make_engine(slots: int, tree: TreeBounds, is_recorded: bool = False) -> Engine:
     """Return an engine over the embedded pair, which admits sequences as a job does.
 
     Args:
-        tree: max_nodes, max_depth, top_k of every draft; all 0 is plain decoding.
+        tree: of every draft; NO_TREE is plain decoding.
         is_recorded: passes cost nothing.
     """
     path = download("embedded:tiny", "target")
     causal_lm = load_causal_lm(path, torch.float32, "cpu")
     pack_linears(causal_lm)
-    target = (RecordedTarget if is_recorded else TargetModel)(causal_lm, slots, MAX_MODEL_LEN + tree_columns(*tree))
+    target = (RecordedTarget if is_recorded else TargetModel)(causal_lm, slots, MAX_MODEL_LEN + tree.num_positions)
     drafter: Drafter = NullDrafter()
-    if tree[0]:
+    if tree.max_nodes:
         head = load_head(download("embedded:tiny", "draft"), causal_lm.config).eval()
         drafter = (RecordedEagleDrafter if is_recorded else EagleDrafter)(head, target)
     graphs = (RecordedGraphRunner if is_recorded else CudaGraphRunner)("cpu", slots, target.cache.capacity, fused=True)
-    sizes = MaxTreeSizes.of(*tree)
-    engine = Engine(
-        target, drafter, UniformPlanner(*tree), MAX_MODEL_LEN, tree[1], PREFILL_TOKENS, graphs=graphs, trees=sizes
-    )
+    engine = Engine(target, drafter, UniformPlanner(tree), MAX_MODEL_LEN, tree, PREFILL_TOKENS, graphs)
     engine.grammars = grammar_compiler(Tokenizer.load(path), target)
     engine.order_for_throughput()
     return engine
@@ -210,7 +208,7 @@ def measure(engine: Engine, work: Workload) -> SteadyState:
     )
 
 
-def steady_state(work: Workload, tree: tuple[int, int, int], null_device_only: bool = False) -> SteadyState:
+def steady_state(work: Workload, tree: TreeBounds, null_device_only: bool = False) -> SteadyState:
     """Return the counts of an emulated run and the host's time of a recorded one, or the latter alone."""
     host_ms = measure(make_engine(work.slots, tree, is_recorded=True), work).host_ms_per_step
     if null_device_only:
@@ -228,7 +226,7 @@ def main() -> None:
         work = Workload(
             slots, tuple(args.outputs), tuple(args.prompts), args.waiting, args.schema_every, args.sequences
         )
-        state = steady_state(work, tuple(args.tree), args.null_device)
+        state = steady_state(work, TreeBounds(*args.tree), args.null_device)
         found.append(asdict(state))
         cells = ["-" if value is None else f"{value:.3f}" for value in list(asdict(state).values())[1:]]
         print(f"| {slots} | " + " | ".join(cells) + " |", flush=True)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -182,7 +183,7 @@ def main() -> None:
     for batch in args.batches:
         with tempfile.TemporaryDirectory() as costs:
             os.environ["EAGLE_RAY_CACHE"] = costs  # costs of this machine, now
-            engine = build_engine(target, head, SpeculativeConfig(), batch, 512)
+            engine = build_engine(target, head, SpeculativeConfig(), EngineArgs(batch, 512, kv_tokens=None))
         answer(engine, prompts[: 2 * batch], 0, args.max_tokens)
         with timed_parts() as times:
             started = time.perf_counter()

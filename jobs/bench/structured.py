@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from eagle_ray.assembly.assemble import build_engine, grammar_compiler
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -89,11 +90,13 @@ def make_engines(model: ModelConfig, args: argparse.Namespace) -> dict[str, Engi
     """Return a plain and a drafting engine over the same weights."""
     tree = {"max_nodes": args.nodes, "max_depth": args.depth, "top_k": args.top_k, "budget": args.budget}
     drafting = SpeculativeConfig(method=args.method, **tree)
-    causal_lm = load_target(model, 1)
+    causal_lm = load_target(model, EngineArgs(1))
     weights = load_draft(model, drafting, causal_lm) if args.method.startswith("eagle") else None
     engines = {
-        PLAIN: build_engine(causal_lm, None, SpeculativeConfig(method="none"), 1, model.max_model_len),
-        DRAFTS: build_engine(causal_lm, weights, drafting, 1, model.max_model_len),
+        PLAIN: build_engine(
+            causal_lm, None, SpeculativeConfig(method="none"), EngineArgs(1, model.max_model_len, kv_tokens=None)
+        ),
+        DRAFTS: build_engine(causal_lm, weights, drafting, EngineArgs(1, model.max_model_len, kv_tokens=None)),
     }
     tokenizer = Tokenizer.load(download(args.target, "target"))
     for engine in engines.values():

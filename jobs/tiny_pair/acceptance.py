@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.acceptance_stats import AcceptanceStats
@@ -46,7 +47,7 @@ CHAIN = TreeShape(6, 6, 1)
 def load_pair(target: Path, draft: Path, shape: TreeShape) -> EngineBundle:
     """The pair published in two directories, in fp32 on the CPU."""
     model = ModelConfig(target=str(target), draft=str(draft), device="cpu", dtype="float32")
-    return build_engine_from_config(model, shape.settings(), slots=SLOTS)
+    return build_engine_from_config(model, shape.settings(), EngineArgs(SLOTS))
 
 
 def tau_by_category(

@@ -12,7 +12,7 @@ from eagle_ray.assembly import assemble as pair_module
 from eagle_ray.assembly import costs, placement
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, build_in_thread
 from eagle_ray.assembly.costs import cost_key
-from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, EngineArgs
 from eagle_ray.assembly.hub import check_models, model_limits
 from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
@@ -55,7 +55,7 @@ def test_a_pair_passes_and_plain_decoding_needs_no_head(draft):
 def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, draft):
     speculative, parts = SpeculativeConfig(budget="uniform"), []
     for target in (PAIR / "target", Path(shutil.copytree(PAIR / "target", tmp_path / "elsewhere"))):
-        pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, slots=2)
+        pair = build_engine_from_config(ModelConfig(target=str(target), draft=str(draft)), speculative, EngineArgs(2))
         parts.append(cost_key(pair.engine, speculative))
     assert parts[0] == parts[1] and parts[0]["device"]
 
@@ -63,7 +63,7 @@ def test_costs_are_kept_by_what_the_pair_is_and_not_by_where_it_lies(tmp_path, d
 def test_costs_are_kept_for_caches_of_any_size_with_room_for_what_is_measured(draft):
     model, speculative = ModelConfig(target=str(PAIR / "target"), draft=str(draft)), SpeculativeConfig(budget="uniform")
     keys = [
-        cost_key(build_engine_from_config(model, speculative, slots=2, kv_tokens=tokens).engine, speculative)
+        cost_key(build_engine_from_config(model, speculative, EngineArgs(2, kv_tokens=tokens)).engine, speculative)
         for tokens in (4096, 4352, 256)
     ]
     assert keys[0] == keys[1] != keys[2]
@@ -171,7 +171,7 @@ def test_an_engine_ends_answers_at_the_tokenizers_eos_too(tmp_path, caplog):
     write_tokenizer(target)  # the tokenizer's EOS is 1
     (target / "generation_config.json").write_text('{"eos_token_id": 4}')
     with caplog.at_level("INFO", "eagle_ray"):
-        bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, slots=1)
+        bundle = build_engine_from_config(ModelConfig(target=str(target), draft=None), PLAIN, EngineArgs(1))
     assert "an answer also ends at the tokenizer's EOS, <|eos|>, which no config names" in caplog.messages
     assert bundle.engine.target.eos_ids == bundle.tokenizer.eos_ids == {1, 4}
     assert TargetModel(load_target(ModelConfig(target=str(target), draft=None)), 1, 64).eos_ids == {1, 4}
@@ -226,7 +226,7 @@ def test_a_missing_head_is_asked_for():
 )
 def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_calibrated, is_coupled):
     model, speculative = ModelConfig(), SpeculativeConfig(max_depth=3, top_k=2, **settings)
-    causal_lm = load_target(model, slots=1)
+    causal_lm = load_target(model, EngineArgs(1))
     drafter = make_drafter(speculative, TargetModel(causal_lm, 1, 64), load_draft(model, speculative, causal_lm))
     ranking = drafter.ranking
     assert (ranking.calibration is not None, ranking.coupling is not None) == (is_calibrated, is_coupled)
@@ -238,7 +238,7 @@ def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     passes = []
     monkeypatch.setattr(placement, "run_linears", lambda model, num_rows: passes.append(num_rows))
     monkeypatch.setattr(placement, "tune_num_threads", lambda run: run())
-    load_target(ModelConfig(device="cpu"), slots=slots)
+    load_target(ModelConfig(device="cpu"), EngineArgs(slots))
     assert passes == [rows]
 
 
@@ -282,7 +282,7 @@ def test_without_a_length_the_targets_own_is_the_limit(tmp_path, own, limit, gua
 
 @pytest.mark.parametrize(("asked", "most"), [(32, 32), ({"cpu": 48, "cuda": 1}, 48), (PREFILL_TOKENS, 200)])
 def test_a_step_computes_as_many_prompt_tokens_as_asked_for(asked, most):
-    engine = build_engine(llama(), None, PLAIN, 2, 256, prefill_tokens=asked)
+    engine = build_engine(llama(), None, PLAIN, EngineArgs(2, 256, kv_tokens=None, prefill_tokens=asked))
     sequence = Sequence("long", [1 + i % 50 for i in range(200)], SamplingParams(max_tokens=3, ignore_eos=True))
     engine.add(sequence)
     engine.step()
@@ -296,14 +296,14 @@ def test_an_engine_takes_prompts_of_more_than_4096_tokens():
     """As many as its cache holds; the limit is cut where it does not hold the target's."""
     toy = llama(max_position_embeddings=8192)
     plain = SpeculativeConfig(method="none")
-    engine = build_engine(toy, None, plain, 2, 8192, "auto", guaranteed=4096)
+    engine = build_engine(toy, None, plain, EngineArgs(2, 8192, kv_tokens="auto", guaranteed=4096))
     sequence = Sequence("long", [1 + i % 50 for i in range(5000)], SamplingParams(max_tokens=3, ignore_eos=True))
     engine.add(sequence)
     while engine.has_work:
         engine.step()
     assert len(sequence.output_ids) == 3
     assert engine.max_model_len == 8192
-    assert build_engine(toy, None, plain, 2, 8192, 6016, guaranteed=4096).max_model_len == 6015
+    assert build_engine(toy, None, plain, EngineArgs(2, 8192, kv_tokens=6016, guaranteed=4096)).max_model_len == 6015
 
 
 class Parts(StartLog):
@@ -321,7 +321,7 @@ class Parts(StartLog):
 def parts_of_start(draft: Path) -> list[str]:
     start = Parts()
     model = ModelConfig(target=str(PAIR / "target"), draft=str(draft), device="cpu", max_model_len=128)
-    build_engine_from_config(model, SpeculativeConfig(), 2, start=start)
+    build_engine_from_config(model, SpeculativeConfig(), EngineArgs(2), start)
     return [line.partition(":")[0] for line in start.lines]
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
@@ -35,7 +36,7 @@ def turns():
     questions = [question(task, i) for i, task in enumerate(["a", "b", "a", "a"])]
     found = []
     for temperature in (0.0, 1.0):
-        engines = {name: build_engine(model, eagle, way, 2, max_model_len=64) for name, way in ways.items()}
+        engines = {name: build_engine(model, eagle, way, EngineArgs(2, 64)) for name, way in ways.items()}
         found += rounds(engines, questions, temperature)
     return found
 
@@ -53,7 +54,7 @@ def test_every_method_answers_every_question_once_at_every_temperature(turns):
 def test_no_drafter_remembers_the_answers_of_the_warm_up():
     model = llama()
     ways = {"plain": SpeculativeConfig(method="none"), "suffix": SpeculativeConfig(method="suffix", budget="uniform")}
-    engines = {name: build_engine(model, None, way, 1, max_model_len=64) for name, way in ways.items()}
+    engines = {name: build_engine(model, None, way, EngineArgs(1, 64)) for name, way in ways.items()}
     [turn] = rounds(engines, [question("a", 0)], 0.0)
     again = question("a", 0).at(0.0)
     run_requests(engines["suffix"], [again])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -254,7 +255,7 @@ def test_the_widened_pair_is_exported_once_and_keeps_its_tokens(tmp_path):
 def outputs_of(models) -> list[list[int]]:
     model = ModelConfig(target=str(models.target), draft=str(models.draft), dtype="float32", device="cpu")
     engine = build_engine_from_config(
-        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), 2, 1024
+        model, SpeculativeConfig(budget="uniform", max_nodes=8, max_depth=3, top_k=4), EngineArgs(2, kv_tokens=1024)
     ).engine
     sequences = [Sequence(str(i), ids, SamplingParams(max_tokens=8)) for i, ids in enumerate(PROMPTS)]
     for sequence in sequences:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
@@ -71,7 +73,7 @@ def test_a_context_is_read_and_changes_nothing(pair, way):
     rig.costs = None
     rig.set_aside(3 * 128, longest=256)
     for context in (128, 64, 0, 96):
-        engine = rig.engine(way, context, 3, UniformPlanner(*way.tree))
+        engine = rig.engine(way, context, 3, UniformPlanner(TreeBounds(*way).tree))
         sequences = drained(engine, context)
         assert [s.output_ids for s in sequences] == wanted, context
         assert [s.num_reused for s in sequences] == [context] * 3
@@ -89,7 +91,7 @@ def test_acceptance_behind_a_context_is_as_without():
     rig.set_aside(3 * 128, longest=256)
     accepted = []
     for context in (0, 128):
-        sequences = drained(rig.engine(Way("tree", LARGEST), context, 3, UniformPlanner(*LARGEST)), context)
+        sequences = drained(rig.engine(Way("tree", LARGEST), context, 3, UniformPlanner(LARGEST)), context)
         accepted.append(sum(s.stats.num_accepted_draft_tokens for s in sequences))
     assert accepted[0] > 20 and accepted[1] == pytest.approx(accepted[0], rel=0.1)
 
@@ -98,26 +100,26 @@ def test_more_contexts_than_were_set_aside_are_refused(pair):
     rig = rig_of(pair)
     rig.set_aside(3 * 64, longest=256)
     with pytest.raises(EngineError, match="do not fit"):
-        rig.engine(Way("plain"), 96, 3, UniformPlanner(0, 0, 0))
+        rig.engine(Way("plain"), 96, 3, UniformPlanner(NO_TREE))
 
 
 def test_the_rig_drafts_as_a_jobs_engine_does(pair):
     tree = SpeculativeConfig(max_nodes=60, max_depth=6, top_k=10, budget="uniform")
-    job = run(build_engine(*pair, tree, 3, 256), PROMPTS, PARAMS)
+    job = run(build_engine(*pair, tree, EngineArgs(3, 256)), PROMPTS, PARAMS)
     rig = rig_of(pair)
-    ours = run(rig.engine(Way("tree", LARGEST), 0, 3, UniformPlanner(*LARGEST)), PROMPTS, PARAMS)
+    ours = run(rig.engine(Way("tree", LARGEST), 0, 3, UniformPlanner(LARGEST)), PROMPTS, PARAMS)
     assert [(s.output_ids, s.stats.histogram) for s in ours] == [(s.output_ids, s.stats.histogram) for s in job]
 
 
 def test_a_synthetic_pair_walks_and_accepts_as_stated():
     shape = ModelShape(256, 1, 4, 2, 64, 256, 1024)
     rig = Harness.of(*synthetic_pair(shape, (0.6, 0.2)), slots=4, longest=320)
-    chain = rig.engine(Way("chain"), 0, 4, UniformPlanner(1, 1, 1))
+    chain = rig.engine(Way("chain"), 0, 4, UniformPlanner(TreeBounds(1, 1, 1)))
     assert chain is rig.plain
     prompts, params = [[3], [700], [44], [999]], [SamplingParams(max_tokens=200, logprobs=True)] * 4
     rates = {}
     for tree in ((1, 1, 1), (2, 1, 2)):
-        rig.drafting.planner = UniformPlanner(*tree)
+        rig.drafting.planner = UniformPlanner(TreeBounds(*tree))
         sequences = run(rig.drafting, prompts, params)
         assert all(is_walk(s.token_ids, shape.vocab_size) for s in sequences)
         stats = [s.stats for s in sequences]

@@ -5,8 +5,10 @@ import itertools
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.evaluation.equivalence import compare, first_difference
 from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
@@ -28,7 +30,7 @@ def engines(slots=3):
     model, eagle = llama(), head()
     meter = ForwardTimer(model.get_output_embeddings(), eagle.fc)
     ways = SpeculativeConfig(method="none"), TREE
-    return model, [build_engine(model, eagle, way, slots, max_model_len=64) for way in ways], meter
+    return model, [build_engine(model, eagle, way, EngineArgs(slots, 64)) for way in ways], meter
 
 
 def outputs(sequences):
@@ -56,7 +58,7 @@ def test_a_window_counts_what_was_committed():
 def test_a_window_has_all_of_its_last_step_and_none_of_the_one_before_it():
     """Windows of a step each, plain and drafting ones by turns on one engine."""
     _, (_, drafting), meter = engines()
-    queue, own, never = SteadyQueue(drafting, requests(), meter), drafting.planner, UniformPlanner(0, 0, 0)
+    queue, own, never = SteadyQueue(drafting, requests(), meter), drafting.planner, UniformPlanner(NO_TREE)
     queue.fill()
     for _ in range(4):
         for planner in (own, never):
@@ -75,7 +77,7 @@ def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
     queue = SteadyQueue(drafting, requests(), meter)
     queue.fill()
     own, before, steps = drafting.planner, sum(len(s.output_ids) for s in queue.sequences), drafting.counters.num_steps
-    sample = queue.window(num_tokens=30, most_seconds=30, first=UniformPlanner(0, 0, 0))
+    sample = queue.window(num_tokens=30, most_seconds=30, first=UniformPlanner(NO_TREE))
     assert sample.num_plain_steps == 0 and drafting.counters.num_plain_steps == 1
     assert sample.num_steps == drafting.counters.num_steps - steps - 1 and drafting.planner is own
     after = sum(len(s.output_ids) for s in queue.sequences)

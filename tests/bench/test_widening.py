@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.eagle.heads import EagleHead
@@ -63,7 +64,7 @@ def test_the_heads_outputs_stay(pairs):
 def outputs(model, eagle) -> list[tuple[list[int], list[int]]]:
     """Greedy ids and acceptance histograms of a few prompts."""
     tree = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4, budget="uniform")
-    engine = build_engine(model, eagle, tree, slots=3, max_model_len=128)
+    engine = build_engine(model, eagle, tree, EngineArgs(3, 128))
     prompts = [ids[: 5 + i].tolist() for i, ids in enumerate(some_ids(count=6))]
     sequences = run(engine, prompts, [SamplingParams(max_tokens=24)] * len(prompts))
     return [(s.output_ids, s.stats.histogram) for s in sequences]

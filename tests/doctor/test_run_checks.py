@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from eagle_ray.assembly import memory_plan
 from eagle_ray.assembly.assemble import build_engine_from_config
-from eagle_ray.assembly.engine_sizes import SequenceLengths
+from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan, loaded_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan
@@ -56,7 +56,7 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     found = MemoryPlan.of_checkpoint(
         config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, lengths
     )
-    pair = build_engine_from_config(config.model, config.speculative, slots, kv_tokens)
+    pair = build_engine_from_config(config.model, config.speculative, EngineArgs(slots, kv_tokens=kv_tokens))
     engine = pair.engine
     caches = [engine.target.cache] + ([engine.drafter.cache] if drafts else [])
     assert found.pool == sum(x.nbytes for cache in caches for x in (cache.keys, cache.values))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
@@ -28,7 +29,7 @@ TREE = dict(max_nodes=8, max_depth=4, top_k=3)
 
 def auto_engine(weights: object, num_slots: int, budget: str = "uniform", kv_tokens: int | None = None) -> Engine:
     speculative = SpeculativeConfig(method="auto", budget=budget, **TREE)
-    return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
+    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,9 @@ def test_costs_that_cannot_be_worked_out_leave_plain_decoding(oracle, method, mo
 
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     monkeypatch.setattr(CalibrationRun, "costs", fail)
-    engine = build_engine(llama(), head(), SpeculativeConfig(method=method, budget="global", **TREE), 4, 128)
+    engine = build_engine(
+        llama(), head(), SpeculativeConfig(method=method, budget="global", **TREE), EngineArgs(4, 128)
+    )
     check_lossless(engine, oracle)
     assert engine.counters.planner_error == "ZeroDivisionError: no seconds"
     assert engine.counters.num_plain_steps == engine.counters.num_steps
@@ -103,7 +106,12 @@ def test_a_step_that_fails_while_costs_are_measured_is_not_taken_for_the_planner
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path))
     monkeypatch.setattr(EagleDrafter, "draft", fail)
     with pytest.raises(MemoryError, match="no room"):
-        build_engine(llama(), head(), SpeculativeConfig(method="eagle2", budget="global", **TREE), 4, 128)
+        build_engine(
+            llama(),
+            head(),
+            SpeculativeConfig(method="eagle2", budget="global", **TREE),
+            EngineArgs(4, 128),
+        )
 
 
 @pytest.mark.parametrize(("kind", "method"), [("dflash", "dflash"), ("medusa", "medusa"), ("eagle1", "eagle2")])

@@ -4,6 +4,7 @@ from itertools import chain
 
 import pytest
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import (
     BATCH_STEP,
     REPLAYS,
@@ -17,7 +18,7 @@ from eagle_ray.engine.calibrate import (
 from eagle_ray.planner.cost_model import BUCKETS
 from tests.support.toy_models import llama_engine
 
-TREE = 8, 3, 3  # max_nodes, max_depth, top_k
+TREE = 8, 3, 3
 UNLIMITED = 1e9
 
 
@@ -36,12 +37,12 @@ def taken(monkeypatch) -> list[tuple[CalibrationSetting, int]]:
 
 
 def sizes_of(num_slots: int, tree: tuple[int, int, int] = TREE) -> CalibrationSizes:
-    return CalibrationSizes(num_slots, *tree, device="cpu")
+    return CalibrationSizes(num_slots, TreeBounds(*tree), device="cpu")
 
 
 def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
     engine = llama_engine(4, *TREE)
-    costs = calibrate_costs(engine, *TREE, TimeBudget(0.0))
+    costs = calibrate_costs(engine, TimeBudget(0.0))
     assert [setting for setting, _ in taken] == sizes_of(4).needed()
     assert costs.verify.rows == [1, 2, 8]
     assert costs.attention_per_token == costs.attention_per_row == 0.0
@@ -53,13 +54,13 @@ def test_a_spent_budget_leaves_the_steps_that_every_curve_needs(taken):
 @pytest.mark.parametrize("seconds", [6, 9, 14, 40])
 def test_measuring_ends_with_the_step_that_spends_the_budget(taken, seconds):
     """On a clock on which each step takes a second. A long prompt is followed by one plain step at least."""
-    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(seconds, clock=lambda: float(len(taken))))
+    calibrate_costs(llama_engine(4, *TREE), TimeBudget(seconds, clock=lambda: float(len(taken))))
     assert seconds <= len(taken) <= seconds + 3
     assert len(taken) == seconds or taken[-1][1] == taken[-2][1] != SHORT_PROMPT
 
 
 def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(taken):
-    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
     sizes = sizes_of(4)
     first = [*sizes.needed(), *sizes.trees(), *sizes.batches()[0]]
     assert [setting for setting, _ in taken[: len(first)]] == first
@@ -70,7 +71,7 @@ def test_one_sequence_comes_first_then_batches_then_long_prompts_then_all_sizes(
 
 
 def test_every_size_is_replayed_where_the_budget_allows(taken):
-    calibrate_costs(llama_engine(4, *TREE), *TREE, TimeBudget(UNLIMITED))
+    calibrate_costs(llama_engine(4, *TREE), TimeBudget(UNLIMITED))
     settings = [setting for setting, _ in taken]
     assert min(settings.count(setting) for setting in sizes_of(4).all()) >= REPLAYS
 

@@ -8,8 +8,9 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.target import PrefillBatch, TargetModel
@@ -26,10 +27,11 @@ MAX_NODES, MAX_DEPTH, TOP_K = 15, 4, 4  # the reference's total_token 16 counts 
 def golden_engine(pair: str, num_slots: int) -> Engine:
     model = load_causal_lm(GOLDENS / pair / "target", torch.float32, "cpu")
     head = load_head(GOLDENS / pair / "draft", model.config)
-    columns, layers = tree_columns(MAX_NODES, MAX_DEPTH, TOP_K), head.feature_layers(model.config.num_hidden_layers)
+    bounds = TreeBounds(MAX_NODES, MAX_DEPTH, TOP_K)
+    columns, layers = bounds.num_positions, head.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 256 + columns, feature_layers=layers)
     drafter = EagleDrafter(head, target)
-    return Engine(target, drafter, UniformPlanner(MAX_NODES, MAX_DEPTH, TOP_K), 256, MAX_DEPTH)
+    return Engine(target, drafter, UniformPlanner(bounds), 256, bounds)
 
 
 @pytest.mark.parametrize(("pair", "num_slots"), [("pair_fit", 1), ("pair_fit", 4), ("pair_fit", 6), ("pair_e3", 6)])

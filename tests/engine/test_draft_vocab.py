@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names, resolve_paths
@@ -35,14 +36,14 @@ PARAMS = [
 def engine_of(vocab: Path | None, size: int | None = None, method: str = "eagle2"):
     tree = dict(max_nodes=8, max_depth=3, top_k=4, budget="uniform")
     named = dict(draft_vocab=None if vocab is None else str(vocab), draft_vocab_size=size)
-    return build_engine(llama(), head(), SpeculativeConfig(method=method, **tree, **named), 3, 128)
+    return build_engine(llama(), head(), SpeculativeConfig(method=method, **tree, **named), EngineArgs(3, 128))
 
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle1", "sequoia"])
 def test_outputs_are_plain_decodings_and_drafts_are_of_the_vocabulary(method, tmp_path):
     ids = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:30].tolist()
     write_draft_vocab(tmp_path / "vocab.txt", ids)
-    plain = build_engine(llama(), None, SpeculativeConfig(method="none"), 3, 128)
+    plain = build_engine(llama(), None, SpeculativeConfig(method="none"), EngineArgs(3, 128))
     trimmed, seen = engine_of(tmp_path / "vocab.txt", 24, method), []
     children = trimmed.drafter.ranking.children
     trimmed.drafter.ranking.children = lambda *args: seen.append(children(*args)) or seen[-1]
@@ -67,10 +68,10 @@ def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatc
     monkeypatch.setattr(draft_vocab, "FREQUENT", 40)
     target = llama(eos_token_id=[90, 3])
     speculative = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4)
-    engine = build_engine(target, head(), speculative, 3, 128)
+    engine = build_engine(target, head(), speculative, EngineArgs(3, 128))
     assert engine.drafter.ranking._token_ids.tolist() == [*range(40), 90]
     assert "the first 40 of 97 tokens" in caplog.text
-    whole = build_engine(target, head(), speculative.model_copy(update={"draft_vocab": "all"}), 3, 128)
+    whole = build_engine(target, head(), speculative.model_copy(update={"draft_vocab": "all"}), EngineArgs(3, 128))
     assert whole.drafter.ranking._token_ids is None
     wanted, found = (run(engine, PROMPTS, PARAMS) for engine in (whole, engine))
     assert [s.output_ids for s in found] == [s.output_ids for s in wanted]
@@ -81,7 +82,7 @@ def test_a_heads_own_vocabulary_is_used_and_checked(tmp_path):
     write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 400])
     config = config_of({})
     model = config.model.model_copy(update={"draft": str(tmp_path / "draft")})
-    pair = build_engine_from_config(model, config.speculative, 2)
+    pair = build_engine_from_config(model, config.speculative, EngineArgs(2))
     assert pair.engine.drafter.ranking._token_ids.tolist() == [7, 5, 400]
     write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 512])
     with pytest.raises(ConfigError, match=r"line 3 of .*draft_vocab.txt says 512"):

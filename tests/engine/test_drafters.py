@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence, SequenceStatus
@@ -54,7 +55,7 @@ def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **
     kv_tokens = settings.pop("kv_tokens", None)
     speculative = SpeculativeConfig(method=method.split()[0], **{**TREE, **settings})
     weights = weights_for(method) if weights is None else weights
-    return build_engine(llama(), weights, speculative, num_slots, 128, kv_tokens)
+    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
 
 
 def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: int) -> Oracle:
@@ -196,7 +197,7 @@ def test_on_the_embedded_pair_eagle2_accepts_more_than_static_trees_of_as_many_n
     prompts = embedded_prompts(per_category=2)
     for method in ("eagle1", "sequoia", "eagle2"):
         tree = SpeculativeConfig(method=method, max_nodes=25, max_depth=6, budget="uniform")
-        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, slots=4).engine
+        engine = build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(4)).engine
         sequences = run(engine, prompts, [SamplingParams(max_tokens=96)] * len(prompts))
         steps = sum(s.stats.num_steps for s in sequences)
         taus[method] = 1 + sum(s.stats.num_accepted_draft_tokens for s in sequences) / steps

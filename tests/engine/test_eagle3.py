@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
@@ -72,7 +73,7 @@ def golden(method: str, **speculative: object) -> list[Sequence]:
     """The pair in its published layout, through the configuration; every other prompt is sampled."""
     model = ModelConfig(target=str(E3 / "target"), draft=str(E3 / "draft"), max_model_len=64)
     tree = {} if method == "none" else dict(max_nodes=15, max_depth=4, top_k=4)
-    built = build_engine_from_config(model, SpeculativeConfig(method=method, **tree | speculative), slots=16)
+    built = build_engine_from_config(model, SpeculativeConfig(method=method, **tree | speculative), EngineArgs(16))
     rng = random.Random(3)
     prompts = [[1] + [rng.randrange(3, 512) for _ in range(rng.randrange(1, 12))] for _ in range(16)]
     params = [SamplingParams(max_tokens=16, temperature=i % 2, seed=i, ignore_eos=True) for i in range(16)]

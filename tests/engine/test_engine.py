@@ -8,6 +8,7 @@ import torch
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from tests.engine.test_lossless import some_params, some_prompts
@@ -169,7 +170,7 @@ class FailingPlanner(UniformPlanner):
     """A planner of trees of which one part fails from its third use on."""
 
     def __init__(self, part: str):
-        super().__init__(8, 4, 3)
+        super().__init__(TreeBounds(8, 4, 3))
         self._part, self._num_used = part, 0
 
     def use(self, part: str) -> None:

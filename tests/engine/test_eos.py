@@ -3,6 +3,7 @@
 import pytest
 
 from eagle_ray.core.sampling_batch import SamplingTable
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -24,7 +25,7 @@ class Watching(UniformPlanner):
     """Counts the nodes verified below ends, by whether their sequence goes on past ends."""
 
     def __init__(self):
-        super().__init__(*TREE)
+        super().__init__(TreeBounds(*TREE))
         self.num_past_ends = {True: 0, False: 0}
 
     def allocate(self, draft, plan, batch):
@@ -40,7 +41,7 @@ class Heard(UniformPlanner):
     """A chain of four; keeps what comes of its steps."""
 
     def __init__(self):
-        super().__init__(4, 4, 1)
+        super().__init__(TreeBounds(4, 4, 1))
         self.outcomes = []
 
     def observe(self, outcome):

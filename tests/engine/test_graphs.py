@@ -11,6 +11,7 @@ import torch
 
 from eagle_ray.core.graph_protocol import PaddedInput
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
@@ -171,7 +172,9 @@ def test_a_static_tree_is_replayed():
 
 def test_the_global_budget_fills_the_passes_that_there_are():
     ours = engine((12, 4, 4), 2)
-    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
+    ours.planner = BudgetPlanner(
+        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+    )
     rows, observe = {True: [], False: []}, ours.planner.observe
 
     def watched(outcome: StepOutcome) -> None:
@@ -212,9 +215,9 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
     """Of a planner's own steps with short contexts, greedy and sampled; and the engine is as it was."""
     ours, oracle = engine((12, 4, 4), 2), engine((0, 0, 0), 2, graphs=False)
     planner = ours.planner = BudgetPlanner(
-        12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4)
+        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
     )
-    capture(ours, 12, 4)
+    capture(ours)
     assert not ours.has_work and ours.counters.num_steps == 0 and ours.planner is planner
     ahead = ours.graphs.num_captured
     params = [SamplingParams(temperature=float(i % 2), max_tokens=12, ignore_eos=True, seed=i) for i in range(6)]
@@ -228,8 +231,10 @@ def test_what_was_recorded_ahead_is_not_recorded_again():
 def test_longer_contexts_are_recorded_ahead_too():
     """Prompts past the first bound and, as they grow, past the second: nothing is recorded on the way."""
     ours = engine((4, 2, 2), 2)
-    ours.planner = BudgetPlanner(4, 2, 2, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
-    capture(ours, 4, 2)
+    ours.planner = BudgetPlanner(
+        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+    )
+    capture(ours)
     ahead = ours.graphs.num_captured
     prompts = [(ids * 30)[:60] for ids in some_prompts(5)]
     params = [SamplingParams(temperature=float(i % 2), max_tokens=80, ignore_eos=True, seed=i) for i in range(5)]
@@ -242,8 +247,10 @@ def test_longer_contexts_are_recorded_ahead_too():
 def test_a_job_of_mixed_sampling_needs_seventy_graphs_and_no_more():
     """Of 256 slots, as Triton's kernels need them: every number of sequences, all kinds of sampling, long and short."""
     ours = llama_engine(256, 60, 6, 10, graphs=True, fused=True)
-    ours.planner = BudgetPlanner(60, 6, 10, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(60, 10))
-    capture(ours, 60, 10)
+    ours.planner = BudgetPlanner(
+        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+    )
+    capture(ours)
     ahead = ours.graphs.num_captured
     assert ahead <= 70
     kinds = [
@@ -260,7 +267,7 @@ def test_a_job_of_mixed_sampling_needs_seventy_graphs_and_no_more():
 
 
 def test_levels_are_padded_to_the_widest_draft_or_to_a_narrow_one():
-    level_rows = CudaGraphRunner("cpu", 64, 1024, fused=True).pass_sizes(60, 10).level_rows
+    level_rows = CudaGraphRunner("cpu", 64, 1024, fused=True).pass_sizes(TreeBounds(60, 6, 10)).level_rows
     assert [level_rows(1, width) for width in (1, 4, 10)] == [10, 10, 10]
     assert [level_rows(9, width) for width in (1, 4, 6, 10)] == [64, 64, 160, 160]
     assert level_rows(33, 2) == 256
@@ -280,8 +287,10 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
     """However many numbers of alternatives a job asks for, with and without controls."""
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
     ours = engine((12, 4, 4), 2, fused=True)
-    ours.planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
-    capture(ours, 12, 4)
+    ours.planner = BudgetPlanner(
+        ours.bounds, flat(head_share=0.01), can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds)
+    )
+    capture(ours)
     ahead, captured = ours.graphs.num_captured, []
     record = ours.graphs._try_capture
     monkeypatch.setattr(ours.graphs, "_try_capture", lambda key, *x: captured.append(key) or record(key, *x))

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
@@ -86,12 +87,12 @@ def test_a_plain_step_copies_once():
 
 def planner_that_drafts(engine) -> BudgetPlanner:
     """A planner past its warm-up, whose drafts pay."""
-    planner = BudgetPlanner(12, 4, 4, flat(head_share=0.01), can_sync=False)
-    model = planner._by_size.last.model
+    planner = BudgetPlanner(TreeBounds(12, 4, 4), flat(head_share=0.01), can_sync=False)
+    model = planner.acceptance_by_size.last.model
     model.observe([torch.full((3, 1, 4), -0.5)] + [torch.full((3, 4, 4), -0.5)] * 3, 4)
     model.sync()
-    planner._num_offers, planner._num_drafts = NUM_PROBES, 1
-    planner._probes.charge(1.0)
+    planner.num_offers, planner.num_drafts = NUM_PROBES, 1
+    planner.probes.charge(1.0)
     engine.planner = planner
     return planner
 
@@ -101,7 +102,7 @@ def test_a_step_under_the_global_budget_copies_once():
     engine = llama_engine(3, 12, 4, 4)
     planner = planner_that_drafts(engine)
     assert watched_step(engine) == ([], ["numpy"])
-    assert planner._num_drafts == 3
+    assert planner.num_drafts == 3
 
 
 def test_the_rows_of_a_step_are_those_that_recent_drafts_would_pay_for():
@@ -115,9 +116,9 @@ def test_the_rows_of_a_step_are_those_that_recent_drafts_would_pay_for():
 
 def test_a_step_that_the_global_planner_leaves_plain_copies_once():
     engine = llama_engine(3, 12, 4, 4)
-    engine.planner = BudgetPlanner(12, 4, 4, flat(head_share=5.0), can_sync=False)
-    engine.planner._num_offers = NUM_PROBES
-    engine.planner._probes.charge(1.0)
+    engine.planner = BudgetPlanner(TreeBounds(12, 4, 4), flat(head_share=5.0), can_sync=False)
+    engine.planner.num_offers = NUM_PROBES
+    engine.planner.probes.charge(1.0)
     assert watched_step(engine) == ([], ["numpy"])
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
@@ -163,7 +164,9 @@ def embedded_oracle(per_category: int) -> Oracle:
 def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int, budget: str = "uniform") -> Engine:
     tree = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget=budget)
     method = tree if max_nodes else dict(method="none")
-    return build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(**method), num_slots).engine
+    return build_engine_from_config(
+        ModelConfig(max_model_len=512), SpeculativeConfig(**method), EngineArgs(num_slots)
+    ).engine
 
 
 @pytest.fixture(scope="module")

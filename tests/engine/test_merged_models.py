@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig, load_config
 from eagle_ray.config.models import check_model_names
@@ -53,7 +54,7 @@ def weights_of(method: str, directory: Path) -> list[nn.Module]:
 def merged_engine(method: str, weights: List[nn.Module], num_slots: int, **settings: object) -> Engine:
     several = DraftList(weights) if len(weights) > 1 else weights[0]
     speculative = SpeculativeConfig(method=method, **{**TREE, **settings})
-    return build_engine(llama(num_hidden_layers=LAYERS), several, speculative, num_slots, 128)
+    return build_engine(llama(num_hidden_layers=LAYERS), several, speculative, EngineArgs(num_slots, 128))
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,15 @@ import torch
 
 from eagle_ray.core.async_copy import DeviceToHost, copy_to_device
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.controlled_sampling import ControlledRows
 from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.planner import probe_schedule
+from eagle_ray.planner import plan_search
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.probe_schedule import REVIEW_EVERY
 from eagle_ray.planner.static_planner import StaticPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
@@ -196,7 +197,7 @@ def test_a_static_tree_is_launched_ahead():
 def test_the_global_budget_hears_of_every_step_one_step_late():
     engine = overlapped()
     planner = BudgetPlanner(
-        *TREE, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(TREE[0], TREE[2])
+        engine.bounds, flat(head_share=0.01), can_sync=False, sizes=engine.graphs.pass_sizes(engine.bounds)
     )
     engine.planner, heard, learn = planner, [], planner.observe
 
@@ -215,7 +216,7 @@ def test_the_global_budget_hears_of_every_step_one_step_late():
 
 def test_probes_are_apart_although_their_cost_is_observed_late():
     costs = flat(head_share=0.01)
-    planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False)
+    planner = BudgetPlanner(TreeBounds(*TREE), flat(head_share=0.01), can_sync=False)
     engine = overlapped()
     engine.planner, plans = planner, []
     own, learn = planner.plan, planner.observe
@@ -335,10 +336,10 @@ def test_what_was_launched_for_nobody_is_dropped():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_probe_that_cannot_be_launched_ahead_runs_in_the_next_step(overlap, monkeypatch):
     """Drafts are off, so a probe is for a part of the batch, which is not replayed."""
-    monkeypatch.setattr(probe_schedule, "PROBE_SHARE", 1.0)
+    monkeypatch.setattr(plan_search, "PROBE_SHARE", 1.0)
     dear = flat(head_share=0.5)
     ours = llama_engine(6, 12, 4, 4, graphs=True, overlap=overlap)
-    planner = BudgetPlanner(12, 4, 4, dear, can_sync=False, sizes=ours.graphs.pass_sizes(12, 4))
+    planner = BudgetPlanner(TreeBounds(12, 4, 4), dear, can_sync=False, sizes=ours.graphs.pass_sizes(ours.bounds))
     ours.planner = SimulatedPlanner(planner, dear)
     run(ours, some_prompts(6), [SamplingParams(max_tokens=90, ignore_eos=True)] * 6)
     assert planner.mode is Mode.OFF

@@ -7,6 +7,7 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
@@ -27,7 +28,7 @@ class FicklePlanner(UniformPlanner):
 
 def fickle_engine(num_slots: int, **sizes: int) -> Engine:
     engine = llama_engine(num_slots, *TREE, **sizes)
-    engine.planner = FicklePlanner(*TREE)
+    engine.planner = FicklePlanner(TreeBounds(*TREE))
     return engine
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from tests.engine.test_lossless import some_params, some_prompts
@@ -38,7 +39,9 @@ def outputs(target: str, draft: str | None, method: str) -> tuple[list[list[int]
     speculative = SpeculativeConfig(method=method, max_nodes=8, max_depth=3, top_k=4, budget="uniform")
     check_models(model, speculative)
     sequences = run(
-        build_engine_from_config(model, speculative, slots=4).engine, some_prompts(4), some_params(4, max_tokens=8)
+        build_engine_from_config(model, speculative, EngineArgs(4)).engine,
+        some_prompts(4),
+        some_params(4, max_tokens=8),
     )
     return [s.output_ids for s in sequences], sum(s.stats.num_draft_tokens for s in sequences)
 

@@ -336,7 +336,7 @@ def test_what_can_never_fit_is_refused_by_name():
 def test_an_engine_with_little_space_can_be_measured(kv_tokens):
     """Only as many sequences at once, and as long ones, as there is room for."""
     engine = llama_engine(4, *TREE, kv_tokens=kv_tokens)
-    costs = calibrate_costs(engine, *TREE)
+    costs = calibrate_costs(engine)
     assert costs.plain_seconds(4, 100.0) > 0 and not engine.has_work
     engine.scheduler.check_integrity()
 

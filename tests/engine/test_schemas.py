@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
@@ -33,7 +34,7 @@ def text() -> Tokenizer:
 
 def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int) -> Engine:
     tree = SpeculativeConfig(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k, budget="uniform")
-    return build_engine_from_config(ModelConfig(max_model_len=512), tree, num_slots).engine
+    return build_engine_from_config(ModelConfig(max_model_len=512), tree, EngineArgs(num_slots)).engine
 
 
 def some_rows(schemas: list[Schema], max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -10,9 +10,11 @@ import jsonschema
 import pytest
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine import controlled_sampling
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
@@ -255,7 +257,7 @@ def outcomes(method: str, cases: list[tuple[SamplingParams, list[str]]], num_lay
     elif name not in ("none", "suffix", "ngram"):
         weights = weights_for(name)
     speculative = SpeculativeConfig(method=name, budget=budget or "global", max_nodes=12, max_depth=4, top_k=4)
-    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, 4, 128)
+    engine = build_engine(llama(num_hidden_layers=num_layers), weights, speculative, EngineArgs(4, 128))
     engine.grammars = compiler()
     sequences, heard = [], {}
     for i, ((params, stops), ids) in enumerate(zip(cases, some_prompts(len(cases), seed=2), strict=True)):
@@ -349,7 +351,7 @@ def test_grammars_draft_in_steps_that_are_planned_without_drafts(oracle, num_slo
     prompts, params, plain = (some[:24] for some in oracle)
     dear = flat(head_share=1.0)
     engine = engine_with_grammars(num_slots, 12, 4, 4)
-    engine.planner = SimulatedPlanner(BudgetPlanner(12, 4, 4, dear), dear)
+    engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(12, 4, 4), dear), dear)
     assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     chains = [o for o in engine.planner.outcomes if not o.plan.is_drafting and o.num_accepted]
     assert len(chains) > 10 and all(o.depth == 0 for o in chains)

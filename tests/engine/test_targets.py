@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
-from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from tests.engine.test_lossless import differing, some_params, some_prompts
 from tests.support.families import FAMILIES, plain_copy, random_model
 from tests.support.toy_models import head, run
 
-TREE = (12, 4, 4)
+TREE = TreeBounds(12, 4, 4)
 OFTEN = ("gemma2", "gpt_oss", "mixtral")  # soft-caps and windows, sinks, experts; the rest with the slow tests
 
 
@@ -24,9 +25,9 @@ def test_every_family_equals_plain_decoding(name):
     """Four slots and too few blocks for them, so that some are put back; half of the prompts begin alike."""
     model = random_model(FAMILIES[name])
     plain = plain_copy(model)
-    target = TargetModel(model, 4, 128 + tree_columns(*TREE), kv_tokens=288)
-    drafter = EagleDrafter(head(), target, calibration=Calibration(TREE[1]), coupling=Coupling(TREE[1]))
-    engine = Engine(target, drafter, UniformPlanner(*TREE), 128, TREE[1], prefill_tokens=24)
+    target = TargetModel(model, 4, 128 + TREE.num_positions, kv_tokens=288)
+    drafter = EagleDrafter(head(), target, calibration=Calibration(TREE.max_depth), coupling=Coupling(TREE.max_depth))
+    engine = Engine(target, drafter, UniformPlanner(TREE), 128, TREE, prefill_tokens=24)
     begin = list(range(3, 39))
     prompts = [begin + ids if i % 2 else ids for i, ids in enumerate(some_prompts(10))]
     params = some_params(10, max_tokens=14)

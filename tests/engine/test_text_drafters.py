@@ -10,13 +10,16 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import BudgetPlanner
-from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
@@ -57,7 +60,7 @@ def make_engine(model, oracle, tmp_path_factory) -> MakeEngine:
         drawn = dict(datastore=str(datastore)) if method == "rest" else {}
         speculative = SpeculativeConfig(method=method, budget=budget, **TREE, **drawn)
         weights = head() if "eagle2" in method else None
-        return build_engine(model, weights, speculative, num_slots, 128, kv_tokens)
+        return build_engine(model, weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
 
     return make
 
@@ -125,7 +128,7 @@ class Silent:
 def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_engine, oracle):
     engine = make_engine("ngram", 4)
     engine.drafter = LookupDrafter(Silent())
-    priced = engine.planner = Roomy(BudgetPlanner(8, 5, 3, flat()), flat())
+    priced = engine.planner = Roomy(BudgetPlanner(TreeBounds(8, 5, 3), flat()), flat())
     check(engine, oracle, times=1)
     looks = [o.plan.is_drafting for o in priced.with_room]
     later = looks[MEMORY:]
@@ -136,7 +139,9 @@ def test_where_nothing_is_offered_steps_are_plain_and_looks_become_rare(make_eng
 
 def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
     engine = make_engine("ngram", 4)
-    priced = engine.planner = SimulatedPlanner(BudgetPlanner(8, 5, 3, flat(head_share=0.01)), flat(head_share=0.01))
+    priced = engine.planner = SimulatedPlanner(
+        BudgetPlanner(TreeBounds(8, 5, 3), flat(head_share=0.01)), flat(head_share=0.01)
+    )
     assert check(engine, oracle, times=1).num_accepted_draft_tokens > 15
     assert sum(o.plan.is_drafting for o in priced.outcomes) > 0.5 * len(priced.outcomes)
     bought = {o.num_rows - o.batch_size for o in priced.outcomes}
@@ -148,7 +153,7 @@ def test_what_a_reader_offers_is_bought_where_it_pays(make_engine, oracle):
 def test_a_text_that_repeats_itself_is_drafted(method):
     """The embedded target goes in circles when told to go on; tau counts the bonus token, so that 1 is plain."""
     pair = build_engine_from_config(
-        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), 2
+        ModelConfig(max_model_len=512), SpeculativeConfig(method=method, budget="uniform", **TREE), EngineArgs(2)
     )
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": "Write a list of animals."}])
     sequences = run(pair.engine, [ids] * 2, [SamplingParams(max_tokens=64, ignore_eos=True)] * 2)
@@ -163,7 +168,7 @@ def test_a_merge_is_accepted_more_than_its_parts_at_equal_nodes():
     taus = {}
     for method in ("eagle2", "suffix", "eagle2+suffix"):
         speculative = SpeculativeConfig(method=method, budget="uniform", **TREE)
-        pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, slots=4)
+        pair = build_engine_from_config(ModelConfig(max_model_len=512), speculative, EngineArgs(4))
         prompts = [pair.tokenizer.encode_chat(row["messages"]) for row in prompt_rows(2, seed=5)] * 2
         sequences = run(pair.engine, prompts, [SamplingParams(max_tokens=48)] * len(prompts))
         accepted = sum(s.stats.num_accepted_draft_tokens for s in sequences)

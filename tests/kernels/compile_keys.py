@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.graph_warmup import capture
 from eagle_ray.engine.step_output import StepOutput
@@ -77,10 +78,10 @@ def main() -> None:
     StepOutput.of = read_plausibly
     with Zeros():
         engine = llama_engine(SLOTS, *TREE, graphs=True, fused=True)
-        sizes = engine.graphs.pass_sizes(TREE[0], TREE[2])
-        engine.planner = BudgetPlanner(*TREE, flat(head_share=0.01), can_sync=False, sizes=sizes)
-        capture(engine, TREE[0], TREE[2])
-        warm_up(engine, TREE[2])
+        sizes = engine.graphs.pass_sizes(TreeBounds(*TREE))
+        engine.planner = BudgetPlanner(TreeBounds(*TREE), flat(head_share=0.01), can_sync=False, sizes=sizes)
+        capture(engine)
+        warm_up(engine)
         phase = "serving"
         kinds = [KINDS[i % len(KINDS)] for i in range(SEQUENCES)]
         params = [SamplingParams(**kind, max_tokens=1 + 7 * i, ignore_eos=True) for i, kind in enumerate(kinds)]

@@ -14,6 +14,7 @@ from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.core.graph_protocol import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.slot_limits import PREFILL_TOKENS
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
@@ -163,7 +164,7 @@ def engine(planner: str):
     """Two slots for three prompts, so that batches are ragged; the trees of all planners are ones that pay."""
     made = llama_engine(2, *(() if planner == "plain" else (6, 3, 3)), device=DEVICE)
     if planner == "global":
-        made.planner = BudgetPlanner(6, 3, 3, flat(head_share=0.01), can_sync=False)
+        made.planner = BudgetPlanner(TreeBounds(6, 3, 3), flat(head_share=0.01), can_sync=False)
     return made
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.methods.dflash.drafter import DFlashDrafter
 from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.eagle.drafter import tree_columns
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
@@ -41,13 +41,14 @@ from tests.support.dflash_checkpoints import (
 from tests.support.toy_models import best, llama, run
 
 DEPTH = 4
+BOUNDS = TreeBounds(20, DEPTH, 4)
 
 
 def engine_of(head: DFlashHead, num_slots: int, planner: UniformPlanner | None = None) -> Engine:
     model = llama()
     layers = head.feature_layers(model.config.num_hidden_layers)
-    target = TargetModel(model, num_slots, 128 + tree_columns(20, DEPTH, 4), 384, layers)
-    return Engine(target, DFlashDrafter(head, target), planner or Recording(20, DEPTH, 4), 128, num_spec_tokens=DEPTH)
+    target = TargetModel(model, num_slots, 128 + BOUNDS.num_positions, 384, layers)
+    return Engine(target, DFlashDrafter(head, target), planner or Recording(BOUNDS), 128, BOUNDS)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -104,7 +105,7 @@ def test_outputs_are_plain_decodings_at_batch_1_to_16(tmp_path, budget):
     for num_slots, causal in ((1, False), (16, True)) if budget == "uniform" else ((16, False),):
         head = published_head(tmp_path, zlab_config(causal_head=causal))
         speculative = SpeculativeConfig(method="dflash", max_nodes=20, max_depth=DEPTH, top_k=4, budget=budget)
-        check_lossless(build_engine(llama(), head, speculative, num_slots, 128), oracle)
+        check_lossless(build_engine(llama(), head, speculative, EngineArgs(num_slots, 128)), oracle)
 
 
 class Values(UniformPlanner):
@@ -125,16 +126,15 @@ def test_a_replayed_block_is_the_block(tmp_path):
     replayed = Engine(
         target,
         DFlashDrafter(head, target),
-        Recording(20, DEPTH, 4),
+        Recording(BOUNDS),
         128,
-        DEPTH,
+        BOUNDS,
         graphs=CudaGraphRunner("cpu", 3, target.cache.capacity),
-        trees=MaxTreeSizes.of(20, DEPTH, 4),
     )
     assert drafter.supports_graphs and replayed.graphs is not None
     values = []
     for each in (engine, replayed):
-        each.planner = Values(20, DEPTH, 4)
+        each.planner = Values(BOUNDS)
         values.append([s.output_ids for s in run(each, PROMPTS[:3], params)])
     assert values[0] == values[1]
     assert replayed.graphs.failure is None and replayed.graphs.num_replayed > 5
@@ -144,28 +144,29 @@ def test_a_replayed_block_is_the_block(tmp_path):
 
 def test_where_blocks_are_replayed_all_levels_cost_what_the_one_pass_does(tmp_path):
     depth, top_k = 15, 10
+    bounds = TreeBounds(60, depth, top_k)
     head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
-    target = TargetModel(llama(), 4, 128 + tree_columns(60, depth, top_k), None, head.feature_layers(2))
+    target = TargetModel(llama(), 4, 128 + bounds.num_positions, None, head.feature_layers(2))
     graphs = CudaGraphRunner("cpu", 4, target.cache.capacity, fused=True)
-    planner, trees = UniformPlanner(60, depth, top_k), MaxTreeSizes.of(60, depth, top_k)
-    engine = Engine(target, DFlashDrafter(head, target), planner, 128, depth, graphs=graphs, trees=trees)
-    costs = calibrate_costs(engine, 60, depth, top_k, TimeBudget(0.0))
+    engine = Engine(target, DFlashDrafter(head, target), UniformPlanner(bounds), 128, bounds, graphs=graphs)
+    costs = calibrate_costs(engine, TimeBudget(0.0))
     assert costs.catch_up(1) > 0 and costs.expand(10) < costs.catch_up(1) / 2
 
 
 def test_a_long_job_of_any_plans_needs_seventy_graphs_and_no_more(tmp_path):
     """Of 256 slots, as Triton's kernels need them: all plans of blocks up to 15 long, all kinds of sampling."""
     depth, top_k = 15, 10
+    bounds = TreeBounds(60, depth, top_k)
     head = published_head(tmp_path, zlab_config() | {"block_size": 1 + depth})
-    target = TargetModel(llama(), 256, 128 + tree_columns(60, depth, top_k), None, head.feature_layers(2))
+    target = TargetModel(llama(), 256, 128 + bounds.num_positions, None, head.feature_layers(2))
     graphs = CudaGraphRunner("cpu", 256, target.cache.capacity, fused=True)
     drafter = DFlashDrafter(head, target)
     costs = flat(head_share=0.01)
-    planner = BudgetPlanner(60, depth, top_k, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(60, top_k))
+    planner = BudgetPlanner(bounds, flat(head_share=0.01), can_sync=False, sizes=graphs.pass_sizes(bounds))
     learn = planner.observe
     planner.observe = lambda outcome: learn(replace(outcome, seconds=costs.predict(outcome)))
-    engine = Engine(target, drafter, planner, 128, depth, graphs=graphs, trees=MaxTreeSizes.of(60, depth, top_k))
-    capture(engine, 60, top_k)
+    engine = Engine(target, drafter, planner, 128, bounds, graphs=graphs)
+    capture(engine)
     ahead = graphs.num_captured
     assert ahead <= 70
 

@@ -6,6 +6,7 @@ import torch
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import PrefillBatch, TargetModel
@@ -60,7 +61,7 @@ def test_a_draft_after_plain_steps_is_the_draft_of_a_drafter_that_never_slept(nu
 def test_pairs_older_than_the_queue_are_given_up_and_drafting_goes_on():
     target = llama_engine(2, 12, 4, 3).target
     planner = Scripted([PLAIN] * 10 + [DraftPlan(4, 3)] * 3)
-    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, num_spec_tokens=4)
+    engine = Engine(target, EagleDrafter(head(), target, window=6), planner, 128, TreeBounds(12, 4, 3))
     plain = llama_engine(2)
     outputs = []
     for each in (engine, plain):
@@ -77,7 +78,7 @@ class Scripted(UniformPlanner):
     """Drafts by a list of plans, verifies the root alone and so goes on by one token a step; keeps the drafts."""
 
     def __init__(self, plans):
-        super().__init__(12, 4, 3)
+        super().__init__(TreeBounds(12, 4, 3))
         self.plans, self.drafts = plans, []
 
     def plan(self, batch):

@@ -10,9 +10,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.methods.lookup.drafter import LookupDrafter
+from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate
 from eagle_ray.methods.lookup.ngram import LONGEST, NgramIndex
-from eagle_ray.methods.lookup.ppm import interpolate
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.tree.test_draft_tree import check_laws

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.medusa.drafter import MedusaDrafter
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
@@ -29,7 +30,8 @@ class Recording(UniformPlanner):
 
 def engine_of(heads: nn.Module, num_slots: int) -> Engine:
     target = TargetModel(llama(), num_slots, 128 + 32, kv_tokens=384)
-    return Engine(target, MedusaDrafter(heads, target), Recording(20, 5, 4), 128, num_spec_tokens=5)
+    bounds = TreeBounds(20, 5, 4)
+    return Engine(target, MedusaDrafter(heads, target), Recording(bounds), 128, bounds)
 
 
 @pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])

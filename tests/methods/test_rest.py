@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.methods.lookup.ppm import interpolate
-from eagle_ray.methods.lookup.rest import LONGEST, MOST_PLACES, TRIED, RestIndex
+from eagle_ray.methods.lookup.drafter import interpolate
+from eagle_ray.methods.lookup.rest import LONGEST, MAX_POSITIONS, TRIED, RestIndex
 from eagle_ray.storage.checked_parquet import check_datastore, read_datastore
 
 
@@ -52,7 +52,7 @@ def test_of_many_places_an_even_choice_is_looked_at():
     reader.read([1])
     children = dict(reader.cursor().children(2))
     assert children[2] / children[3] == pytest.approx(3, rel=0.2)
-    assert source.cost_key == {"tokens": 1200} and MOST_PLACES < 400
+    assert source.cost_key == {"tokens": 1200} and MAX_POSITIONS < 400
 
 
 def file_of(path: Path, **columns: list) -> Path:

@@ -35,7 +35,7 @@ def drafted(drafter: RecyclingDrafter, roots: list[int], plan: DraftPlan):
 
 
 def test_children_are_the_best_of_what_was_verified_after_the_same_token():
-    drafter = RecyclingDrafter(VOCAB, num_kept=3)
+    drafter = RecyclingDrafter(VOCAB, max_children=3)
     assert drafted(drafter, [4], DraftPlan(3, 3)).depth == 0
     taught(drafter, [t for t in range(VOCAB) if t != 7], padding=3)
     draft = drafted(drafter, [4, 7], DraftPlan(max_depth=2, width=3))

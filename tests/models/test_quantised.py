@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.costs import cost_key
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.models.loader import load_causal_lm
@@ -119,7 +120,7 @@ def test_its_trees_equal_its_own_forward(checkpoint):
 
 def test_it_is_a_target_like_any_other(checkpoint):
     model = ModelConfig(target=str(checkpoint[0]), max_model_len=64)
-    engine = build_engine_from_config(model, SpeculativeConfig(method="none"), slots=2).engine
+    engine = build_engine_from_config(model, SpeculativeConfig(method="none"), EngineArgs(2)).engine
     json.dumps(cost_key(engine, SpeculativeConfig()))  # the name under which its steps' costs are kept
     sequence = Sequence("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     engine.add(sequence)

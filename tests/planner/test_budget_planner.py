@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
-from eagle_ray.planner.plan_search import PassSizes
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
-from eagle_ray.planner.probe_schedule import MEMORY, REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat, h200
@@ -35,7 +37,7 @@ def tiny_prompts(pair, count: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair():
-    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), slots=8)
+    made = build_engine_from_config(ModelConfig(max_model_len=512), SpeculativeConfig(budget="uniform"), EngineArgs(8))
     return made, tiny_prompts(made, 8)
 
 
@@ -54,19 +56,21 @@ def seconds_per_token(
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 def test_it_beats_the_best_fixed_tree(pair, batch_size):
-    planner = BudgetPlanner(60, 6, 10, flat())
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), flat())
     seconds_per_token(pair, planner, batch_size)  # it has seen some drafts
     ours, priced = seconds_per_token(pair, planner, batch_size)
     fixed = {1: [(4, 4, 1), (8, 4, 4)], 4: [(2, 2, 1), (3, 3, 1), (4, 2, 2)], 8: [(1, 1, 1), (2, 2, 1)]}
-    assert ours < min(seconds_per_token(pair, UniformPlanner(*tree), batch_size)[0] for tree in fixed[batch_size])
+    assert ours < min(
+        seconds_per_token(pair, UniformPlanner(TreeBounds(*tree)), batch_size)[0] for tree in fixed[batch_size]
+    )
     assert max(o.num_rows for o in priced.outcomes) > min(o.num_rows for o in priced.outcomes)
 
 
 def test_it_costs_next_to_nothing_where_drafts_cannot_pay(pair):
     """A head as dear as its target: after the first probes every step is a plain one but for a few more probes."""
     dear = flat(head_share=1.0)
-    plain, _ = seconds_per_token(pair, UniformPlanner(0, 0, 0), 8, costs=dear)
-    ours, priced = seconds_per_token(pair, BudgetPlanner(60, 6, 10, dear), 8, costs=dear)
+    plain, _ = seconds_per_token(pair, UniformPlanner(NO_TREE), 8, costs=dear)
+    ours, priced = seconds_per_token(pair, BudgetPlanner(TreeBounds(60, 6, 10), dear), 8, costs=dear)
     probes = sum(o.plan.probe for o in priced.outcomes)
     assert sum(o.depth == 0 for o in priced.outcomes) == len(priced.outcomes) - probes
     assert probes <= NUM_PROBES + 0.1 * len(priced.outcomes)
@@ -80,7 +84,7 @@ def test_a_plain_step_runs_no_draft_kernel(pair):
     dear = flat(head_share=1.0)
     calls = []
     hook = made.engine.drafter.head.fc.register_forward_pre_hook(lambda *_: calls.append(len(priced.outcomes)))
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, dear), dear)
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), dear), dear)
     sequences = run(made.engine, prompts[:8], [SamplingParams(max_tokens=40)] * 8)
     hook.remove()
     plain_steps = {i for i, o in enumerate(priced.outcomes) if o.depth == 0}
@@ -92,9 +96,9 @@ def test_a_plain_step_runs_no_draft_kernel(pair):
 def test_turning_on_again_catches_up(pair):
     """Off while the head is dear, on once it is cheap: tokens unchanged, and the drafts are as good as ever."""
     made, prompts = pair
-    oracle = [s.output_ids for s in run_with(made, UniformPlanner(0, 0, 0), prompts[:4])]
+    oracle = [s.output_ids for s in run_with(made, UniformPlanner(NO_TREE), prompts[:4])]
     dear, cheap = flat(head_share=2.0), flat(head_share=0.02)
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, dear), dear)
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), dear), dear)
     for i, ids in enumerate(prompts[:4]):
         made.engine.add(Sequence(str(i), ids, LONG))
     finished = []
@@ -117,7 +121,7 @@ def test_what_wrongly_looks_too_dear_is_tried_and_taken_up(pair):
     made.engine.drafter.reset_learning()  # what calibrated drafts promise would pay even so
     believed = cpu()
     believed.verify = CostCurve(believed.verify.rows, [s * (1.7 if n > 8 else 1) for n, s in verify_costs(believed)])
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, believed), cpu())
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu())
     run(made.engine, prompts * 10, [SamplingParams(max_tokens=48)] * 80)
     tried = [o.plan.probe and o.depth > 0 for o in priced.outcomes]
     taken_up = next(i for i, o in enumerate(priced.outcomes) if i > REVIEW_EVERY and o.depth and not o.plan.probe)
@@ -131,11 +135,11 @@ def test_drafts_that_were_given_up_by_mistake_are_soon_tried_again(pair):
     """Whatever was spent on looking around before: a dear look once kept a batch of 32 plain to the end of its job."""
     made, prompts = pair
     believed = cpu()
-    planner = BudgetPlanner(60, 6, 10, believed)
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     priced = made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
     assert planner.will_draft
-    planner._probes.charge(1000 * believed.plain_seconds(8, 0))
+    planner.probes.charge(1000 * believed.plain_seconds(8, 0))
     believed.verify = CostCurve(believed.verify.rows, [s * (3 if n > 8 else 1) for n, s in verify_costs(believed)])
     priced.outcomes.clear()
     run(made.engine, prompts, [LONG] * 8)
@@ -157,16 +161,16 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     """
     made, prompts = pair
     believed, crowd = cpu(), Crowd(range(8))
-    planner = BudgetPlanner(60, 6, 10, believed)
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
-    best = planner._search.best(crowd, planner._acceptance, 0.0)
-    plain = planner._search.plain_rate(8, crowd.num_cached)
+    best = planner.search.best(crowd, planner._acceptance, 0.0)
+    plain = planner.search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])
-    planner._review_step = 0
-    planner._review(crowd)
-    assert planner._best.rate < plain
+    planner.next_review = 0
+    planner.review(crowd)
+    assert planner.best.rate < plain
     assert planner.will_draft == goes_on
 
 
@@ -174,12 +178,12 @@ def test_drafts_that_nearly_pay_get_a_trial_by_the_whole_batch(pair):
     """Each trial takes REVIEW_EVERY steps; if drafts still do not pay after it, plain steps follow."""
     made, prompts = pair
     costs = cpu()
-    planner = BudgetPlanner(60, 6, 10, costs)
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), costs)
     priced = made.engine.planner = SimulatedPlanner(planner, costs)
     run(made.engine, prompts, [LONG] * 8)
     best, plain = (
-        planner._search.best(Crowd(range(8)), planner._by_size.of(8), 0.0),
-        planner._search.plain_rate(8, 1000),
+        planner.search.best(Crowd(range(8)), planner.acceptance_by_size.of(8), 0.0),
+        planner.search.plain_rate(8, 1000),
     )
     costs.draft_overhead = CostCurve(
         [8], [costs.draft_overhead(8) + 8 * best.tau * (1 / (0.93 * plain) - 1 / best.rate)]
@@ -220,7 +224,7 @@ def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
     """
     made, prompts = pair
     believed = cpu()
-    teaching = made.engine.planner = Teaching(BudgetPlanner(60, 6, 10, believed), cpu(), 0.02, phase)
+    teaching = made.engine.planner = Teaching(BudgetPlanner(TreeBounds(60, 6, 10), believed), cpu(), 0.02, phase)
     run(made.engine, prompts * 5, [LONG] * 40)
     alone = cpu().draft_overhead(8)
     typical = alone**0.75 * (alone + 0.02) ** 0.25
@@ -231,10 +235,10 @@ def test_what_lessons_take_is_spread_over_the_steps_between_them(pair, phase):
 def test_a_trial_goes_on_when_more_sequences_come(pair):
     """It begins with one sequence, for which every row more is dear; the others have trees of their own in it too."""
     made, prompts = pair
-    oracle = [s.output_ids for s in run_with(made, UniformPlanner(0, 0, 0), prompts)]
+    oracle = [s.output_ids for s in run_with(made, UniformPlanner(NO_TREE), prompts)]
     made.engine.drafter.reset_learning()
     costs = flat(free_rows=1, head_share=0.3)
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, costs), costs)
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), costs), costs)
     finished, waiting = [], [Sequence(str(i), ids, LONG) for i, ids in enumerate(prompts)]
     made.engine.add(waiting.pop(0))
     while made.engine.has_work:
@@ -259,7 +263,7 @@ class Disappointed(Roomy):
 def test_what_was_expected_before_anything_was_known_is_not_held_against_drafts(pair):
     made, prompts = pair
     made.engine.drafter.reset_learning()
-    priced = made.engine.planner = Disappointed(BudgetPlanner(60, 6, 10, flat()), flat())
+    priced = made.engine.planner = Disappointed(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
     run(made.engine, prompts[:8], [SamplingParams(max_tokens=30)] * 8)
     assert all(o.plan.probe for o in priced.outcomes[:NUM_PROBES])
     assert all(o.depth for o in priced.with_room[NUM_PROBES:] if not o.plan.probe)
@@ -276,7 +280,7 @@ def run_with(made, planner, prompts):
 
 def test_nothing_is_bought_that_a_sequence_has_no_room_for(pair):
     made, prompts = pair
-    made.engine.planner = BudgetPlanner(60, 6, 10, flat())
+    made.engine.planner = BudgetPlanner(TreeBounds(60, 6, 10), flat())
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(2, 10)]
     sequences = run(made.engine, prompts[:8], params)
     assert [s.stats.num_discarded_tokens for s in sequences] == [0] * 8
@@ -285,7 +289,7 @@ def test_nothing_is_bought_that_a_sequence_has_no_room_for(pair):
 def test_nothing_is_drafted_for_the_last_token(pair):
     """Answers of two tokens, as classifiers give: the second needs no draft, and every step is its second token's."""
     made, prompts = pair
-    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(60, 6, 10, flat()), flat())
+    priced = made.engine.planner = SimulatedPlanner(BudgetPlanner(TreeBounds(60, 6, 10), flat()), flat())
     sequences = run(made.engine, prompts, [SamplingParams(max_tokens=2, ignore_eos=True)] * 8)
     assert [len(s.output_ids) for s in sequences] == [2] * 8
     assert priced.outcomes and not any(o.plan.is_drafting for o in priced.outcomes)
@@ -296,22 +300,22 @@ def test_short_answers_promise_what_they_have_room_for(pair):
     """Of answers of three tokens one comes with the prompt: a draft brings in one more than its step at most."""
     made, prompts = pair
     made.engine.drafter.reset_learning()
-    planner = BudgetPlanner(60, 6, 10, flat())
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), flat())
     made.engine.planner = SimulatedPlanner(planner, flat())
     for _ in range(4):
         run(made.engine, prompts, [SamplingParams(max_tokens=3, ignore_eos=True)] * 8)
-    promised = planner._by_size.of(8).model.expected([8.0])
+    promised = planner.acceptance_by_size.of(8).model.expected([8.0])
     assert 0.5 < promised.max() <= 1
 
 
 def graph_sizes(num_slots: int) -> PassSizes:
-    return CudaGraphRunner("cpu", num_slots, 512, fused=True).pass_sizes(60, 10)
+    return CudaGraphRunner("cpu", num_slots, 512, fused=True).pass_sizes(TreeBounds(60, 6, 10))
 
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_steps_are_replayed(pair, replays):
     made, prompts = pair
-    planner = BudgetPlanner(60, 6, 10, h200(), not replays, graph_sizes(8) if replays else None)
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), not replays, graph_sizes(8) if replays else None)
     priced = made.engine.planner = SimulatedPlanner(planner, h200())
     run(made.engine, prompts, [LONG] * 8)
     probes = [outcome.plan for outcome in priced.outcomes[:NUM_PROBES]]
@@ -321,7 +325,7 @@ def test_the_warm_up_drafts_for_a_part_of_the_batch_unless_steps_are_replayed(pa
 def test_replayed_drafts_that_wrongly_look_too_dear_are_tried_by_two_probes_in_a_row(pair):
     """The first one after plain steps reads waiting pairs in a pass of its own, which says nothing of the others."""
     made, prompts = pair
-    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False, sizes=graph_sizes(8))
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(8))
     planner.costs.catch_up = CostCurve([1], [0.5])
     priced = made.engine.planner = SimulatedPlanner(CatchingUpBefore(planner, CostCurve([1], [0.5])), h200())
     run(made.engine, prompts * 10, [LONG] * 80)
@@ -354,7 +358,7 @@ class CatchingUpBefore:
 
 
 def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer():
-    planner = BudgetPlanner(60, 6, 10, h200(), can_sync=False, sizes=graph_sizes(64))
+    planner = BudgetPlanner(TreeBounds(60, 6, 10), h200(), can_sync=False, sizes=graph_sizes(64))
     parts = dict(num_cached=1000, depth=4, num_catch_up=64, num_rows=64, num_accepted=30, num_prompt_tokens=0)
     seconds = StepTimes(draft=0.02, verify=h200().verify(64), overhead=2e-4)
     for before in (True, False):
@@ -365,7 +369,8 @@ def test_catching_up_in_a_pass_of_its_own_does_not_make_replayed_drafts_dearer()
 
 def test_a_plain_step_is_priced_in_the_pass_that_there_is():
     even, padded = (
-        BudgetPlanner(60, 6, 10, cpu(), sizes=PassSizes(batch=pad)) for pad in (int, lambda n: 48 if n == 33 else n)
+        BudgetPlanner(TreeBounds(60, 6, 10), cpu(), sizes=PassSizes(batch=pad))
+        for pad in (int, lambda n: 48 if n == 33 else n)
     )
-    assert padded._search.plain_rate(33, 0) < even._search.plain_rate(33, 0)
-    assert padded._search.plain_rate(32, 0) == even._search.plain_rate(32, 0)
+    assert padded.search.plain_rate(33, 0) < even.search.plain_rate(33, 0)
+    assert padded.search.plain_rate(32, 0) == even.search.plain_rate(32, 0)

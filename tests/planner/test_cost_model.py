@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import (
     CalibrationRun,
     CalibrationSetting,
@@ -186,7 +187,7 @@ def test_a_draft_of_one_level_says_nothing_of_further_ones():
 
 def test_real_steps_are_measured_and_forgotten():
     engine = llama_engine(4, 8, 3, 3)
-    costs = calibrate_costs(engine, max_nodes=8, max_depth=3, top_k=3)
+    costs = calibrate_costs(engine)
     assert not engine.has_work and engine.counters.num_steps == 0
     assert costs.verify.rows[0] == 1 and costs.verify.rows[-1] >= 9
     assert all(
@@ -225,14 +226,14 @@ class Untaught(UniformPlanner):
 @pytest.mark.parametrize("tree", [(0, 0, 0), (8, 3, 3)])
 def test_warming_up_takes_steps_that_nobody_counts_or_learns_from(tree):
     engine = llama_engine(2, *tree)
-    engine.planner = planner = Untaught(*tree)
-    warm_up(engine, tree[2])
+    engine.planner = planner = Untaught(TreeBounds(*tree))
+    warm_up(engine)
     assert engine.planner is planner and not engine.has_work and engine.counters.num_steps == 0
     engine.scheduler.check_integrity()
 
 
 def test_a_drafter_of_one_level_can_be_measured():
-    assert calibrate_costs(llama_engine(2, 1, 1, 1), max_nodes=1, max_depth=1, top_k=1).expand(1) > 0
+    assert calibrate_costs(llama_engine(2, 1, 1, 1)).expand(1) > 0
 
 
 def test_costs_are_measured_once_and_kept_for_exactly_these_parts(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.planner import depth_rules
 from eagle_ray.planner.depth_rules import ddd_stops, opt_tree_stops
@@ -61,7 +62,7 @@ def test_outputs_are_plain_decodings_and_drafts_end_by_the_rule(monkeypatch, met
 def outputs(method: str, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], int]:
     """Return the output ids, and the deepest draft of any step."""
     speculative = SpeculativeConfig(method=method, max_nodes=20, max_depth=4, top_k=4, budget="uniform")
-    engine = build_engine(llama(), None if method == "none" else head(), speculative, 4, 128)
+    engine = build_engine(llama(), None if method == "none" else head(), speculative, EngineArgs(4, 128))
     depths = [0]
     observe = engine.planner.observe
     engine.planner.observe = lambda outcome: (depths.append(outcome.depth), observe(outcome))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MAX_STEPS_PER_TURN, NUM_ROUNDS, STEPS_PER_TURN, MethodTrial
 from eagle_ray.methods.drafter import NullDrafter
@@ -14,7 +15,7 @@ from eagle_ray.tree.draft_plan import PLAIN
 
 class Observing(UniformPlanner):
     def __init__(self) -> None:
-        super().__init__(1, 1, 1)
+        super().__init__(TreeBounds(1, 1, 1))
         self.observed: list[StepOutcome] = []
 
     def observe(self, outcome: StepOutcome) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.planner.acceptance_model import AcceptanceModel, CalibratedAcceptance
 from eagle_ray.planner.budget_planner import WIDTHS
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
@@ -13,6 +14,7 @@ from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.simulated_costs import flat
 
 DEPTH, TOP_K, NODES = 15, 10, 60
+BOUNDS = TreeBounds(NODES, DEPTH, TOP_K)
 
 
 @dataclass
@@ -47,7 +49,7 @@ def one_pass(costs: StepCosts) -> StepCosts:
 
 
 def best(costs: StepCosts, acceptance: CalibratedAcceptance, size: int) -> PlanEstimate:
-    search = PlanSearch(NODES, DEPTH, one_pass(costs), True, PassSizes())
+    search = PlanSearch(BOUNDS, one_pass(costs), True, PassSizes())
     return search.best(Batch(size), acceptance, num_prompt_tokens=0.0)
 
 
@@ -71,7 +73,7 @@ def test_where_every_row_is_dear_nothing_is_drafted_for_long(acceptance):
     """Rows cost in full from the first: a plan of several levels promises less than plain decoding."""
     linear = replace(flat(), verify=CostCurve([1, 1024], [0.01, 10.24]))
     plan = best(linear, acceptance, 16)
-    search = PlanSearch(NODES, DEPTH, one_pass(linear), True, PassSizes())
+    search = PlanSearch(BOUNDS, one_pass(linear), True, PassSizes())
     assert plan.rate < search.plain_rate(16, 0)
 
 
@@ -80,7 +82,7 @@ def test_where_levels_are_padded_a_wider_draft_costs_nothing(acceptance):
     costs = replace(flat(free_rows=256), expand=CostCurve([1, 40], [1e-4, 0.02]))
     padded = PassSizes(level_rows=lambda size, width: size * TOP_K)
     narrow, wide = (
-        PlanSearch(NODES, DEPTH, costs, True, sizes).best(Batch(4), acceptance, num_prompt_tokens=0.0)
+        PlanSearch(BOUNDS, costs, True, sizes).best(Batch(4), acceptance, num_prompt_tokens=0.0)
         for sizes in (PassSizes(), padded)
     )
     assert narrow.width <= 3 and wide.width > narrow.width

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.report.comparison import compare
-from eagle_ray.report.summary import ReadColumns, RunStats, summarise, summary_json, total
-from eagle_ray.report.text import comparison_table, render, run_table
+from eagle_ray.report.comparison import side_by_side
+from eagle_ray.report.summary import ReadColumns, RunStats, sum_groups, summarise, summary_json
+from eagle_ray.report.text import render, run_table, side_by_side_table
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.storage.path import StoragePath
@@ -73,7 +73,7 @@ def test_groups_add_up_over_files(run):
         "chat": (1, 0),
         "code": (2, 0),
     }
-    assert total(groups) == summarise(reader(run))[""]
+    assert sum_groups(groups) == summarise(reader(run))[""]
     assert groups["code"].acceptance_histogram == [3, 9]
 
 
@@ -85,13 +85,13 @@ def test_tau_is_pooled_over_steps(run):
 
 def test_nothing_is_no_division_by_zero(tmp_path):
     assert summarise(reader(tmp_path)) == {}
-    empty = total({})
+    empty = sum_groups({})
     assert empty == RunStats() and empty.mean_acceptance_length is None and empty.decode_tokens_per_s is None
 
 
 def test_lists_of_different_lengths_are_added_by_depth(tmp_path):
     deep = row("b", "chat", 2, 0) | {"acceptance_histogram": [1, 0, 1], "accepted_by_depth": [1, 1]}
-    whole = total(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
+    whole = sum_groups(summarise(reader(write(tmp_path / "deep", [row("a", "chat", 2, 1)], [deep]))))
     assert whole.acceptance_histogram == [2, 1, 1] and whole.accepted_by_depth == [2, 1]
 
 
@@ -136,11 +136,11 @@ def test_a_comparison_is_by_row_and_names_what_differs(run, tmp_path):
     slower = [row("a", "code", 19, 0, decode_s=3.8), row("b", "chat", 33, 0, decode_s=3.3)]
     other = row("c", "code", 2, 0, decode_s=2.0) | {"output_token_ids": [0, 7, 2]}
     plain = write(tmp_path / "plain", slower, [other, error("d", None)])
-    comparison = compare(reader(run), reader(plain), "category")
-    assert comparison.identical == 3 and comparison.differing == [("c", 0)]
+    comparison = side_by_side(reader(plain), reader(run), "category")
+    assert comparison.identical == 3 and [row.key for row in comparison.differences] == [("c", 0)]
     code = comparison.as_json()["groups"]["code"]
     assert code["speed_up"] == pytest.approx((21 / 3) / (21 / 5.8))
-    assert "1.93x" in comparison_table(comparison.as_json(), "category")
+    assert "1.93x" in side_by_side_table(comparison.as_json())
 
 
 def test_tables_are_aligned_plain_text():

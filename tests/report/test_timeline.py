@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from eagle_ray.report.summary import ReadColumns, budgets
-from eagle_ray.report.timeline import MOST_BINS, MOST_WORKERS, OTHERS, Bins, timeline
+from eagle_ray.report.timeline import MAX_BINS, MAX_WORKERS, OTHERS, Bins, timeline
 from eagle_ray.requests.row_schema import output_schema, table_of
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
@@ -44,7 +44,7 @@ def test_a_rows_tokens_and_slot_are_spread_over_its_time():
 def test_nothing_is_lost_in_the_bins_of_many_files():
     files = [[row(i + j / 7, i + j + 3, 1 + i * j, worker=f"w{j % 3}") for j in range(9)] for i in range(40)]
     found = timeline(of(*files))
-    assert found["num_bins"] <= MOST_BINS and sorted(found["workers"]) == ["w0", "w1", "w2"]
+    assert found["num_bins"] <= MAX_BINS and sorted(found["workers"]) == ["w0", "w1", "w2"]
     rows = [entry for file in files for entry in file]
     for name, worker in found["workers"].items():
         tokens = sum(entry["completion_tokens"] for entry in rows if entry["worker_id"] == name)
@@ -60,9 +60,9 @@ def test_the_time_between_attempts_is_left_out():
 
 
 def test_workers_beyond_a_page_are_added_up():
-    rows = [row(0, 1, 100 - i, worker=f"w{i:02d}") for i in range(MOST_WORKERS + 3)]
+    rows = [row(0, 1, 100 - i, worker=f"w{i:02d}") for i in range(MAX_WORKERS + 3)]
     workers = timeline(of(rows))["workers"]
-    assert len(workers) == MOST_WORKERS + 1
+    assert len(workers) == MAX_WORKERS + 1
     assert workers[OTHERS]["rows"] == 3 and workers[OTHERS]["output_tokens"] == 68 + 67 + 66
 
 
@@ -74,7 +74,7 @@ def test_without_answers_there_is_no_time():
 @pytest.mark.parametrize("seconds", [0.01, 0.5, 12, 13, 700, 86_400, 1e7])
 def test_bins_cover_the_time_and_are_not_too_many(seconds):
     bins = Bins.over(seconds)
-    assert 1 <= bins.num <= MOST_BINS and bins.num * bins.width >= seconds
+    assert 1 <= bins.num <= MAX_BINS and bins.num * bins.width >= seconds
 
 
 def test_steps_are_counted_by_their_budget():

@@ -2,8 +2,8 @@
 
 import doctest
 
-from eagle_ray.report import tree_picture as module
-from eagle_ray.report.tree_picture import PictureNode, tree_picture
+from eagle_ray.report import text as module
+from eagle_ray.report.text import PictureNode, tree_picture
 
 
 def test_the_example_of_the_docstring():

@@ -8,8 +8,7 @@ import pytest
 from eagle_ray.api.prompts import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.openai_batch import parse_batch_line
-from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest, parse_batch_line
 from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 
@@ -22,7 +21,7 @@ OTHER_LISTS = {
     "api/python_config.py": "a job's spelling of what Python asks",
     "core/sequence.py": "parameters that name tokens",
     "requests/output_rows.py": "columns of an output row",
-    "requests/response_answers.py": "keys of a response",
+    "requests/responses.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "requests/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",

@@ -9,8 +9,8 @@ import pytest
 from eagle_ray.config import SamplingConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import PROMPTS, ColumnPath, RequestColumns, RowLocation, RowPosition
+from eagle_ray.requests.request import parse_row
 from eagle_ray.requests.row_schema import REQUEST, SAMPLING_FIELDS, table_of
-from eagle_ray.requests.rows import parse_row
 
 COLUMNS = RequestColumns(ColumnPath.of("id"), {name: ColumnPath.of(name) for name in PROMPTS})
 PLACE = RowLocation("sub/a.jsonl", "/data/sub/a.jsonl", RowPosition(7, 8))

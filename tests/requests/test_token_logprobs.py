@@ -2,7 +2,7 @@
 
 import json
 
-from eagle_ray.requests.token_logprobs import (
+from eagle_ray.requests.answers import (
     Logprob,
     chat_form,
     completion_form,

@@ -14,7 +14,7 @@ from eagle_ray.engine.reference import controlled_logits
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls
-from eagle_ray.sampling.token_mask import pack_mask, unpack_mask
+from eagle_ray.sampling.token_mask import pack_tokens, unpack_tokens
 
 VOCAB = 53
 Controls = tuple[SamplingParams, WordIds]
@@ -148,9 +148,9 @@ def test_words_yield_before_no_token_is_left():
 
 def test_a_mask_has_a_bit_for_each_token():
     ids = [0, 31, 32, 52]
-    mask = pack_mask(ids, VOCAB)
+    mask = pack_tokens(ids, VOCAB)
     assert mask.dtype == "int32" and mask.shape == (2,)
-    assert unpack_mask(torch.from_numpy(mask)[None], VOCAB)[0].nonzero().flatten().tolist() == ids
+    assert unpack_tokens(torch.from_numpy(mask)[None], VOCAB)[0].nonzero().flatten().tolist() == ids
 
 
 def test_nothing_asked_for_is_no_controls():

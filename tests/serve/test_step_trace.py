@@ -7,8 +7,8 @@ import pytest
 
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.requests.answer_chunks import ChoiceChunks
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.request_body import parse
 from tests.serve.test_app import CHAT, FRANCE, TEXT

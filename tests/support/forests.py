@@ -13,7 +13,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.tree_metadata import PackedRows
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.tree_mask import pack_mask
+from eagle_ray.tree.draft_tree import pack_ancestors
 from tests.support.kernels import DEVICE
 
 
@@ -65,7 +65,7 @@ class Forest:
         rows = PackedRows.of(seq, len(self.lengths), num_nodes if self.rectangle else None)
         rows = None if self.rectangle and min(self.counts) == num_nodes else rows
         known = batch if self.bound is None else replace(batch, host_lengths=[self.bound] * len(self.lengths))
-        kernels = TritonTreeMetadata(cache, known, cells, pack_mask(ancestors), depths, depths, rows, first)
+        kernels = TritonTreeMetadata(cache, known, cells, pack_ancestors(ancestors), depths, depths, rows, first)
         ours = kernels.attend(query, key, value, attention)
         exact = self._exact(cache)
         unpack = seq.clamp(min=0) * num_nodes + node

@@ -17,16 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter
-from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
@@ -137,8 +137,8 @@ def table_engine(
     """Table target and a drafter whose table is the target's plus noise; all three tree numbers 0 is plain decoding."""
     drafts = table + noise * torch.randn(table.shape, generator=torch.Generator().manual_seed(1))
     drafter = TableDrafter(drafts, calibration, coupling) if max_nodes else NullDrafter()
-    planner = UniformPlanner(max_nodes, max_depth, top_k)
-    return Engine(TableTarget(table, num_slots), drafter, planner, max_model_len=64, num_spec_tokens=max_depth)
+    bounds = TreeBounds(max_nodes, max_depth, top_k)
+    return Engine(TableTarget(table, num_slots), drafter, UniformPlanner(bounds), 64, bounds)
 
 
 def llama(seed: int = 0, **shape: object) -> LlamaForCausalLM:
@@ -193,14 +193,12 @@ def llama_engine(
     model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
     for module in (model, weights) if packed else ():
         pack_linears(module, fewest_weights=1)
-    layers = weights.feature_layers(model.config.num_hidden_layers)
-    target = TargetModel(model, num_slots, 128 + tree_columns(max_nodes, max_depth, top_k), kv_tokens, layers)
+    bounds, layers = TreeBounds(max_nodes, max_depth, top_k), weights.feature_layers(model.config.num_hidden_layers)
+    target = TargetModel(model, num_slots, 128 + bounds.num_positions, kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
     drafter = EagleDrafter(weights, target, **learning) if max_nodes else NullDrafter()
-    planner = UniformPlanner(max_nodes, max_depth, top_k)
     replayed = CudaGraphRunner(device, num_slots, target.cache.capacity, fused) if graphs else None
-    sizes = MaxTreeSizes.of(max_nodes, max_depth, top_k)
-    return Engine(target, drafter, planner, 128, max_depth, prefill_tokens, replayed, sizes, overlap)
+    return Engine(target, drafter, UniformPlanner(bounds), 128, bounds, prefill_tokens, replayed, overlap)
 
 
 def word_ids(params: SamplingParams) -> WordIds:

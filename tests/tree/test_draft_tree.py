@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.tree.budget import ranks
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, pack_ancestors, unpack_ancestors
 from eagle_ray.tree.expand import TreeBuilder
-from eagle_ray.tree.tree_mask import pack_mask, unpack_mask
 from tests.support.toy_models import best, random_tree
 
 
@@ -97,8 +96,8 @@ def test_ancestors_equal_a_walk_up(data, seed, batch, depth, width, ties):
 @given(st.integers(1, 200), st.integers(0, 99))
 def test_words_hold_what_is_seen(columns, seed):
     seen = torch.rand(2, 3, columns, generator=torch.Generator().manual_seed(seed)) < 0.5
-    words = pack_mask(seen)
-    assert words.shape[2] == -(-columns // 64) and torch.equal(unpack_mask(words, columns), seen)
+    words = pack_ancestors(seen)
+    assert words.shape[2] == -(-columns // 64) and torch.equal(unpack_ancestors(words, columns), seen)
     for column in (0, columns // 2, columns - 1):
         assert torch.equal(words[:, :, column // 64] >> column % 64 & 1, seen[:, :, column].long())
 

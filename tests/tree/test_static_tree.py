@@ -2,6 +2,7 @@
 
 import torch
 
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.tree.budget import Budget, static
 from eagle_ray.tree.expand import TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree
@@ -26,7 +27,7 @@ def test_its_draft_runs_four_four_one_and_one_rows():
 
 
 def test_a_tree_within_bounds_is_still_closed():
-    tree = MC_SIM_7B_63.truncate(max_nodes=9, max_depth=3, top_k=2)
+    tree = MC_SIM_7B_63.truncate(TreeBounds(max_nodes=9, max_depth=3, top_k=2))
     assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (0, 1, 0))
     assert StaticTree.of(tree.paths) == tree
     assert StaticTree.of([]).depth == StaticTree.of([]).width == 0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import merge
+from eagle_ray.tree.tree_merge import merge_trees
 from tests.support.toy_models import best
 from tests.tree.test_draft_tree import check_laws, grown
 
@@ -45,7 +45,7 @@ def some_trees(seed: int, count: int, batch: int, ties: bool) -> list[DraftTree]
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3), batch=st.integers(1, 3), ties=st.booleans())
 def test_a_merge_holds_every_path_once_with_what_each_tree_says_of_it(seed, count, batch, ties):
     trees = some_trees(seed, count, batch, ties)
-    merged = merge(trees, max_depth=3)
+    merged = merge_trees(trees, max_depth=3)
     valued = merged.with_log_probs(merged.log_probs_by_drafter.amax(-1), max_depth=3)
     check_laws(valued)
     check_laws(merged.tree)

@@ -38,9 +38,8 @@ from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported
 from eagle_ray.requests.refused import has_effect
-from eagle_ray.requests.request import Request
+from eagle_ray.requests.request import Request, parse_row, with_checked_texts
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, ROW_FIELDS, request_schema, table_of
-from eagle_ray.requests.rows import parse_row, with_checked_texts
 from eagle_ray.requests.values import describe_value, plain_value
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath

@@ -32,7 +32,7 @@ from eagle_ray.batch.reader.parquet import JSON_VALUES, arrow_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns
-from eagle_ray.requests.rows import unreadable, with_checked_texts
+from eagle_ray.requests.request import unreadable, with_checked_texts
 from eagle_ray.runs.layout import data_of, output_of, wrap_os_errors
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath

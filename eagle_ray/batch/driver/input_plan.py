@@ -43,9 +43,8 @@ from eagle_ray.batch.reader.text_files import detect_batch
 from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
-from eagle_ray.requests.request import Request
+from eagle_ray.requests.request import InputRow, Request, id_of, parse_row
 from eagle_ray.requests.row_schema import RESERVED
-from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, digests, isin
 

@@ -28,7 +28,7 @@ from eagle_ray.batch.worker.worker import start_cache
 from eagle_ray.config import JobConfig
 from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.report.speed_up import SpeedUp
+from eagle_ray.report.comparison import SpeedUp
 from eagle_ray.report.text import difference_line
 from eagle_ray.runs.job_errors import ClusterError, WorkerDefect
 from eagle_ray.runs.part_files import read_tables

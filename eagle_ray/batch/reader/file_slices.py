@@ -38,9 +38,8 @@ from eagle_ray.batch.reader.text_files import CutLine, parse_csv_value, rows_in_
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one_line, wide_encoding
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS
-from eagle_ray.requests.request import table_of_requests
+from eagle_ray.requests.request import UNCARRIED, InputRow, parse_row, table_of_requests
 from eagle_ray.requests.row_schema import request_schema
-from eagle_ray.requests.rows import UNCARRIED, InputRow, parse_row
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import JobShard
 from eagle_ray.runs.part_files import open_part, partition_types

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 
 from eagle_ray.batch.reader.files import RUN_PREFIX, InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.requests.request import UNCARRIED, InputRow
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
-from eagle_ray.requests.rows import UNCARRIED, InputRow
 from eagle_ray.requests.values import json_error
 from eagle_ray.runs.part_files import partition_types, with_partition_columns
 from eagle_ray.text.strict_json import parse_json

@@ -45,8 +45,8 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import FIRST, ColumnPath, RequestColumns, RowPosition
 from eagle_ray.requests.parameters import ROW_PARAMETERS, match_unsupported
 from eagle_ray.requests.refused import REFUSED, has_effect
+from eagle_ray.requests.request import InputRow, id_of, parse_row
 from eagle_ray.requests.row_schema import JSON
-from eagle_ray.requests.rows import InputRow, id_of, parse_row
 from eagle_ray.runs.row_index import DIGEST, Table, digest
 
 SLICE_ROWS = 512

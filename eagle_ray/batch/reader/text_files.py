@@ -36,9 +36,9 @@ from eagle_ray.batch.reader.files import InputFile
 from eagle_ray.batch.reader.input_columns import CSV_TEXT, type_of
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.columns import FIRST, PROMPTS, RowPosition
-from eagle_ray.requests.openai_batch import LINE_KEYS, parse_batch_line
+from eagle_ray.requests.openai_bodies import LINE_KEYS, parse_batch_line
+from eagle_ray.requests.request import InputRow, with_checked_texts
 from eagle_ray.requests.row_schema import ROW_FIELDS
-from eagle_ray.requests.rows import InputRow, with_checked_texts
 from eagle_ray.requests.values import json_error
 from eagle_ray.storage.store import StorageError
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line

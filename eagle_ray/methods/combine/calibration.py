@@ -38,21 +38,21 @@ class EnsembleCalibration:
         )
 
     def apply(
-        self, depths: Int[Tensor, "B N"], kinds: Int[Tensor, " B"], said: Float[Tensor, "B N A"]
+        self, depths: Int[Tensor, "B N"], kinds: Int[Tensor, " B"], log_probs: Float[Tensor, "B N A"]
     ) -> Float[Tensor, "B N"]:
         """Return conditional log-probabilities of nodes.
 
         depths: 1 for the roots' children; roots may have any value. kinds: 1 for sampled rows, 0 for greedy ones.
-        said: calibrated log-probabilities by drafter, -inf if a drafter lacks the node.
+        log_probs: calibrated log-probabilities by drafter, -inf if a drafter lacks the node.
         """
         weights = self.fit.parameters[(depths - 1).clamp(min=0), kinds[:, None]]
-        return logsigmoid((_features(said) * weights).sum(-1))
+        return logsigmoid((_features(log_probs) * weights).sum(-1))
 
     def update(
         self,
         level: int,
         kinds: Int[Tensor, " B"],
-        said: Float[Tensor, "B N A"],
+        log_probs: Float[Tensor, "B N A"],
         offered: Bool[Tensor, "B N"],
         picked: Bool[Tensor, "B N"],
     ) -> None:
@@ -60,7 +60,7 @@ class EnsembleCalibration:
 
         offered: the proposed children, none if the node was not reached. picked: the child with the target's token.
         """
-        x = _features(said)
+        x = _features(log_probs)
         predicted = torch.sigmoid((x * self.fit.parameters[level][kinds][:, None]).sum(2))
         of_kind = torch.stack([kinds == kind for kind in range(KINDS)]).float()
         gradient = torch.einsum("bn,bnp->bp", offered * (picked.float() - predicted), x)
@@ -69,12 +69,12 @@ class EnsembleCalibration:
         self.fit.update(level, of_kind @ gradient, torch.einsum("sb,bpq->spq", of_kind, fisher), reached)
 
 
-def _features(said: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:
+def _features(log_probs: Float[Tensor, "B N A"]) -> Float[Tensor, "B N P"]:
     """Return the logits of drafters that propose alone, of those that propose together, which drafters lack the child,
     and 1.
     """
-    offers = said > -torch.inf
-    logits = torch.where(offers, logit(said), 0.0)
+    offers = log_probs > -torch.inf
+    logits = torch.where(offers, logit(log_probs), 0.0)
     alone = offers.sum(-1, keepdim=True) == 1
     one = torch.ones_like(logits[..., :1])
     return torch.cat([logits * alone, logits * ~alone, (~offers).float(), one], -1)

@@ -1,6 +1,6 @@
 """EnsembleDrafter: the nodes of several drafters in one tree, so the budget takes the most valuable nodes of all.
 
-    EnsembleDrafter([eagle, suffix], EnsembleCalibration(max_depth, 2), [eagle's feature columns])
+    EnsembleDrafter([eagle, suffix], EnsembleCalibration(max_depth, 2), [the features that eagle reads])
 
 Each part drafts and learns from the target's samples separately, and one with a model has a KV cache of its own. The
 value of a node by the drafters that propose it is calibrated here. Two models, or a model and a head, are SpecInfer's
@@ -30,8 +30,7 @@ from eagle_ray.models.target import PrefillBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import Merged, merge
+from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,16 @@ class EnsembleDrafter:
     Args:
         parts: at least two, those with a model first.
         blend: the calibration for as many drafters.
-        columns: for each part with a model, which of the target's features it reads.
+        feature_indices: for each part with a model, which of the target's features it reads.
     """
 
     supports_graphs = False
 
-    def __init__(self, parts: Sequence[Drafter], blend: EnsembleCalibration, columns: Sequence[Int[Tensor, " F"]] = ()):
+    def __init__(
+        self, parts: Sequence[Drafter], blend: EnsembleCalibration, feature_indices: Sequence[Int[Tensor, " F"]] = ()
+    ):
         self._parts, self._blend = parts, blend
-        self._columns = columns
+        self._feature_indices = feature_indices
         self._drafted: _Drafted | None = None
         self._num_taught = 0
 
@@ -117,13 +118,13 @@ class EnsembleDrafter:
         deepest = replace(plan, should_stop=None)
         drafts = [first]
         for i, part in enumerate(self._parts[1:], 1):
-            of_part = as_deep if i < len(self._columns) else deepest
+            of_part = as_deep if i < len(self._feature_indices) else deepest
             drafts.append(part.draft(batch, roots, of_part, sampling, texts))
         depth = max(draft.depth for draft in drafts)
         is_all = all(draft.is_exhausted for draft in drafts)
         if not depth:
             return replace(first, is_exhausted=is_all)
-        merged, kinds = merge([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
+        merged, kinds = merge_trees([draft.tree for draft in drafts], depth), (sampling.temperature > 0).long()
         tree = merged.with_log_probs(self._blend.apply(merged.tree.depths, kinds, merged.log_probs_by_drafter), depth)
         self._drafted = _Drafted(merged, kinds, depth)
         return Draft(
@@ -143,7 +144,7 @@ class EnsembleDrafter:
         for part in self._parts:
             part.on_verified(result)
         if self._drafted is not None:
-            self._learn(self._drafted, result.tokens, result.num_accepted)
+            self._update_calibration(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
     def reset_learning(self) -> None:
@@ -155,12 +156,14 @@ class EnsembleDrafter:
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""
         for i, part in enumerate(self._parts):
-            reads_some = i < len(self._columns) and len(self._columns[i]) < features.shape[1]
-            yield part, features[:, self._columns[i]] if reads_some else features
+            reads_some = i < len(self._feature_indices) and len(self._feature_indices[i]) < features.shape[1]
+            yield part, features[:, self._feature_indices[i]] if reads_some else features
 
-    def _learn(self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]) -> None:
+    def _update_calibration(
+        self, drafted: _Drafted, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"]
+    ) -> None:
         """Update the calibration along the target's path through the candidates."""
-        tree, said = drafted.merged.tree, drafted.merged.log_probs_by_drafter
+        tree, log_probs = drafted.merged.tree, drafted.merged.log_probs_by_drafter
         self._num_taught += 1
         taught = levels_in_turn(self._num_taught, min(drafted.depth, picks.shape[1]))
         node = torch.zeros_like(num_accepted)
@@ -170,17 +173,5 @@ class EnsembleDrafter:
             offered = (tree.parents == node[:, None]) & reached[:, None]
             picked = offered & (tree.tokens == picks[:, level, None])
             if level in taught:
-                self._blend.update(level, drafted.kinds, said, offered, picked)
+                self._blend.update(level, drafted.kinds, log_probs, offered, picked)
             node, reached = picked.long().argmax(1), picked.any(1)
-
-
-def extra_log_values(
-    first_said: Float[Tensor, "B N"], tree: DraftTree, depth: int, plan: DraftPlan
-) -> list[Float[Tensor, "M N"]]:
-    """Return, by depth, the log values of nodes that the first drafter does not propose."""
-    values = tree.log_values.masked_fill(first_said > -torch.inf, -torch.inf)
-    depths = tree.depths
-    if plan.members is not None:
-        members = torch.tensor(plan.members, device=values.device)
-        values, depths = values[members], depths[members]
-    return [values.masked_fill(depths != d, -torch.inf) for d in range(1, depth + 1)]

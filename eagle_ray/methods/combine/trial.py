@@ -1,6 +1,6 @@
 """MethodTrial: `speculative.method: auto` tries several methods in turns on the first sequences and keeps the fastest.
 
-    trial = MethodTrial({"eagle3": planner, "suffix": another, "none": UniformPlanner(0, 0, 0)}, switch)
+    trial = MethodTrial({"eagle3": planner, "suffix": another, "none": UniformPlanner(NO_TREE)}, switch)
     Engine(target, switch, trial, ...)
 
     round 0 (not measured)          round 1                         round 2 ...

@@ -26,9 +26,8 @@ from eagle_ray.core.graph_protocol import Kind
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import NODES_PER_WORD, DraftTree, num_ancestor_words
 from eagle_ray.tree.expand import Frontier
-from eagle_ray.tree.tree_mask import WORD_BITS, num_words
 
 MAX_LEVEL_NODES = 1024  # of a level that the kernel appends: it ranks them in registers
 
@@ -55,7 +54,7 @@ class DraftShape:
     def num_bytes(self, hidden_size: int, itemsize: int) -> int:
         """Return about the bytes of DraftBuffers of this shape. itemsize: of a number of the features."""
         of_nodes = (2 * 8 + 2 * 4) * self.num_nodes
-        of_frontiers = (2 * 8 * (self.depth + 1) + 8 * (num_words(self.num_columns) + 2)) * self.width
+        of_frontiers = (2 * 8 * (self.depth + 1) + 8 * (num_ancestor_words(self.num_columns) + 2)) * self.width
         of_levels = (8 + 4) * self.depth * self.width * self.children
         of_features = itemsize * hidden_size * self.depth * self.width
         return self.batch * (of_nodes + of_frontiers + of_levels + of_features)
@@ -89,7 +88,7 @@ class DraftBuffers:
         self.tokens, self.parents = whole(batch, shape.num_nodes), whole(batch, shape.num_nodes)
         self.log_values, self.draft_log_probs = real(batch, shape.num_nodes), real(batch, shape.num_nodes)
         self.frontier_nodes, self.frontier_values = whole(batch, width), real(batch, width)
-        self.words = whole(batch, width, num_words(shape.num_columns))
+        self.words = whole(batch, width, num_ancestor_words(shape.num_columns))
         self.frontier_tokens, self.parent_rows = whole(depth + 1, batch, width), whole(depth + 1, batch, width)
         self.offered = whole(depth, batch, width, children)
         self.scores = real(depth, batch, width, children)
@@ -155,7 +154,7 @@ class PaddedDraft:
     @property
     def words(self) -> Int[Tensor, "B W words"]:
         """Return the positions that each frontier node sees, over num_columns."""
-        return self._all.words[: self.batch, : self.width, : num_words(self.shape.num_columns)]
+        return self._all.words[: self.batch, : self.width, : num_ancestor_words(self.shape.num_columns)]
 
     def inputs(self) -> Float[Tensor, "B W H"]:
         """Return the features of the frontier's parents."""
@@ -192,7 +191,7 @@ class PaddedDraft:
         from eagle_ray.kernels.draft_level import append_level
 
         fitted = None if calibration is None else calibration.fit.parameters
-        append_level(self._all, self.width, num_words(self.shape.num_columns), tokens, scores, own, fitted)
+        append_level(self._all, self.width, num_ancestor_words(self.shape.num_columns), tokens, scores, own, fitted)
 
     def _append_nodes(self, tokens: Tensor, scores: Tensor, own: Tensor, calibration: Calibration | None) -> None:
         of, rows, num, level = self._all, slice(self.batch), tokens.shape[1], self.level
@@ -239,7 +238,7 @@ class PaddedDraft:
         above = torch.where(self.level == 0, 0, above)
         column = self.level * self.width + torch.arange(self.width, device=words.device)
         word = torch.arange(words.shape[2], device=words.device)
-        own = torch.where(word == (column // WORD_BITS)[:, None], 1 << (column % WORD_BITS)[:, None], 0)
+        own = torch.where(word == (column // NODES_PER_WORD)[:, None], 1 << (column % NODES_PER_WORD)[:, None], 0)
         words.copy_(above | own)
 
     # Results, for as many levels as the host has had run.

@@ -37,8 +37,8 @@ from eagle_ray.methods.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDraf
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import unpack_ancestors
 from eagle_ray.tree.expand import Frontier, TreeBuilder
-from eagle_ray.tree.tree_mask import unpack_mask
 
 
 class EagleDrafter(PairDrafter):
@@ -191,7 +191,7 @@ class EagleDrafter(PairDrafter):
             self.cache,
             at,
             cells=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
-            ancestors=words if uses_triton(self.cache) else unpack_mask(words, draft.shape.num_columns),
+            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_columns),
             depths=depth,
             column_depths=draft.column_depths.expand(draft.batch, -1),
             first=draft.first,
@@ -318,14 +318,6 @@ class EagleDrafter(PairDrafter):
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
         return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
-
-
-def tree_columns(max_nodes: int, max_depth: int, width: int) -> int:
-    """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels.
-
-    A block has its root's row besides the root's pair.
-    """
-    return max(max_nodes + 1, max_depth + 2, 1 + max(max_depth - 1, 0) * width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,18 @@ of the text; it returns the likeliest next tokens and moves over one of them:
 
 Trees grow level by level, as a head's do. The target's samples are taken from the committed texts at the next draft,
 so a step does not sync with the device.
+
+An index scores next tokens from counts after contexts of falling length (prediction by partial matching). The longest
+context has weight m / (m + 1), where m is its number of tokens, divided by its counts. The rest of the probability goes
+to the next shorter context, and so on (Cleary and Witten 1984):
+
+    >>> interpolate([(3, {7: 1}), (1, {7: 3, 9: 1})], width=2)
+    [(7, 0.84375), (9, 0.03125)]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,9 +34,10 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
-from eagle_ray.methods.lookup.ppm import Children
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
+
+Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 
 
 @runtime_checkable
@@ -67,6 +75,21 @@ class LookupIndex(Protocol):
 
     def reset(self) -> None:
         """Discard what was read; earlier readers are not used again."""
+
+
+def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -> Children:
+    """Return the `width` likeliest next tokens; their probabilities sum to less than 1.
+
+    contexts: the length of each, longest first, and how often each token has followed it.
+    """
+    children: dict[int, float] = {}
+    left = 1.0
+    for length, follows in contexts:
+        believed = left * length / (length + 1) / sum(follows.values())
+        for token, count in follows.items():
+            children[token] = children.get(token, 0.0) + believed * count
+        left /= length + 1
+    return sorted(children.items(), key=lambda child: -child[1])[:width]
 
 
 @dataclass(slots=True)
@@ -111,9 +134,9 @@ class LookupDrafter(NullDrafter):
     ) -> Draft:
         """Give the `width` likeliest nodes of each level at most `plan.children` children each."""
         members = range(len(texts)) if plan.members is None else plan.members
-        reads = self._meet([batch.host_slots[i] for i in members], [texts[i] for i in members])
+        reads = self._register([batch.host_slots[i] for i in members], [texts[i] for i in members])
         num_read = sum(read.catch_up() for read in reads)
-        self._learn()
+        self._update_calibration()
         self._drafted = [(read.text, read.num_tokens) for read in reads]
         sampled = set(sampling.sampled)
         self._offers.begin(torch.tensor([int(i in sampled) for i in members]))
@@ -133,7 +156,7 @@ class LookupDrafter(NullDrafter):
         self.source.reset()
         self._reads, self._drafted = {}, []
 
-    def _meet(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
+    def _register(self, slots: list[int], texts: list[TokenSequence]) -> list[_SequenceState]:
         """Register these sequences; sequences that left their slots are read to their ends first."""
         known = {id(read.text): read for read in self._reads.values()}
         for slot, text in zip(slots, texts, strict=True):
@@ -161,7 +184,7 @@ class LookupDrafter(NullDrafter):
             builder.grow(self._offers.add(frontier, tokens, log_probs), tokens, log_probs)
         return False
 
-    def _learn(self) -> None:
+    def _update_calibration(self) -> None:
         """Update the calibration with the target's samples after the last draft, from the committed texts."""
         if not self._drafted:
             return

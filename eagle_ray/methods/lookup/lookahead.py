@@ -1,17 +1,16 @@
 """LookaheadDrafter: the target guesses ahead of itself while it verifies (lookahead decoding, arXiv 2402.02057).
 
-In addition to drafts each tree holds a window of guesses: W columns of R tokens, the tops of the columns one after the
-other. The pick after a column makes it a run of R + 1 tokens as the target would go on; the run joins the pool, its
-last R tokens are the column of the next step, and what the pool knows to follow the text is drafted.
+In addition to drafts each tree holds a window of guesses: W chains of R tokens, the tops of the chains one after the
+other. The pick after a chain makes it a run of R + 1 tokens as the target would go on; the run joins the pool, its
+last R tokens are the chain of the next step, and what the pool knows to follow the text is drafted.
 
-    root - a - b - c           columns  a d f     runs  a d f p
+    root - a - b - c           chains   a d f     runs  a d f p
            |   |   |                    b e g           b e g q     p, q, r: the target's picks after f, g, h
            d   e   k                    c k h           c k h r
            |   |   |
            f   g   h
 
-A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess verified so far. Does not
-know drafts from anything but its own guesses.
+A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess verified so far.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.combine.ensemble import extra_log_values
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LookupDrafter
 from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.tree_merge import merge, path_hashes
+from eagle_ray.tree.tree_merge import extra_log_values, merge_trees, path_hashes
 
-MOST_CONTEXTS = 100_000  # in the pool; then it is reset
+MAX_CONTEXTS = 100_000  # in the pool; then it is reset
 FIRST_GUESSES, FIRST_EARNED = 50.0, 1.0  # guesses and tokens that the worth of a guess starts from
-MOST_WORTH = 0.1
+MAX_WORTH = 0.1
 
 
 class Pool:
@@ -59,7 +57,7 @@ class Pool:
         self.counts = {}
 
     def add(self, run: Sequence[int]) -> None:
-        if len(self.counts) >= MOST_CONTEXTS:
+        if len(self.counts) >= MAX_CONTEXTS:
             self.reset()
         count(self.counts, (), run)
 
@@ -80,15 +78,15 @@ class PoolReader:
 
 @dataclass(slots=True)
 class _Window:
-    """One sequence's guesses, column by column."""
+    """One sequence's guesses, chain by chain."""
 
     text: TokenSequence
-    columns: list[tuple[int, ...]]
+    chains: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Guessed:
-    """The windows of the last draft, and the hashes of the paths to their columns' ends."""
+    """The windows of the last draft, and the hashes of the paths to their chains' ends."""
 
     windows: list[_Window]
     members: Int[Tensor, " M"]
@@ -96,7 +94,7 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R columns."""
+    """max_depth: longest path that may be verified; a window of R rows has max_depth + 1 - R chains."""
 
     supports_graphs = False
     _guessed: _Guessed | None
@@ -105,14 +103,14 @@ class LookaheadDrafter(NullDrafter):
         self._pool = Pool()
         self._drafter = LookupDrafter(self._pool, calibration)
         self._max_depth, self._num_rows = max_depth, max(max_depth // 2, 1)
-        self._num_columns = max_depth + 1 - self._num_rows
-        cells = [(r, i) for r in range(self._num_rows) for i in range(self._num_columns)]
-        self._cells = sorted(cells, key=sum)  # a cell's depth is 1 + r + i
+        self._num_chains = max_depth + 1 - self._num_rows
+        positions = [(r, i) for r in range(self._num_rows) for i in range(self._num_chains)]
+        self._positions = sorted(positions, key=sum)  # a position's depth is 1 + r + i
         self._begin()
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        return {"window": [self._num_columns, self._num_rows]}
+        return {"window": [self._num_chains, self._num_rows]}
 
     def draft(
         self,
@@ -122,31 +120,31 @@ class LookaheadDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Draft continuations from the pool, and the columns of the window that end within the plan's depth."""
+        """Draft continuations from the pool, and the chains of the window that end within the plan's depth."""
         draft = self._drafter.draft(batch, roots, plan, sampling, texts)
-        cells = [(r, i) for r, i in self._cells if i <= plan.max_depth - self._num_rows]
-        if not cells:
+        positions = [(r, i) for r, i in self._positions if i <= plan.max_depth - self._num_rows]
+        if not positions:
             return draft
         chosen = range(len(texts)) if plan.members is None else plan.members
         windows = [self._window(batch.host_slots[i], texts[i]) for i in chosen]
         members = torch.tensor(list(chosen), device=roots.device)
-        guesses = self._tree(roots[members], windows, cells)
-        ends = [1 + k for k, (r, _) in enumerate(cells) if r == self._num_rows - 1]
+        guesses = self._tree(roots[members], windows, positions)
+        ends = [1 + k for k, (r, _) in enumerate(positions) if r == self._num_rows - 1]
         self._guessed = _Guessed(windows, members, path_hashes(guesses, plan.max_depth)[:, ends])
-        merged = merge([draft.tree, guesses.spread(members, roots)], plan.max_depth)
+        merged = merge_trees([draft.tree, guesses.spread(members, roots)], plan.max_depth)
         nothing = merged.tree.log_values.new_full((len(windows), 1, plan.children), -torch.inf)
         others = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, plan.max_depth, plan)
         return Draft(merged.tree, draft.levels or [nothing], 0, draft.num_catch_up, draft.is_exhausted, others)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Turn each verified column and the target's token after it into a run and into the next column."""
+        """Turn each verified chain and the target's token after it into a run and into the next chain."""
         guessed, self._guessed = self._guessed, None
         if guessed is None:
             return
         codes = path_hashes(verified.tree, self._max_depth)[guessed.members]
-        found = (guessed.ends[:, :, None] == codes[:, None]) & verified.tree.valid[guessed.members][:, None]
-        rows = verified.rows.row_of[guessed.members].gather(1, found.long().argmax(2))
-        picks = torch.where(found.any(2), verified.logits.argmax(-1)[rows], -1)
+        matches = (guessed.ends[:, :, None] == codes[:, None]) & verified.tree.valid[guessed.members][:, None]
+        rows = verified.rows.row_of[guessed.members].gather(1, matches.long().argmax(2))
+        picks = torch.where(matches.any(2), verified.logits.argmax(-1)[rows], -1)
         accepted = verified.result.num_accepted[guessed.members]
         for window, (num_accepted, *row) in zip(
             guessed.windows, torch.cat([accepted[:, None], picks], 1).tolist(), strict=True
@@ -167,27 +165,27 @@ class LookaheadDrafter(NullDrafter):
     def _window(self, slot: int, text: TokenSequence) -> _Window:
         """Return a new sequence's first window, filled with tokens of its own."""
         if slot not in self._windows or self._windows[slot].text is not text:
-            columns = [tuple(self._random.choices(text.token_ids, k=self._num_rows)) for _ in range(self._num_columns)]
-            self._windows[slot] = _Window(text, columns)
+            chains = [tuple(self._random.choices(text.token_ids, k=self._num_rows)) for _ in range(self._num_chains)]
+            self._windows[slot] = _Window(text, chains)
         return self._windows[slot]
 
-    def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window], cells: list[tuple[int, int]]) -> DraftTree:
-        """Return these cells of the windows as trees; every guess, and so its whole path, has one value."""
-        index = {cell: 1 + k for k, cell in enumerate(cells)}
-        above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in cells]
-        tokens = torch.tensor([[w.columns[i][r] for r, i in cells] for w in windows], device=roots.device)
+    def _tree(self, roots: Int[Tensor, " M"], windows: list[_Window], positions: list[tuple[int, int]]) -> DraftTree:
+        """Return these positions of the windows as trees; every guess, and so its whole path, has one value."""
+        index = {position: 1 + k for k, position in enumerate(positions)}
+        above = [index.get((r - 1, i) if r else (0, i - 1), 0) for r, i in positions]
+        tokens = torch.tensor([[w.chains[i][r] for r, i in positions] for w in windows], device=roots.device)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.tensor([-1, *above], device=roots.device).expand_as(tokens)
-        depths = torch.tensor([0, *(1 + r + i for r, i in cells)], device=roots.device).expand_as(tokens)
-        log_values = torch.where(depths > 0, log(min(self._earned / self._num_guesses, MOST_WORTH)), 0.0)
+        depths = torch.tensor([0, *(1 + r + i for r, i in positions)], device=roots.device).expand_as(tokens)
+        log_values = torch.where(depths > 0, log(min(self._earned / self._num_guesses, MAX_WORTH)), 0.0)
         conditional = torch.where(depths == 1, log_values, 0.0)
         return DraftTree(tokens, parents, depths, log_values, conditional, torch.ones_like(tokens, dtype=torch.bool))
 
     def _slide(self, window: _Window, picks: list[int]) -> None:
-        """Advance the window. picks: the target's token after each column, -1 if it was not verified."""
+        """Advance the window. picks: the target's token after each chain, -1 if it was not verified."""
         for i, token in enumerate(picks):
             if token >= 0:
-                run = (*window.columns[i], token)
+                run = (*window.chains[i], token)
                 self._pool.add(run)
                 self._num_guesses += self._num_rows
-                window.columns[i] = run[1:]
+                window.chains[i] = run[1:]

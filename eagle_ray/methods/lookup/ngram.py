@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, interpolate
 
 LONGEST = 4  # tokens of a context
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often

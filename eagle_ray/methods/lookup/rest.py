@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, interpolate
 
 END = -1  # after each text
 Interval = tuple[int, int]  # places [first, last)
@@ -36,31 +36,31 @@ class SuffixArray:
     def __init__(self, texts: Sequence[Sequence[int]], longest: int):
         tokens = torch.tensor(list(chain.from_iterable((*text, END) for text in texts)), dtype=torch.int64)
         self._tokens = array("q", [*tokens.tolist(), *[END] * (longest + 1)])
-        self._places = array("q", _sorted_places(tokens, longest + 1).tolist())
+        self._positions = array("q", _sorted_positions(tokens, longest + 1).tolist())
 
     @property
     def all(self) -> Interval:
         """Return the interval of the empty run."""
-        return 0, len(self._places)
+        return 0, len(self._positions)
 
     def narrowed(self, interval: Interval, length: int, token: int) -> Interval:
         """Return the occurrences of a run of `length` tokens that this token follows."""
-        places, following = range(*interval), lambda i: self._tokens[self._places[i] + length]
-        first, last = (bisect(places, token, key=following) for bisect in (bisect_left, bisect_right))
+        positions, following = range(*interval), lambda i: self._tokens[self._positions[i] + length]
+        first, last = (bisect(positions, token, key=following) for bisect in (bisect_left, bisect_right))
         return interval[0] + first, interval[0] + last
 
-    def follows(self, interval: Interval, length: int, most_places: int) -> dict[int, int]:
+    def follows(self, interval: Interval, length: int, max_positions: int) -> dict[int, int]:
         """Return the tokens that follow a run of `length` tokens, with counts; many occurrences are sampled evenly."""
         first, last = interval
         counts: dict[int, int] = {}
-        for i in range(first, last, max(1, (last - first) // most_places)):
-            token = self._tokens[self._places[i] + length]
+        for i in range(first, last, max(1, (last - first) // max_positions)):
+            token = self._tokens[self._positions[i] + length]
             if token != END:
                 counts[token] = counts.get(token, 0) + 1
         return counts
 
 
-def _sorted_places(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " N"]:
+def _sorted_positions(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " N"]:
     """Return all positions, sorted by at least the `longest` tokens from there on."""
     ranks, length = tokens.unique(return_inverse=True)[1], 1
     while length < longest:
@@ -72,7 +72,7 @@ def _sorted_places(tokens: Int[Tensor, " N"], longest: int) -> Int[Tensor, " N"]
 
 LONGEST = 16  # tokens of a context, as in the paper
 TRIED = 4  # contexts of falling length that are asked for children
-MOST_PLACES = 64  # of a context that are looked at
+MAX_POSITIONS = 64  # of a context that are looked at
 
 
 class RestIndex:
@@ -117,7 +117,7 @@ class RestCursor:
 
     def children(self, width: int) -> Children:
         lengths = range(len(self.intervals) - 1, 0, -1)[:TRIED]
-        contexts = ((m, self.datastore.follows(self.intervals[m], m, MOST_PLACES)) for m in lengths)
+        contexts = ((m, self.datastore.follows(self.intervals[m], m, MAX_POSITIONS)) for m in lengths)
         return interpolate((context for context in contexts if context[1]), width)
 
     def after(self, token: int) -> RestCursor:

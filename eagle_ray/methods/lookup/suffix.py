@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.ppm import Children, interpolate
+from eagle_ray.methods.lookup.drafter import Children, interpolate
 
 ROOT = 0
-MOST_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
+MAX_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
 
 
 class SuffixAutomaton:
@@ -88,7 +88,7 @@ class SuffixAutomaton:
 
     def _count(self, state: int) -> None:
         """Count one more occurrence of the state's runs and of all shorter runs that end there."""
-        for _ in range(MOST_COUNTED):
+        for _ in range(MAX_COUNTED):
             if state == ROOT:
                 return
             self._counts[state] += 1
@@ -147,9 +147,9 @@ class SuffixCursor:
     length: int
 
     def children(self, width: int) -> Children:
-        telling = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
-        asked = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(telling, TRIED))
-        return interpolate(asked, width)
+        informative = ((s, n) for s, n in self._contexts() if n and 0 < self.automaton.num_following(s) <= VAGUE)
+        counts = ((min(n, BELIEVED), self.automaton.follows(s)) for s, n in islice(informative, TRIED))
+        return interpolate(counts, width)
 
     def after(self, token: int) -> SuffixCursor:
         for state, length in self._contexts():

@@ -27,17 +27,21 @@ from eagle_ray.tree.expand import TreeBuilder
 
 
 class RecyclingDrafter(NullDrafter):
-    """num_kept: K, the most children of a node."""
+    """max_children: K, the most children of a node."""
 
     supports_graphs = False
 
     def __init__(
-        self, vocab_size: int, num_kept: int, device: torch.device | str = "cpu", calibration: Calibration | None = None
+        self,
+        vocab_size: int,
+        max_children: int,
+        device: torch.device | str = "cpu",
+        calibration: Calibration | None = None,
     ):
         self._offers = Offers(calibration)
-        kept = vocab_size + 1, min(num_kept, vocab_size)  # the last row takes what padding rows say
-        self._tokens = torch.zeros(kept, dtype=torch.int64, device=device)
-        self._scores = torch.full(kept, -torch.inf, device=device)
+        shape = vocab_size + 1, min(max_children, vocab_size)  # the last row takes what padding rows say
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._scores = torch.full(shape, -torch.inf, device=device)
         self._members: Int[Tensor, " M"] | slice = slice(None)
         self._is_empty = True
         self._is_untaught = False  # the last draft's picks are still to come
@@ -67,7 +71,7 @@ class RecyclingDrafter(NullDrafter):
             if builder.depth:
                 frontier = builder.frontier()
                 tokens = frontier.tokens
-            children, scores = (kept[tokens][..., : plan.children] for kept in (self._tokens, self._scores))
+            children, scores = (table[tokens][..., : plan.children] for table in (self._tokens, self._scores))
             builder.grow(self._offers.add(frontier, children, scores), children, scores)
         tree = builder.build()
         tree = tree.rerank(tree.valid, tree.num_nodes)
@@ -78,9 +82,9 @@ class RecyclingDrafter(NullDrafter):
         """Keep the best tokens of every row; of several rows with one token, any."""
         rows, result = verified.rows, verified.result
         best = verified.logits.float().log_softmax(-1).topk(self._tokens.shape[1], -1)
-        places = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
-        self._tokens.index_copy_(0, places, best.indices)
-        self._scores.index_copy_(0, places, best.values)
+        index = torch.where(rows.seq >= 0, rows.tokens, len(self._tokens) - 1)
+        self._tokens.index_copy_(0, index, best.indices)
+        self._scores.index_copy_(0, index, best.values)
         self._is_empty = False
         if self._is_untaught:
             picks, num_accepted = result.tokens[self._members], result.num_accepted[self._members]

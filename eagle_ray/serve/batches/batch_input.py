@@ -14,8 +14,8 @@ from typing import Any
 
 from eagle_ray.batch.reader.text_files import parse_line
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.openai_batch import LINE_KEYS
-from eagle_ray.requests.rows import InputRow, unreadable
+from eagle_ray.requests.openai_bodies import LINE_KEYS
+from eagle_ray.requests.request import InputRow, unreadable
 
 MAX_ERRORS = 100  # of one batch that are stored and shown
 MAX_ID_CHARS = 512

@@ -27,8 +27,7 @@ from typing_extensions import Self, TypedDict  # pydantic reads no others before
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
-from eagle_ray.requests.openai_batch import URLS
-from eagle_ray.requests.openai_bodies import Body
+from eagle_ray.requests.openai_bodies import URLS, Body
 from eagle_ray.requests.parameters import METADATA, Door, Parameter
 from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
 from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig
@@ -56,7 +57,9 @@ def held_out_tau(
     model = ModelConfig(target=str(draft), draft=str(draft))
     weights = load_draft(model, speculative, causal_lm)
     max_model_len = max(map(len, prompts)) + settings.max_tokens + 1
-    engine = build_engine(causal_lm, weights, speculative, min(MAX_SLOTS, len(prompts)), max_model_len)
+    engine = build_engine(
+        causal_lm, weights, speculative, EngineArgs(min(MAX_SLOTS, len(prompts)), max_model_len, kv_tokens=None)
+    )
     params = SamplingParams(max_tokens=settings.max_tokens)
     sequences = [engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)]
     for sequence in sequences:

@@ -224,7 +224,7 @@ def kernels(choice: str) -> Iterator[None]:
 
 
 def _drafting(rig: Harness) -> Engine:
-    rig.drafting.planner = UniformPlanner(*TREE.tree)
+    rig.drafting.planner = UniformPlanner(TREE.tree)
     return rig.drafting
 
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Drafter, NullDrafter
-from eagle_ray.methods.eagle.drafter import EagleDrafter, tree_columns
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
@@ -34,9 +34,7 @@ from eagle_ray.planner.planner import Planner, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.synthetic_context import ContextBlocks, begin, fill, in_context
 
-Tree = tuple[int, int, int]  # max_nodes, max_depth, top_k
-LARGEST: Tree = (60, 6, 10)
-NO_TREE: Tree = (0, 0, 0)
+LARGEST = TreeBounds(60, 6, 10)
 SHORT_PROMPT = 8  # tokens
 STEPS = SamplingParams(max_tokens=24, ignore_eos=True)  # of what a context costs
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # a step: a window begins sooner, and prompts are not part of it
@@ -50,7 +48,7 @@ class Way:
     """
 
     name: str
-    tree: Tree = NO_TREE
+    tree: TreeBounds = NO_TREE
     budget: str = "uniform"
     overlap: bool = True
 
@@ -80,9 +78,9 @@ class Harness:
         graphs: bool = True,
     ) -> Harness:
         """longest: most tokens of a sequence. kv_columns: of the pool, in all; None lets every slot be full."""
-        target = TargetModel(model, slots, longest + tree_columns(*LARGEST), kv_columns)
+        target = TargetModel(model, slots, longest + LARGEST.num_positions, kv_columns)
         blocks = ContextBlocks.in_place_of(target)
-        depth = LARGEST[1]
+        depth = LARGEST.max_depth
         drafter = EagleDrafter(
             head, target, calibration=Calibration(depth, target.device), coupling=Coupling(depth, target.device)
         )
@@ -96,9 +94,9 @@ class Harness:
         Their graphs are captured first, as at a job's start: else captures use up the time that measuring has.
         """
         if self.drafting.graphs is not None and self.drafting.target.device.type == "cuda":
-            capture(self.drafting, LARGEST[0], LARGEST[2])
+            capture(self.drafting)
             capture_fixed(self.plain)
-        self.costs = calibrate_costs(self.drafting, *LARGEST)
+        self.costs = calibrate_costs(self.drafting)
         return self.costs
 
     def set_aside(self, columns: int, longest: int) -> None:
@@ -143,9 +141,9 @@ class Harness:
         if way.budget == "global":
             graphs = self.drafting.graphs
             can_sync = self.drafting.target.device.type == "cpu" and graphs is None
-            sizes = graphs.pass_sizes(way.tree[0], way.tree[2]) if graphs else None
-            return RecordingPlanner(BudgetPlanner(*way.tree, costs, can_sync, sizes), costs)
-        return RecordingPlanner(UniformPlanner(*way.tree), costs)
+            sizes = graphs.pass_sizes(way.tree) if graphs else None
+            return RecordingPlanner(BudgetPlanner(way.tree, costs, can_sync, sizes), costs)
+        return RecordingPlanner(UniformPlanner(way.tree), costs)
 
     @property
     def num_captured(self) -> int:
@@ -153,6 +151,6 @@ class Harness:
         return sum(engine.graphs.num_captured for engine in (self.plain, self.drafting) if engine.graphs)
 
 
-def _engine(target: TargetModel, drafter: Drafter, tree: Tree, longest: int, graphs: bool) -> Engine:
+def _engine(target: TargetModel, drafter: Drafter, tree: TreeBounds, longest: int, graphs: bool) -> Engine:
     tokens, made = PREFILL_TOKENS[target.device.type], CudaGraphRunner.of(target) if graphs else None
-    return Engine(target, drafter, UniformPlanner(*tree), longest, tree[1], tokens, made, MaxTreeSizes.of(*tree))
+    return Engine(target, drafter, UniformPlanner(tree), longest, tree, tokens, made)

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import compare
@@ -49,7 +50,7 @@ from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.gpu.device import GIB, free_bytes, peak_gib, release, synchronize
 from jobs.bench.gpu.embedded_pair import ASSETS
 from jobs.bench.gpu.findings import Findings
-from jobs.bench.gpu.harness import LARGEST, NO_TREE, Tree
+from jobs.bench.gpu.harness import LARGEST
 from jobs.bench.gpu.isolated_runs import measurement_parser
 from jobs.bench.gpu.kernel_sections import FINDINGS
 from jobs.bench.gpu.models import NOISE
@@ -144,12 +145,13 @@ def shaped_engine(
 ) -> Engine:
     """Return an engine over models in memory, as a worker builds it; without a head it decodes plainly."""
     from eagle_ray.assembly.assemble import build_engine
+    from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.config import SpeculativeConfig
     from eagle_ray.core.start_log import StartLog
 
     speculative = SpeculativeConfig(method="none" if head is None else "eagle2")
     start = StartLog()
-    engine = build_engine(model, head, speculative, slots, max_model_len, kv_tokens, start)
+    engine = build_engine(model, head, speculative, EngineArgs(slots, max_model_len, kv_tokens=kv_tokens), start)
     start.ready()
     return engine
 
@@ -240,7 +242,7 @@ def measure_steady(scale: Scale, findings: Findings) -> None:
         engine = shaped_engine(model, head, slots, sum(lengths[0]) + 1)
         ours = engine.planner
         for prompt, output in lengths:
-            for way, planner in (("plain", UniformPlanner(*NO_TREE)), ("ours", ours)):
+            for way, planner in (("plain", UniformPlanner(NO_TREE)), ("ours", ours)):
                 engine.planner = planner
                 job = SteadyJob(engine, requests(cut_prompts(chats, prompt), output, ignore_eos=True))
                 job.run(scale.warm_s)
@@ -294,28 +296,28 @@ def _measure_prefix(scale: Scale, findings: Findings, model: nn.Module, length: 
 
 def measure_single(scale: Scale, findings: Findings) -> None:
     """One sequence: what the planner chooses, what it expects and what becomes of it."""
-    ways: list[tuple[str, Tree, str]] = [
+    ways: list[tuple[str, TreeBounds, str]] = [
         ("plain", NO_TREE, "uniform"),
         ("ours", LARGEST, "global"),
-        ("60/6/10", (59, 6, 10), "uniform"),
-        ("31/5/10", (31, 5, 10), "uniform"),
-        ("12/4/4", (12, 4, 4), "uniform"),
+        ("60/6/10", TreeBounds(59, 6, 10), "uniform"),
+        ("31/5/10", TreeBounds(31, 5, 10), "uniform"),
+        ("12/4/4", TreeBounds(12, 4, 4), "uniform"),
     ]
     _measure_ways(scale, findings, ways, [1], rounds=2)
 
 
 def measure_batches(scale: Scale, findings: Findings) -> None:
     """Many sequences: drafts must not cost more than they bring."""
-    ways: list[tuple[str, Tree, str]] = [
+    ways: list[tuple[str, TreeBounds, str]] = [
         ("plain", NO_TREE, "uniform"),
-        ("chain", (6, 6, 1), "global"),
+        ("chain", TreeBounds(6, 6, 1), "global"),
         ("ours", LARGEST, "global"),
     ]
     _measure_ways(scale, findings, ways, scale.slots(64, 256), rounds=1)
 
 
 def _measure_ways(
-    scale: Scale, findings: Findings, ways: list[tuple[str, Tree, str]], batches: list[int], rounds: int
+    scale: Scale, findings: Findings, ways: list[tuple[str, TreeBounds, str]], batches: list[int], rounds: int
 ) -> None:
     """Measure each way in turn on one engine, whose graphs serve all of them."""
     model, head = widened(scale)
@@ -349,12 +351,12 @@ def _measure_ways(
         release(scale.device)
 
 
-def _planner(engine: Engine, tree: Tree, budget: str) -> RecordingPlanner:
+def _planner(engine: Engine, tree: TreeBounds, budget: str) -> RecordingPlanner:
     costs = getattr(engine.planner, "costs", None)
     if budget == "uniform":
-        return RecordingPlanner(UniformPlanner(*tree), costs)
-    sizes = engine.graphs.pass_sizes(tree[0], tree[2]) if engine.graphs else None
-    return RecordingPlanner(BudgetPlanner(*tree, costs, engine.graphs is None, sizes), costs)
+        return RecordingPlanner(UniformPlanner(tree), costs)
+    sizes = engine.graphs.pass_sizes(tree) if engine.graphs else None
+    return RecordingPlanner(BudgetPlanner(tree, costs, engine.graphs is None, sizes), costs)
 
 
 def measure_start(scale: Scale, findings: Findings) -> None:

@@ -42,7 +42,7 @@ class KVRoom:
             own, wanted = own_columns(slots), max(contexts[0] * slots, 2 * contexts[-1])
             if free is None:
                 return cls(slots, own + wanted)
-            kept = 2 * pass_bytes(shape, itemsize, slots * (LARGEST[0] + 1)) + RESERVE
+            kept = 2 * pass_bytes(shape, itemsize, slots * LARGEST.num_nodes) + RESERVE
             room = int((free - kept) / column_bytes(shape, itemsize))
             if room >= own + contexts[0] * slots:
                 return cls(slots, min(own + 2 * wanted, room), kept)

@@ -21,9 +21,9 @@ from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.graph_protocol import PaddedInput
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graphs import CudaGraphRunner
-from eagle_ray.engine.verify import MaxTreeSizes
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
@@ -115,9 +115,7 @@ def plain_engine(
     target: TargetModel, graphs: CudaGraphRunner | None, prefill_tokens: int = PROMPT_TOKENS * 64
 ) -> Engine:
     """Return an engine that never drafts."""
-    none = (0, 0, 0)
-    planner, sizes = UniformPlanner(*none), MaxTreeSizes.of(*none)
-    return Engine(target, NullDrafter(), planner, MAX_MODEL_LEN - 1, 0, prefill_tokens, graphs, sizes)
+    return Engine(target, NullDrafter(), UniformPlanner(NO_TREE), MAX_MODEL_LEN - 1, NO_TREE, prefill_tokens, graphs)
 
 
 def add_sequences(engine: Engine, batch: int, max_tokens: int) -> list[Sequence]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import sample
@@ -36,7 +37,8 @@ RIVALS = [
     Way("chain", (6, 6, 1), "global"),  # adaptive
 ]
 APART = [Way("plain apart", overlap=False), Way("ours apart", LARGEST, "global", overlap=False)]
-TREES = [(24, 5, 6), (12, 4, 4), (8, 4, 4), (4, 4, 1), (4, 2, 2), (2, 2, 1), (1, 1, 1)]
+TREES = [TreeBounds(24, 5, 6), TreeBounds(12, 4, 4), TreeBounds(8, 4, 4), TreeBounds(4, 4, 1), TreeBounds(4, 2, 2)]
+TREES += [TreeBounds(2, 2, 1), TreeBounds(1, 1, 1)]
 FREE_ROWS = 192  # of an 8B's pass on an H200 in bf16, about
 CANDIDATES = 3  # fixed trees that are tried at each batch size
 
@@ -84,7 +86,7 @@ class WideCells:
             ids, others = dict(enumerate(outputs)), dict(enumerate(wanted))
             same = judged(self.rig.model, self.prompts, ids, others, self.noise)
             about = {"shape": self.name, "batch": cell.batch, "context": cell.context, "way": way.name}
-            about |= {"tree": way.tree, "rows": s.drain_rows, "seconds": sample.seconds}
+            about |= {"tree": astuple(way.tree), "rows": s.drain_rows, "seconds": sample.seconds}
             about |= {"tokens_per_second": sample.tokens_per_second, "tau": sample.tau}
             about |= {"over_plain": sample.tokens_per_second / plain.tokens_per_second}
             about |= {"predicted_ratio": sample.predicted_ratio, "identity": asdict(same)}
@@ -96,7 +98,7 @@ class WideCells:
         found, most = {}, self.rig.blocks.num_slots
         for batch in sorted({1, min(16, most), most}):
             rows = max(FREE_ROWS, batch)
-            parts = seconds_of_parts(self.rig.plain.target, rows, batch, LARGEST[1])
+            parts = seconds_of_parts(self.rig.plain.target, rows, batch, LARGEST.max_depth)
             found[f"{rows} rows of {batch}"] = {part: 1e3 * s for part, s in parts.items()}
         self.agenda.results.shapes[self.name]["parts_ms"] = found
         self.agenda.say(f"   {json.dumps(found)}")
@@ -120,7 +122,7 @@ class WideCells:
             mine, plain = taken[way.name], taken["plain"]
             same = judged(self.rig.model, self.prompts, mine.outputs, plain.outputs, self.noise)
             row = {"shape": self.name, "batch": cell.batch, "context": cell.context, "way": way.name}
-            row |= {"tree": "/".join(map(str, way.tree)) + f" {way.budget}", "identity": asdict(same)}
+            row |= {"tree": "/".join(map(str, astuple(way.tree))) + f" {way.budget}", "identity": asdict(same)}
             row |= figures(mine, plain)
             if way is PLAIN:
                 self._add_roofline(row, cell)
@@ -139,8 +141,8 @@ class WideCells:
 
     def _tuned(self, cell: Cell) -> Way:
         """The fastest of the fixed trees nearest to what a pass has room for, in a short window each."""
-        nearest = sorted(TREES, key=lambda tree: abs(math.log(cell.batch * (tree[0] + 1) / FREE_ROWS)))[:CANDIDATES]
-        ways = [PLAIN, *(Way("/".join(map(str, tree)), tree) for tree in nearest)]
+        nearest = sorted(TREES, key=lambda tree: abs(math.log(cell.batch * tree.num_nodes / FREE_ROWS)))[:CANDIDATES]
+        ways = [PLAIN, *(Way("/".join(map(str, astuple(tree))), tree) for tree in nearest)]
         taken = steady(self.rig, ways, cell, self.prompts[::-1], 1, self.settings.seconds / 2)
         speeds = {way.name: taken[way.name].samples[0].decoded_per_second for way in ways[1:]}
         best = max(speeds, key=speeds.__getitem__)

@@ -6,6 +6,7 @@ import torch
 from protocol import serve
 
 from eagle_ray.assembly.assemble import build_engine_from_config
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.acceptance_stats import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
@@ -36,8 +37,8 @@ class EagleRay:
             return
         self.engine = None
         torch.set_num_threads(self.threads)
-        self.engine = build_engine_from_config(self.model, self.speculative, batch).engine
-        warm_up(self.engine, self.speculative.top_k)
+        self.engine = build_engine_from_config(self.model, self.speculative, EngineArgs(batch)).engine
+        warm_up(self.engine)
         self.batch = batch
 
     def generate(self, batch, prompts, max_tokens):
