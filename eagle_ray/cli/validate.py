@@ -23,11 +23,11 @@ from eagle_ray.assembly.assemble import cpu_model_len, runs_on_gpu
 from eagle_ray.assembly.hub import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.assembly.placement import check_device
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of, row_settings_line
-from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
-from eagle_ray.batch.driver.job_plan import plan_first_run
+from eagle_ray.batch.driver.job_manifest import preview_output
+from eagle_ray.batch.driver.job_plan import plan_for_validation
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
 from eagle_ray.batch.reader.input_columns import CarriedColumn
-from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.methods.method import reads_draft
@@ -35,11 +35,8 @@ from eagle_ray.requests.parameters import FORMS, SamplingParams, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, read_inputs, wrap_os_errors
-from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.run import Run
+from eagle_ray.runs.layout import output_of, wrap_os_errors
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
-from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
@@ -76,7 +73,7 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
-    plan = plan_first_run(config).input
+    plan = plan_for_validation(config).input
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
         check_device(config.model)
@@ -88,7 +85,7 @@ def validate(config: JobConfig) -> str:
     good = [row for row in rows if row.error is None]
     grammars = _grammars(plan, config, seen)
     first = _first_prompt(good, seen)
-    sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(config)]
+    sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(plan, config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
     return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
@@ -169,39 +166,17 @@ def _model(config: JobConfig) -> str:
     return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
 
-def _output(config: JobConfig) -> str:
+def _output(plan: InputPlan, config: JobConfig) -> str:
     """Check whether the output is writable, and report what a run would find there. Leaves no file."""
     output = output_of(config)
     with wrap_os_errors(output):
         output.check_writable()
     try:
-        if config.execution.shard is None:
-            check_not_sharded(output)
-        return f"output   {output} can be written; {_found_there(output, config)}"
+        return f"output   {output} can be written; {preview_output(plan, config)}"
     except OutputDamaged:  # the outcome is that of every other command
         raise
-    except JobError as error:  # of another program
+    except JobError as error:  # of another program, job or input
         raise ConfigError(f"output.path: {error}") from None
-
-
-def _found_there(output: StoragePath, config: JobConfig) -> str:
-    if config.output.if_exists == "overwrite":
-        return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    record = Run.inspect(output).manifest
-    if record is None:
-        return _new_there(output, config)
-    if config.output.if_exists == "fail":
-        raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
-    if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
-        raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
-    read_inputs(output, record)
-    OutputIndex.read(data_of(output))
-    return f"a run would resume run {record['run_id']}"
-
-
-def _new_there(output: StoragePath, config: JobConfig) -> str:
-    check_no_foreign_data(output)
-    return f"a run would start it as configuration {config_hash(config)}"
 
 
 @dataclass

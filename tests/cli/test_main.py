@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.cli import arguments
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import failed_start
+from eagle_ray.config import load_config
 from eagle_ray.runs.job_errors import outcome_of
 from tests.support.tokenizers import write_tokenizer
 
@@ -138,6 +141,19 @@ def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_p
     assert cli.main(["validate", *job]) == code
     error = capsys.readouterr().err
     assert says in error and str(tmp_path / "out" / name) in error
+
+
+def test_validate_refuses_an_input_that_the_run_would_refuse(job, tmp_path, capsys):
+    flags = {"input.path": f"{tmp_path}/rows.jsonl", "output.path": f"{tmp_path}/out"}
+    config = load_config(None, sets=[word for word in job if "=" in word], env={}, overrides=flags)
+    open_run(config, plan_input(config).fingerprints)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"id": "d", "messages": "more"}')
+    assert cli.main(["validate", *job]) == 0
+    assert "a run would resume run " in capsys.readouterr().out
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "messages": "Hello"}')
+    assert cli.main(["validate", *job]) == 2
+    assert f"output.path: input changed since {tmp_path}/out was made from it" in capsys.readouterr().err
 
 
 def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):

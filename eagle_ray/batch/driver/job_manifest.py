@@ -44,6 +44,7 @@ from eagle_ray.runs.layout import (
     RUN,
     Fingerprint,
     changed_files,
+    check_not_sharded,
     content_of,
     data_of,
     input_lists,
@@ -53,6 +54,7 @@ from eagle_ray.runs.layout import (
     wrap_os_errors,
     write_inputs,
 )
+from eagle_ray.runs.output_index import OutputIndex, own_files
 from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
 from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
 from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
@@ -84,19 +86,47 @@ def open_run(
     with wrap_os_errors(output):
         if config.output.if_exists == "overwrite":
             return begin_job(erase(output), config, files, check_lock)
-        found = Run.inspect(output)
-        old = found.manifest
-        if old is None:
-            check_no_foreign_data(output)
-        elif config.output.if_exists == "fail":
-            raise ConfigError(
-                f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
-            )
-        else:
-            _check_same_job(output, old, config)
-        noted = read_inputs(output, old) if old else {}
-        check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+        found, noted = _resumable(output, config, files, accepted)
         return begin_job(found, config, {**noted, **files}, check_lock)
+
+
+def _resumable(
+    output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
+) -> tuple[RunState, dict[str, Fingerprint]]:
+    """Return what the output holds, and the input files that it was made from. Raises as open_run does."""
+    found = Run.inspect(output)
+    if found.manifest is None:
+        check_no_foreign_data(output)
+        return found, {}
+    if config.output.if_exists == "fail":
+        raise ConfigError(
+            f"output.path {output} holds run {found.manifest['run_id']} and output.if_exists is 'fail'. "
+            f"{EXISTS_REMEDY}."
+        )
+    _check_same_job(output, found.manifest, config)
+    noted = read_inputs(output, found.manifest)
+    check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+    return found, noted
+
+
+def preview_output(plan: InputPlan, config: JobConfig) -> str:
+    """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
+    output = output_of(config)
+    if config.execution.shard is None:
+        check_not_sharded(output)
+    if config.output.if_exists == "overwrite":
+        return f"a run would replace the {len(own_files(data_of(output)))} files there"
+    check_changes(plan, output)
+    found, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
+    if found.manifest is None:
+        return f"a run would start it as configuration {config_hash(config)}"
+    OutputIndex.read(data_of(output))
+    run_id, attempt = found.manifest["run_id"], found.manifest["attempt"]
+    if plan.key != finished_key(output):
+        run = Run(output, run_id, attempt, config_hash(config))
+        check_sources(run, plan)
+        check_columns(run, plan)
+    return f"a run would resume run {run_id}"
 
 
 def begin_job(

@@ -8,7 +8,7 @@ with SpareEngine() as spare:
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
 from eagle_ray.batch.driver.job_manifest import previous_run
@@ -77,11 +77,12 @@ def plan_job(config: JobConfig, spare: SpareEngine, retry_errors: bool = False) 
     return _checked(JobPlan(config, output, found, retry_errors, spare), previous.finished_key)
 
 
-def plan_first_run(config: JobConfig) -> JobPlan:
-    """Do what plan_job does in this process, as if no earlier attempt had left anything."""
+def plan_for_validation(config: JobConfig) -> JobPlan:
+    """Do what plan_job does in this process, and check every row, as if no earlier attempt had finished."""
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
-    return _checked(JobPlan(config, output, plan_input(config)), None)
+    previous = replace(previous_run(config), finished_key=None)
+    return _checked(JobPlan(config, output, plan_input(config, previous)), None)
 
 
 def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
