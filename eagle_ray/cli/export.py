@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.cli.report_run import record_of
+from eagle_ray.batch.driver.status import state_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
@@ -42,7 +42,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
     target, unless it is the run's own file. Raises ConfigError, and OutputDamaged for a file that cannot be read.
     """
-    record, data = record_of(run), data_of(run)
+    record, data = state_of(run).record, data_of(run)
     if target is not None:
         _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():

@@ -180,10 +180,10 @@ def check_address_space(library: str) -> str:
     needed = NEEDED_GB[library]
     if limit is None or limit >= AMPLE * needed:
         return ""
-    said = f"ulimit -v: this shell limits a process to {limit:.1f} GB of address space, and {library} needs"
+    problem = f"ulimit -v: this shell limits a process to {limit:.1f} GB of address space, and {library} needs"
     if limit < needed:
-        raise ClusterUnfit(f"{said} {needed} GB. {REMEDY}.")
-    return f"{said} {needed} GB or more. If memory runs out: {REMEDY[0].lower()}{REMEDY[1:]}."
+        raise ClusterUnfit(f"{problem} {needed} GB. {REMEDY}.")
+    return f"{problem} {needed} GB or more. If memory runs out: {REMEDY[0].lower()}{REMEDY[1:]}."
 
 
 def out_of_memory_words(error: Exception) -> str:
@@ -192,10 +192,10 @@ def out_of_memory_words(error: Exception) -> str:
     if not isinstance(error, MemoryError) and not OUT_OF_MEMORY.search(reason):
         return ""
     limit = _limit_gb()
-    said = f"out of memory ({reason or type(error).__name__})"
+    problem = f"out of memory ({reason or type(error).__name__})"
     if limit is None:
-        return f"{said}. Free memory on this machine, or use a larger one."
-    return f"{said}: this shell limits a process to {limit:.1f} GB of address space (ulimit -v). {REMEDY}."
+        return f"{problem}. Free memory on this machine, or use a larger one."
+    return f"{problem}: this shell limits a process to {limit:.1f} GB of address space (ulimit -v). {REMEDY}."
 
 
 def _limit_gb() -> float | None:

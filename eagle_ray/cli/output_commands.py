@@ -53,10 +53,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from eagle_ray.cli.report_run import parse_run_path, record_of, review, review_json, run_scores
+    from eagle_ray.batch.driver.status import state_of
+    from eagle_ray.cli.report_run import parse_run_path, review, review_json, run_scores
 
     run = parse_run_path(args.run)
-    record_of(run)  # names what is wrong with it
+    state_of(run)  # names what is wrong with it
     scores = run_scores(run, args.score, args.scores, args.pass_at, args.answer)
     print((review_json if args.json else review)(run, scores))
     return 0

@@ -23,13 +23,13 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.driver.status import GROUP_BY, stored_summary, summarize_run, write_report
+from eagle_ray.batch.driver.status import GROUP_BY, state_of, stored_summary, summarize_run, write_report
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.comparison import side_by_side
 from eagle_ray.report.scores import ScoredSample, as_score, score_report, scores_text
 from eagle_ray.report.summary import as_text
 from eagle_ray.report.text import run_table, side_by_side_table
-from eagle_ray.runs.layout import REPORT, RUN, SHARD_PLAN, SUCCESS, data_of
+from eagle_ray.runs.layout import REPORT, RUN, SUCCESS, data_of
 from eagle_ray.runs.part_files import has_column, read_tables, stored_schema
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
@@ -81,7 +81,7 @@ def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
 
 def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
     """Compare two runs. Raises ConfigError if either is no run or has no token ids, or if they share no row."""
-    records = [record_of(run) for run in (run_a, run_b)]
+    records = [state_of(run).record for run in (run_a, run_b)]
     try:
         by = GROUP_BY if all(has_column(data_of(run), GROUP_BY) for run in (run_a, run_b)) else None
         numbers = side_by_side(partial(read_tables, data_of(run_a)), partial(read_tables, data_of(run_b)), by).as_json()
@@ -94,22 +94,10 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
 
 def load_summary(output: StoragePath) -> dict[str, Any]:
     """Return ``_summary.json`` of a finished run, or compute it now for another. Raises ConfigError."""
-    record = record_of(output)
+    record = state_of(output).record
     if (output / SUCCESS).exists() and (summary := stored_summary(output)):
         return summary
     return summarize_run(Run(output, record["run_id"], record["attempt"], record["config_hash"]))
-
-
-def record_of(output: StoragePath) -> dict[str, Any]:
-    """Return ``_run.json``. Raises ConfigError if it is missing, OutputDamaged if it is damaged."""
-    record = Run.inspect(output).manifest
-    if record is None:
-        if (output / SHARD_PLAN).exists():
-            raise ConfigError(
-                f"{output}: its shards are not finished: run eagle-ray finish {output.display_path} first"
-            )
-        raise ConfigError(f"{output}: no {RUN} there: give the output directory of a run")
-    return record
 
 
 def run_scores(
@@ -135,13 +123,13 @@ def run_scores(
     if source is None:
         if (column := _score_column(schema.names, score, output)) is None:
             return None
-        found = None
+        values = None
     else:
-        column, found = _scores_in(source, score)
+        column, values = _scores_in(source, score)
     by = GROUP_BY if GROUP_BY in schema.names else None
     id_column = JUDGED_ID if judged else ID
     answers = "input_text" if judged and "input_text" in schema.names else "text"
-    samples = _samples(output, id_column, answers, by, column, found, pattern)
+    samples = _samples(output, id_column, answers, by, column, values, pattern)
     return {"column": column, "by": by} | score_report(samples, pass_at)
 
 
@@ -151,14 +139,14 @@ def _samples(
     answers: str,
     by: str | None,
     column: str,
-    found: dict[Key, Any] | None,
+    values: dict[Key, Any] | None,
     pattern: re.Pattern[str] | None,
 ) -> Iterator[ScoredSample]:
-    names = [ID, id_column, SAMPLE, answers, *([by] if by else []), *([column] if found is None else [])]
+    names = [ID, id_column, SAMPLE, answers, *([by] if by else []), *([column] if values is None else [])]
     for table in read_tables(data_of(output), list(dict.fromkeys(names))):
         groups = as_text(table[by]).to_pylist() if by else [""] * len(table)
         for row, group in zip(table.to_pylist(maps_as_pydicts="lossy"), groups, strict=True):
-            value = row[column] if found is None else found.get((row[ID], row[SAMPLE]))
+            value = row[column] if values is None else values.get((row[ID], row[SAMPLE]))
             yield ScoredSample(str(row[id_column]), group, as_score(value), _answer_in(row[answers], pattern))
 
 
@@ -228,10 +216,10 @@ def _scores_in_run(run: StoragePath, score: str | None) -> tuple[str, dict[Key, 
 def _by_key(
     rows: Iterable[dict[str, Any]], id_column: str, sample_column: str, column: str, place: StoragePath
 ) -> dict[Key, Any]:
-    found: dict[Key, Any] = {}
+    values: dict[Key, Any] = {}
     for row in rows:
         key = str(row[id_column]), int(row.get(sample_column) or 0)
-        if key in found:
+        if key in values:
             raise ConfigError(f"--scores: {place} has two scores for id {key[0]!r} sample {key[1]}")
-        found[key] = row[column]
-    return found
+        values[key] = row[column]
+    return values

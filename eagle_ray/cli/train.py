@@ -180,10 +180,10 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
 
 def distinct_turns(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield each finished text once as a user's message, in the order of the ids."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for row in sorted(rows, key=lambda row: row["request_id"]):
         text = (row["text"] or "").strip()
         if row["finish_reason"] == "stop" and len(text) >= MIN_PROMPT_CHARS:
-            found.setdefault(text, row["request_id"])
-    for text, request_id in found.items():
+            texts.setdefault(text, row["request_id"])
+    for text, request_id in texts.items():
         yield {"id": request_id, "messages": [{"role": "user", "content": text}]}

@@ -45,7 +45,7 @@ UNSEEN = {
     "draft": "whether it fits the target was not looked at",
 }
 CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
-MOST_SHOWN = 20  # grammars that do not compile
+MAX_SHOWN = 20  # grammars that do not compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class GrammarCheck:
             return []
         verdict = f"{len(self.bad)} do not compile" if self.bad else "all compile"
         lines = [f"grammars {self.num_compiled} in {self.num_rows} rows, {verdict}"]
-        shown = list(self.bad.values())[:MOST_SHOWN]
+        shown = list(self.bad.values())[:MAX_SHOWN]
         lines += [f"         {bad}" for bad in shown]
         if len(self.bad) > len(shown):
             lines.append(f"         and {len(self.bad) - len(shown)} others")

@@ -181,7 +181,7 @@ def test_a_run_that_is_not_finished_is_exported_only_where_that_is_meant(run, tm
 @pytest.mark.parametrize(
     ("make", "says", "code"),
     [
-        (lambda out: None, "no _run.json there", 2),
+        (lambda out: None, "holds no run (no _run.json)", 2),
         (lambda out: (out / "_run.json").write_text("{"), "_run.json is damaged", 6),
         (lambda out: (out / "data" / "part-001-000000.parquet").write_bytes(b"PAR1"), "is damaged", 6),
     ],

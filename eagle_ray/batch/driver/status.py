@@ -35,6 +35,7 @@ from eagle_ray.runs.layout import (
     PROGRESS,
     REPORT,
     RUN,
+    SHARD_PLAN,
     SUCCESS,
     SUMMARY,
     data_of,
@@ -43,8 +44,8 @@ from eagle_ray.runs.layout import (
     shard_outputs,
 )
 from eagle_ray.runs.lease import Process
-from eagle_ray.runs.part_files import has_column, read_tables
-from eagle_ray.runs.run import Run, manifest_of
+from eagle_ray.runs.part_files import has_column, part_files, read_tables
+from eagle_ray.runs.run import Run, RunState, manifest_of
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -93,18 +94,16 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
     cannot be read.
     """
-    found = Run.inspect(output)
-    manifest = found.manifest
-    if manifest is None:
-        raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
-    last = found.last_attempt
+    state = state_of(output)
+    manifest = state.record
+    last = state.last_attempt
     progress = read_derived_record(output / PROGRESS, ProgressRecord, "it is left out")
     if progress and (progress.get("run_id"), progress.get("attempt")) != (manifest["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     last_sign_at = (progress or {}).get("written_at") or last["started_at"]
     quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(last_sign_at)).total_seconds()
-    driver = found.process
-    is_done = found.is_complete
+    driver = state.process
+    is_done = state.is_complete
     max_quiet_s = max(MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"])
     return RunStatus(
         output=str(output),
@@ -119,6 +118,21 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
         progress=progress,
         total=(read_derived_record(output / SUMMARY, SummaryRecord, NO_TOTAL) or {}).get("total") if is_done else None,
     )
+
+
+def state_of(output: StoragePath) -> RunState:
+    """Return what a directory says of its run. Raises ConfigError if there is none, OutputDamaged if it is damaged."""
+    state = Run.inspect(output)
+    if state.manifest is not None:
+        return state
+    if (output / SHARD_PLAN).exists():
+        raise ConfigError(f"{output}: its shards are not finished: run eagle-ray finish {output.display_path} first")
+    if part_files(data_of(output)):
+        raise ConfigError(
+            f"{output}: its {RUN} is gone, and rows are there: adopt them with eagle-ray repair {output.display_path}, "
+            "which needs the run's configuration (-c, --set)"
+        )
+    raise ConfigError(f"{output} holds no run (no {RUN}): give the output directory of a run")
 
 
 def sharded_statuses(root: StoragePath) -> dict[str, RunStatus | None]:
