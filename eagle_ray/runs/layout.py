@@ -140,13 +140,16 @@ def output_of(config: JobConfig) -> StoragePath:
 
 
 @contextmanager
-def wrap_os_errors(output: StoragePath) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
+def wrap_os_errors(output: StoragePath, key: str = "output.path") -> Iterator[None]:
+    """Turn an OSError into a ConfigError, or into StorageUnavailable if it may pass.
+
+    key: of the configuration, which the message names.
+    """
     try:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        problem = f"{key}: cannot write to {error.filename or output}: {reason}"
         if outcome_of(error).is_transient:
             raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
         raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
@@ -275,10 +278,10 @@ def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, F
         value = parse_json_bytes(data)
     except ValueError as error:
         raise _damaged(output, output / name, one_line(error)) from None
-    found = _checked(output, output / name, FingerprintsRecord, value)
-    if noted.get("checksum", zlib.crc32(data)) != zlib.crc32(data) or _totals(found).items() - noted.items():
+    inputs = _checked(output, output / name, FingerprintsRecord, value)
+    if noted.get("checksum", zlib.crc32(data)) != zlib.crc32(data) or _totals(inputs).items() - noted.items():
         raise _damaged(output, output / name, "it is not what was written")
-    return found
+    return inputs
 
 
 def _checked(output: StoragePath, file: StoragePath, kind: RecordKind, value: Any) -> dict[str, Any]:
@@ -323,11 +326,11 @@ def input_lists(output: StoragePath) -> list[StoragePath]:
     return output.glob(INPUTS.format("*"))
 
 
-def changed_files(recorded: Mapping[str, Fingerprint], found: Mapping[str, Fingerprint]) -> str:
+def changed_files(recorded: Mapping[str, Fingerprint], current: Mapping[str, Fingerprint]) -> str:
     """Return the files that are not as they are recorded, with what changed of each; empty if none. New files are not
     among them.
     """
-    changes = {path: what_changed(recorded.get(path, now), now) for path, now in found.items()}
+    changes = {path: what_changed(recorded.get(path, now), now) for path, now in current.items()}
     return ", ".join(f"{path} ({change})" for path, change in changes.items() if change)
 
 
