@@ -157,8 +157,8 @@ def load_train_config(
 def _with_absolute(section: Section, *names: str) -> Section:
     """Return the section with these keys as absolute paths, if they name files or directories that exist."""
     values = {name: os.path.expanduser(value) for name in names if (value := getattr(section, name))}
-    found = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
-    return section.model_copy(update=found)
+    absolute = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
+    return section.model_copy(update=absolute)
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:

@@ -118,10 +118,10 @@ class Partitions:
         if not self.columns:
             yield "", table
             return
-        kept = _with_partition_types(table.drop_columns(list(self.columns)), table.schema, self.columns)
+        stored = _with_partition_types(table.drop_columns(list(self.columns)), table.schema, self.columns)
         directories = self._directories(table)
         for directory in pc.unique(directories).to_pylist():
-            yield directory, kept.filter(pc.equal(directories, directory))
+            yield directory, stored.filter(pc.equal(directories, directory))
 
     def _directories(self, table: pa.Table) -> pa.Array:
         columns = [(quote(name, safe=""), _texts(table[name])) for name in self.columns]
@@ -159,9 +159,9 @@ def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.T
     return table
 
 
-def _with_partition_types(kept: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
+def _with_partition_types(table: pa.Table, schema: pa.Schema, columns: Iterable[str]) -> pa.Table:
     types = pa.schema([schema.field(name) for name in columns]).serialize().to_pybytes()
-    return kept.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
+    return table.replace_schema_metadata((schema.metadata or {}) | {TYPES_KEY: types})
 
 
 def _texts(column: pa.ChunkedArray) -> list[str | None]:
@@ -289,9 +289,9 @@ def read_part(file: StoragePath, columns: list[str]) -> pa.Table:
     with open_part(file) as parquet:
         partition_schema = partition_types(parquet.schema_arrow)
         stored = [name for name in columns if name not in partition_schema.names]
-        kept = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
+        part = read_columns(parquet, [n for n in stored if n in parquet.schema_arrow.names or n not in added])
         wanted = pa.schema([partition_schema.field(name) for name in columns if name in partition_schema.names])
-    whole = with_partition_columns(kept, wanted, file.text)
+    whole = with_partition_columns(part, wanted, file.text)
     for name, type_ in added.items():
         if name not in whole.schema.names:
             whole = whole.append_column(name, pa.nulls(len(whole), type_))

@@ -152,10 +152,10 @@ class RemoteModel:
 
     def without(self, patterns: Sequence[str]) -> RemoteModel:
         """Return the model without the files whose names match."""
-        kept = {
+        remaining = {
             name: file for name, file in self.files.items() if not any(fnmatch(name, pattern) for pattern in patterns)
         }
-        return RemoteModel(self.url, kept)
+        return RemoteModel(self.url, remaining)
 
 
 def _path_of(place: StoragePath) -> str:
@@ -238,15 +238,15 @@ def _pieces(model: RemoteModel, directory: Path) -> Iterator[_Piece]:
 
 def _copy_all(pieces: list[_Piece], model: RemoteModel) -> None:
     """Copy all pieces, some at once, and log how far they are. The first error ends it."""
-    done, told_at = 0, time.monotonic()
+    done, logged_at = 0, time.monotonic()
     with ThreadPoolExecutor(NUM_DOWNLOADS, "eagle-ray-download") as pool:
         left = {pool.submit(piece.copy) for piece in pieces}
         try:
             while left:
                 ended, left = wait(left, PROGRESS_EVERY_S, FIRST_COMPLETED)
                 done += sum(future.result() for future in ended)
-                if time.monotonic() - told_at > PROGRESS_EVERY_S:
-                    told_at = time.monotonic()
+                if time.monotonic() - logged_at > PROGRESS_EVERY_S:
+                    logged_at = time.monotonic()
                     log.info("downloading %s: %.1f of %.1f GB", model.url, done / 1e9, model.num_bytes / 1e9)
         finally:
             pool.shutdown(cancel_futures=True)

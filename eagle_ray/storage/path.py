@@ -155,8 +155,8 @@ class StoragePath:
     def list_versions(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
         """Return the matching files below, or all of them, sorted, with their versions."""
         store = self._store
-        found = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
-        return {StoragePath(text): found[text] for text in sorted(found)}
+        versions = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
+        return {StoragePath(text): versions[text] for text in sorted(versions)}
 
     def list_names(self) -> list[str]:
         """Return the names of files and directories directly in this directory."""

@@ -70,11 +70,11 @@ def open_file(url: str) -> BinaryIO:
 def list_files(directory: str) -> dict[str, FileVersion]:
     with _storage_errors(directory):
         system = _file_system(directory)
-        found = system.find(directory, detail=True)
-        if not found:  # find leaves out what it cannot list; ls raises if the server does not answer
+        infos = system.find(directory, detail=True)
+        if not infos:  # find leaves out what it cannot list; ls raises if the server does not answer
             with suppress(FileNotFoundError):
                 system.ls(directory, detail=False)
-        return _versions(directory, found)
+        return _versions(directory, infos)
 
 
 def list_names(directory: str) -> list[str]:
@@ -140,10 +140,10 @@ def _copy(system: Any, url: str) -> BinaryIO:
     return copy
 
 
-def _versions(directory: str, found: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
+def _versions(directory: str, infos: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
     """Return the versions by URL. A listing of an HTTP server has no sizes, so each file is asked for."""
     scheme = directory.partition("://")[0]
-    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in found.items()}
+    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in infos.items()}
     files = {url: info for url, info in urls.items() if info.get("type") == "file"}
     return {url: _version(info) if info.get("size") is not None else stat(url) for url, info in files.items()}
 

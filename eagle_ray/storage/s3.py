@@ -90,15 +90,15 @@ def stat(url: str) -> FileVersion:
     bucket, key = split_url(url)
     if not key:
         raise NotFound(f"{url}: a bucket is no file")
-    found = _request(url, "head_object", Bucket=bucket, Key=key)
-    return FileVersion(found["ContentLength"], found["ETag"])
+    response = _request(url, "head_object", Bucket=bucket, Key=key)
+    return FileVersion(response["ContentLength"], response["ETag"])
 
 
 def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
     """Return the bytes and the version of the object that held them. size: expected bytes, for the time limit."""
     bucket, key = split_url(url)
-    found = _request(url, "get_object", size, Bucket=bucket, Key=key)
-    return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
+    response = _request(url, "get_object", size, Bucket=bucket, Key=key)
+    return response["Body"], FileVersion(len(response["Body"]), response["ETag"])
 
 
 def open_file(url: str) -> BinaryIO:
@@ -114,8 +114,8 @@ def list_names(directory: str) -> list[str]:
     _, prefix = _prefix(directory)
     keys: list[str] = []
     for page in _pages(directory, "", Delimiter="/"):
-        keys += [found["Key"] for found in page.get("Contents", ())]
-        keys += [found["Prefix"] for found in page.get("CommonPrefixes", ())]
+        keys += [entry["Key"] for entry in page.get("Contents", ())]
+        keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
     return sorted(key.removeprefix(prefix).rstrip("/") for key in keys)
 
 
@@ -166,9 +166,9 @@ def check_writable(directory: str) -> None:
     """Raise OSError if nothing can be written, or if the server ignores conditional writes. Leaves no object."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
-    kept = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
+    is_conditional = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
     remove(probe, missing_ok=True)
-    if not kept:
+    if not is_conditional:
         raise NotSupported(
             f"{directory} at {_endpoint() or 'the default endpoint'}: the server ignores If-None-Match, so that two "
             "drivers could write at once: choose one with conditional writes"
@@ -233,9 +233,9 @@ def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion
     """Yield every object below the directory with a name that begins with start, in the order of names."""
     bucket, _ = _prefix(directory)
     for page in _pages(directory, start):
-        for found in page.get("Contents", ()):
-            if not found["Key"].endswith("/"):  # what consoles make for an empty directory
-                yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
+        for entry in page.get("Contents", ()):
+            if not entry["Key"].endswith("/"):  # what consoles make for an empty directory
+                yield f"{SCHEME}{bucket}/{entry['Key']}", FileVersion(entry["Size"], entry["ETag"])
 
 
 def _pages(directory: str, start: str, **options: Any) -> Iterator[Mapping[str, Any]]:
@@ -265,10 +265,10 @@ def _put_if(url: str, data: bytes, precondition: Precondition, **condition: Any)
 def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
     """Return the object's version if it holds these bytes: an earlier try with a lost response has succeeded."""
     try:
-        found, version = read_with_version(url, len(data))
+        content, version = read_with_version(url, len(data))
     except NotFound:
         return None
-    return version if found == data else None
+    return version if content == data else None
 
 
 def _request(

@@ -63,15 +63,15 @@ class Claim:
             return None
         plan = self.plan.input
         check_sources(self.run, plan)
-        found = self.count()
-        log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
-        if found.num_rows == found.num_done_rows:
+        there = self.count()
+        log.info("%d rows asked for, %d already there", there.num_rows, there.num_done_rows)
+        if there.num_rows == there.num_done_rows:
             return None
         self.plan.log_settings()
         check_columns(self.run, plan)
         self.plan.check_models()
         (self.run.output / SUMMARY).remove()  # it no longer says what the files hold
-        return found
+        return there
 
     def count(self) -> Completeness:
         """Compare the files as they are now with the rows of the plan. An output that was deleted stays deleted."""
@@ -103,9 +103,9 @@ def claim(plan: JobPlan) -> Iterator[Claim]:
         run = open_run(config, plan.input.fingerprints, plan.input.changes.accepted, lease.check)
         with run.recorded_outcome(), extended_retries(), plan.input.detect_changes():
             plan.input.check_unchanged()
-            held = Claim(plan, run, at_end)
-            held.prepare()
-            yield held
+            claimed = Claim(plan, run, at_end)
+            claimed.prepare()
+            yield claimed
 
 
 def hold_output(output: StoragePath) -> AbstractContextManager[Lease]:
@@ -139,25 +139,26 @@ class Completeness:
 
 def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
     """Return what the files hold, in one pass over both indexes."""
-    done = _flags(expected.num_places, fill=expected.shard is not None)
+    done = _flags(expected.num_input_rows, fill=expected.shard is not None)
     num_rows = num_done_rows = num_missing = num_others = 0
     missing = EMPTY
     excess: dict[StoragePath, list[Digests]] = {}
-    parts = num_ranges(expected.num_places + output.num_entries)
-    for asked, found in zip(expected.by_range(parts), output.by_range(parts), strict=True):
-        places = index_of(found["id"], asked["id"])
-        wanted = np.append(asked["rows"], np.uint32(expected.default_rows))[places]  # -1, of no place, is the last
-        is_complete = found["rows"] == wanted
-        is_done = np.zeros(len(asked["id"]), bool)
-        is_done[places[is_complete & (places >= 0)]] = True
-        done[asked["place"]] = is_done
-        num_others += len(np.unique(found["id"][places < 0]))
-        num_rows += int(asked["rows"].sum())
-        num_done_rows += int(asked["rows"][is_done].sum())
-        left = asked["id"][~is_done]
+    parts = num_ranges(expected.num_input_rows + output.num_entries)
+    for expected_rows, stored_rows in zip(expected.by_range(parts), output.by_range(parts), strict=True):
+        index = index_of(stored_rows["id"], expected_rows["id"])
+        default = np.uint32(expected.default_rows)
+        wanted = np.append(expected_rows["rows"], default)[index]  # -1, of no place, is the last
+        is_complete = stored_rows["rows"] == wanted
+        is_done = np.zeros(len(expected_rows["id"]), bool)
+        is_done[index[is_complete & (index >= 0)]] = True
+        done[expected_rows["place"]] = is_done
+        num_others += len(np.unique(stored_rows["id"][index < 0]))
+        num_rows += int(expected_rows["rows"].sum())
+        num_done_rows += int(expected_rows["rows"][is_done].sum())
+        left = expected_rows["id"][~is_done]
         num_missing += len(left)
         missing = np.concatenate([missing, left[: MISSING_SHOWN - len(missing)]])
-        extra = excess_in(found, is_complete)
+        extra = excess_in(stored_rows, is_complete)
         for rank in np.unique(extra["file"]):
             excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
     joined = {file: np.concatenate(ids) for file, ids in excess.items()}

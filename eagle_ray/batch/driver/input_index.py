@@ -67,7 +67,7 @@ NO_ROWS: Table = {
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
-NO_PLACES: Table = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
+NO_EXPECTED: Table = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
 Scan = Callable[[list[FilePart]], Iterable[Iterable[FileScan]]]
 """Scan parts of files; yield for each part its consecutive pieces."""
 
@@ -209,7 +209,7 @@ class InputIndex:
             self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
             directory = StoragePath.of(self._temporary.name)
             scanned = zip(bases, scan([part for _, part, _ in bases]), strict=True)
-            rows = chain.from_iterable(self._rows_of(base, found, known) for (base, _, known), found in scanned)
+            rows = chain.from_iterable(self._rows_of(base, scans, known) for (base, _, known), scans in scanned)
             self.segments += [(directory, segment) for segment in write_rows(directory, KIND, rows)]
             self._tables, self.saved_in = None, None
 
@@ -226,9 +226,9 @@ class InputIndex:
             for column, value in scan.unread.items():
                 unread.setdefault(column, value._replace(number=first + value.number))
             count = len(scan.rows["id"])
-            places = np.arange(first, first + count, dtype=np.uint32)
+            row_numbers = np.arange(first, first + count, dtype=np.uint32)
             numbers = np.full(count, base.number, np.uint32)
-            yield cut(scan.rows | {"file": numbers, "row": places}, num_known, count)
+            yield cut(scan.rows | {"file": numbers, "row": row_numbers}, num_known, count)
             num_known = max(0, num_known - count)
             first += count
         self.files[base.path] = replace(base, types=types, slices=slices, unread=unread)
@@ -241,9 +241,9 @@ class InputIndex:
         Of a file that has grown, the part is its last slice and what is behind it.
         """
         if grown is not None and grown.slices:
-            *kept, (start, row, line, num_known) = grown.slices
+            *earlier, (start, row, line, num_known) = grown.slices
             log.info("%s has grown: reading its new rows", file.path)
-            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=kept)
+            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=earlier)
             return base, FilePart(file, start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
         base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [], {})
@@ -267,10 +267,10 @@ class InputIndex:
         for rows in map(sorted_by_id, joined_ranges(self.tables, NO_ROWS)):
             before = take(rows, np.isin(rows["file"], list(earlier.values())))
             now = take(rows, np.isin(rows["file"], current))
-            places = index_of(before["id"], now["id"])
-            requests = np.append(now["request"], np.uint64(0))[places]  # -1, of no place, is the last
-            changed.append(take(before, (places >= 0) & (requests != before["request"])))
-            gone.append(take(before, places < 0))
+            index = index_of(before["id"], now["id"])
+            requests = np.append(now["request"], np.uint64(0))[index]  # -1, of no place, is the last
+            changed.append(take(before, (index >= 0) & (requests != before["request"])))
+            gone.append(take(before, index < 0))
         return _by_path(join(changed, NO_ROWS), "id", earlier), _by_path(join(gone, NO_ROWS), "row", earlier)
 
     def save(self, directory: StoragePath) -> None:
@@ -332,11 +332,11 @@ class ExpectedRows:
     def __len__(self) -> int:
         """Return the number of ids. It takes time to count those of a shard."""
         if self.shard is None:
-            return self.num_places
-        return sum(int(np.count_nonzero(self._is_asked(table))) for table in self.index.tables)
+            return self.num_input_rows
+        return sum(int(np.count_nonzero(self._is_expected(table))) for table in self.index.tables)
 
     @property
-    def num_places(self) -> int:
+    def num_input_rows(self) -> int:
         """Return the number of rows of the whole input, those of other shards included."""
         return int(self.allowed.sum())
 
@@ -347,32 +347,32 @@ class ExpectedRows:
     def by_range(self, parts: int) -> Iterator[Table]:
         """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
         for tables in ranges(self.index.tables, parts):
-            rows = join([self._placed(table) for table in tables], NO_PLACES)
+            rows = join([self._placed(table) for table in tables], NO_EXPECTED)
             yield sorted_by_id(rows) if len(tables) > 1 else rows
 
     def contains(self, ids: Digests) -> np.ndarray:
         """Return for each id whether the input asks for it."""
-        found = np.zeros(len(ids), bool)
+        is_expected = np.zeros(len(ids), bool)
         for table in self.index.tables if len(ids) else ():
             first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
             for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
                 here = np.flatnonzero(first + offset < behind)
-                found[here] |= self._is_asked(take(table, first[here] + offset))
-        return found
+                is_expected[here] |= self._is_expected(take(table, first[here] + offset))
+        return is_expected
 
     def duplicates(self) -> Digests:
         """Return the ids that occur more than once, sorted."""
-        parts = num_ranges(self.num_places)
+        parts = num_ranges(self.num_input_rows)
         return np.concatenate([EMPTY, *(duplicates(rows["id"]) for rows in self.by_range(parts))])
 
     def _placed(self, table: Table) -> Table:
-        kept = take(table, self._is_asked(table))
-        place = self.starts[kept["file"]] + kept["row"]
-        return {"id": kept["id"], "place": place, "rows": kept["rows"]}
+        rows = take(table, self._is_expected(table))
+        place = self.starts[rows["file"]] + rows["row"]
+        return {"id": rows["id"], "place": place, "rows": rows["rows"]}
 
-    def _is_asked(self, table: Table) -> np.ndarray:
-        is_asked = table["row"] < self.allowed[table["file"]]
-        return is_asked if self.shard is None else is_asked & self.shard.holds(table["id"])
+    def _is_expected(self, table: Table) -> np.ndarray:
+        is_expected = table["row"] < self.allowed[table["file"]]
+        return is_expected if self.shard is None else is_expected & self.shard.holds(table["id"])
 
 
 def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
@@ -382,8 +382,8 @@ def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     for file in files:
         types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
         number = numbers.setdefault(types, len(numbers))
-        found = [number, file.slices, file.unread]
-        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *found])
+        details = [number, file.slices, file.unread]
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *details])
     return {"types": list(numbers), "files": entries}
 
 
@@ -410,6 +410,6 @@ def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str,
     """Return a column of the rows of each file that has some."""
     paths = {number: path for path, number in numbers.items()}
     order = np.argsort(table["file"], kind="stable")
-    found, starts = np.unique(table["file"][order], return_index=True)
+    present, starts = np.unique(table["file"][order], return_index=True)
     values = np.split(table[column][order], starts[1:])
-    return {paths[number]: part for number, part in zip(found.tolist(), values, strict=False)}
+    return {paths[number]: part for number, part in zip(present.tolist(), values, strict=False)}

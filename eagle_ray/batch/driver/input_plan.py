@@ -333,16 +333,16 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
     paths = (plan.reader.columns.id, *plan.reader.columns.prompts.values())
     mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
     num_rows = plan.rows_by_file
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for file in plan.files:
         for column, (number, row, line, text) in plan.index.files[file.path].unread.items():
             if number < num_rows[file.path] and column not in mapped:
                 location = file.location_of(RowPosition(row, line))
                 problem = f"{location}: column {column!r} ({text}) is a request parameter that rows cannot set here"
-                found.setdefault(column, problem)
-    if found and on_unknown == "refuse":
-        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in found.items()))
-    for problem in found.values():
+                problems.setdefault(column, problem)
+    if problems and on_unknown == "refuse":
+        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in problems.items()))
+    for problem in problems.values():
         log.warning("%s. It is treated as data.", problem)
 
 
@@ -350,12 +350,12 @@ def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice,
     """Return the first rows of the input, in file order."""
     if limit is None:
         return tuple(slices)
-    kept: list[FileSlice] = []
+    first_slices: list[FileSlice] = []
     for file_slice in slices:
         if limit > 0:
-            kept.append(file_slice.truncate(min(file_slice.num_rows, limit)))
+            first_slices.append(file_slice.truncate(min(file_slice.num_rows, limit)))
             limit -= file_slice.num_rows
-    return tuple(kept)
+    return tuple(first_slices)
 
 
 def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:

@@ -86,27 +86,27 @@ def open_run(
     with wrap_os_errors(output):
         if config.output.if_exists == "overwrite":
             return begin_job(erase(output), config, files, check_lock)
-        found, noted = _resumable(output, config, files, accepted)
-        return begin_job(found, config, {**noted, **files}, check_lock)
+        state, noted = _resumable(output, config, files, accepted)
+        return begin_job(state, config, {**noted, **files}, check_lock)
 
 
 def _resumable(
     output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
 ) -> tuple[RunState, dict[str, Fingerprint]]:
     """Return what the output holds, and the input files that it was made from. Raises as open_run does."""
-    found = Run.inspect(output)
-    if found.manifest is None:
+    state = Run.inspect(output)
+    if state.manifest is None:
         check_no_foreign_data(output)
-        return found, {}
+        return state, {}
     if config.output.if_exists == "fail":
         raise ConfigError(
-            f"output.path {output} holds run {found.manifest['run_id']} and output.if_exists is 'fail'. "
+            f"output.path {output} holds run {state.manifest['run_id']} and output.if_exists is 'fail'. "
             f"{EXISTS_REMEDY}."
         )
-    _check_same_job(output, found.manifest, config)
-    noted = read_inputs(output, found.manifest)
+    _check_same_job(output, state.manifest, config)
+    noted = read_inputs(output, state.manifest)
     check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
-    return found, noted
+    return state, noted
 
 
 def preview_output(plan: InputPlan, config: JobConfig) -> str:
@@ -117,11 +117,11 @@ def preview_output(plan: InputPlan, config: JobConfig) -> str:
     if config.output.if_exists == "overwrite":
         return f"a run would replace the {len(own_files(data_of(output)))} files there"
     check_changes(plan, output)
-    found, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
-    if found.manifest is None:
+    state, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
+    if state.manifest is None:
         return f"a run would start it as configuration {config_hash(config)}"
     OutputIndex.read(data_of(output))
-    run_id, attempt = found.manifest["run_id"], found.manifest["attempt"]
+    run_id, attempt = state.manifest["run_id"], state.manifest["attempt"]
     if plan.key != finished_key(output):
         run = Run(output, run_id, attempt, config_hash(config))
         check_sources(run, plan)
@@ -130,7 +130,7 @@ def preview_output(plan: InputPlan, config: JobConfig) -> str:
 
 
 def begin_job(
-    found: RunState,
+    state: RunState,
     config: JobConfig,
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
@@ -139,22 +139,22 @@ def begin_job(
 
     inputs: all files of the run, also those of earlier attempts that are not asked for now.
     """
-    free_index_name(found.output)
-    earlier_lists = input_lists(found.output)
-    facts = job_facts(found, config, inputs)
-    run = begin_attempt(found, facts)
+    free_index_name(state.output)
+    earlier_lists = input_lists(state.output)
+    facts = job_facts(state, config, inputs)
+    run = begin_attempt(state, facts)
     _remove_unused(earlier_lists, facts["inputs"]["list"])
     return replace(run, check_lock=check_lock)
 
 
-def job_facts(found: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
+def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
     """Return what the manifest says of a job, and write its list of input files."""
-    before = found.manifest or {}
+    before = state.manifest or {}
     return {
         "name": before.get("name", config.name),
         "config": recorded(config),
         "config_hash": config_hash(config),
-        "inputs": write_inputs(found.output, inputs, before.get("inputs")),
+        "inputs": write_inputs(state.output, inputs, before.get("inputs")),
         "models": {name: _model_files(name) for name in (config.model.target, *config.model.drafts)},
         "versions": _versions(),
         "hardware": _hardware(),
@@ -171,8 +171,8 @@ def _remove_unused(lists: Iterable[StoragePath], used: str) -> None:
 
 def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
     """Check that a resume asks for the completions of the earlier run."""
-    if (found := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
-        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
+    if (format_version := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
+        raise OutputMismatch(f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
         changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
@@ -244,10 +244,10 @@ def previous_run(config: JobConfig) -> PreviousRun:
 
 def finished_key(output: StoragePath) -> str | None:
     """Return the key of the plan whose rows the files hold, all of them and once, or None if that is not on record."""
-    found = read_index_file(output / INDEX / FILE)
-    if found is None or found.get("files") != files_key(output):
+    finished = read_index_file(output / INDEX / FILE)
+    if finished is None or finished.get("files") != files_key(output):
         return None
-    return found.get("key")
+    return finished.get("key")
 
 
 def record_finished(output: StoragePath, key: str, counted: str) -> None:
@@ -258,7 +258,7 @@ def record_finished(output: StoragePath, key: str, counted: str) -> None:
     write_facts(output / INDEX / FILE, {"key": key, "files": counted})
 
 
-def forget_finished(output: StoragePath) -> None:
+def remove_finished(output: StoragePath) -> None:
     """Delete the record, so that the next start counts the rows."""
     (output / INDEX / FILE).remove()
 
@@ -277,7 +277,9 @@ def check_changes(plan: InputPlan, output: StoragePath) -> None:
     changed, gone = plan.changes.changed, plan.changes.gone
     if number := sum(map(len, [*changed.values(), *gone.values()])):
         names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
-        rows = (f"row {row} of {path}, which is gone" for path, found in gone.items() for row in np.sort(found))
+        rows = (
+            f"row {row} of {path}, which is gone" for path, row_numbers in gone.items() for row in np.sort(row_numbers)
+        )
         names += islice(rows, MAX_NAMES)
         raise OutputMismatch(
             f"input changed since {output} was made from it: {number} rows of "

@@ -73,8 +73,8 @@ def plan_job(config: JobConfig, spare: SpareEngine, retry_errors: bool = False) 
     previous = previous_run(config)
     if previous.finished_key is None:
         spare.start(config)  # rows are missing, it seems
-    found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
-    return _checked(JobPlan(config, output, found, retry_errors, spare), previous.finished_key)
+    input_plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
+    return _checked(JobPlan(config, output, input_plan, retry_errors, spare), previous.finished_key)
 
 
 def plan_for_validation(config: JobConfig) -> JobPlan:

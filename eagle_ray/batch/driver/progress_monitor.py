@@ -113,8 +113,10 @@ class UsageMeter:
         now: seconds of any steady clock.
     """
 
-    def __init__(self, fewest: int, most: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float):
-        self._fewest, self._most, self._num_gpus = fewest, most, num_gpus
+    def __init__(
+        self, min_workers: int, max_workers: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float
+    ):
+        self._min_workers, self._max_workers, self._num_gpus = min_workers, max_workers, num_gpus
         self._now = now
         before = {"elapsed_s": 0.0, "worker_s": 0.0} if earlier is None else earlier.get(USAGE)
         self._is_known = before is not None  # not after an attempt of a version that did not count
@@ -125,7 +127,7 @@ class UsageMeter:
         """Count the time since the last update. num_ready: workers that have reported, restarted ones included."""
         seconds, self._now = now - self._now, now
         self._elapsed_s += seconds
-        self._worker_s += seconds * min(max(num_ready, self._fewest), self._most)
+        self._worker_s += seconds * min(max(num_ready, self._min_workers), self._max_workers)
 
     def usage(self) -> dict[str, float] | None:
         """Return the seconds so far, or None if an earlier attempt's are not known."""

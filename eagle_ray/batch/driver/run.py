@@ -79,12 +79,12 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 
 def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     """Do what run_job does. Raises IndexDamaged, too."""
-    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as held:
-        if (missing := held.missing()) is not None:
+    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as claimed:
+        if (missing := claimed.missing()) is not None:
             from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
 
-            execute(held, missing)
-        return settle(held)
+            execute(claimed, missing)
+        return settle(claimed)
 
 
 def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> RunResult:
@@ -96,7 +96,7 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         summary, output = run_job(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             log_error_rows(output, num_errors)
-        return f"{run_table(summary)}\n{_places(config, output)}"
+        return f"{run_table(summary)}\n{_locations(config, output)}"
 
     ending = ending_of(work, config.logging.level)
     rows, errors = _counts(config, ending, began)
@@ -106,15 +106,15 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
     return replace(ending, rows=rows, errors=errors)
 
 
-def _places(config: JobConfig, output: StoragePath) -> str:
+def _locations(config: JobConfig, output: StoragePath) -> str:
     """Return where the rows and the numbers of a finished run are, and for a shard what comes next."""
     files = "**/*.parquet" if config.output.partition_by else "*.parquet"
-    places = f"rows in {data_of(output).display_path}/{files}, these numbers in {output.display_path}/{SUMMARY}"
+    locations = f"rows in {data_of(output).display_path}/{files}, these numbers in {output.display_path}/{SUMMARY}"
     if config.execution.shard is None:
-        return places
+        return locations
     shard = JobShard.of(config.execution.shard)
     root = root_of(output).display_path
-    return f"{places}\nshard {shard} is complete. Once all {shard.count} are: eagle-ray finish {root}"
+    return f"{locations}\nshard {shard} is complete. Once all {shard.count} are: eagle-ray finish {root}"
 
 
 def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int | None, int | None]:

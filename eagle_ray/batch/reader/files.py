@@ -118,7 +118,7 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
 
     allow_unfinished: of a pattern run:DIR, also read the files of a run that is not finished. Raises ConfigError.
     """
-    found: dict[StoragePath, InputFile] = {}
+    inputs: dict[StoragePath, InputFile] = {}
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if any(map(is_run, patterns)):
         format_ = _run_format(patterns, format_)
@@ -130,16 +130,16 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
         if not files:
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
         for location, version in files.items():
-            found.setdefault(location, _input_file(location, version, root, format_))
+            inputs.setdefault(location, _input_file(location, version, root, format_))
         if "=" in root.name and not is_run(pattern):
             log.warning(
                 "input.path: %s is in the path that is given, so it is no column. For one, give the directory above "
                 "it, or a glob with a wildcard there.",
                 root.name,
             )
-    if partitions := dict.fromkeys(name for file in found.values() for name in file.partitions):
+    if partitions := dict.fromkeys(name for file in inputs.values() for name in file.partitions):
         log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
-    return tuple(found.values())
+    return tuple(inputs.values())
 
 
 def is_run(pattern: str) -> bool:

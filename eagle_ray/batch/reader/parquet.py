@@ -93,10 +93,10 @@ def _converter(type_: pa.DataType) -> Convert | None:
 def _struct_converter(type_: pa.StructType) -> Convert:
     """Return what leaves a struct's nulls out, but the content of a message: an assistant's null is OpenAI's form."""
     converters = {field.name: _converter(field.type) for field in type_}
-    kept = {"content"} if "role" in converters else set()
+    nullable = {"content"} if "role" in converters else set()
 
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        present = {name: item for name, item in value.items() if item is not None or name in kept}
+        present = {name: item for name, item in value.items() if item is not None or name in nullable}
         return {name: _converted(item, converters[name]) for name, item in present.items()}
 
     return convert
@@ -112,15 +112,15 @@ def batches_in_parquet(
     """
     names = parquet.schema_arrow.names
     read = [name for name in dict.fromkeys(needed) if name in names]
-    kept = [name for name in dict.fromkeys(carried) if name in names]
-    columns = list(dict.fromkeys([*read, *kept]))
+    carried_names = [name for name in dict.fromkeys(carried) if name in names]
+    columns = list(dict.fromkeys([*read, *carried_names]))
     if not columns:  # pyarrow reads no rows of no columns
         num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
         yield from ((_empty_rows(n), pa.record_batch({})) for n in _batch_sizes(num_rows))
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
         rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else _empty_rows(batch.num_rows)
-        yield _without_bad_text(rows, batch.select(kept))
+        yield _without_bad_text(rows, batch.select(carried_names))
 
 
 def _empty_rows(number: int) -> list[InputRow]:
@@ -138,12 +138,12 @@ def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[li
         column = carried.column(index)
         if _is_valid(column):
             continue
-        kept = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
-        for place in (place for place, row in enumerate(kept) if row is None):
+        valid_rows = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
+        for place in (place for place, row in enumerate(valid_rows) if row is None):
             error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
             row = rows[place]
             rows[place] = error if isinstance(row, RequestError) else row | {UNCARRIED: error}
-        carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
+        carried = carried.set_column(index, name, column.take(pa.array(valid_rows, pa.int64())))
     return rows, carried
 
 
@@ -210,23 +210,23 @@ def batches_in_run(
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
     """Yield batches: the needed columns as rows, and the carried ones as they are. An error row is a bad row."""
     schema, partitions = run_schema(parquet, path), partition_types(parquet.schema_arrow)
-    kept = [name for name in dict.fromkeys(carried) if name in schema.names]
+    carried_names = [name for name in dict.fromkeys(carried) if name in schema.names]
     wanted = [name for name in dict.fromkeys(needed) if name in schema.names]
-    stored = [name for name in dict.fromkeys([*_READ, *wanted, *kept]) if name in parquet.schema_arrow.names]
+    stored = [name for name in dict.fromkeys([*_READ, *wanted, *carried_names]) if name in parquet.schema_arrow.names]
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=stored):
         table = with_partition_columns(pa.Table.from_batches([batch]), partitions, path)
         rows = [_input_row(row, wanted) for row in arrow_rows(table)]
-        columns = table.select(kept).combine_chunks().to_batches()
-        yield rows, columns[0] if kept else pa.record_batch({})
+        columns = table.select(carried_names).combine_chunks().to_batches()
+        yield rows, columns[0] if carried_names else pa.record_batch({})
 
 
 def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
-    found: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
+    input_row: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
     if row["status"] != "ok":
-        found["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
-    if isinstance(found.get("messages"), str):
-        found["messages"] = _messages_of(found["messages"])
-    return found
+        input_row["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
+    if isinstance(input_row.get("messages"), str):
+        input_row["messages"] = _messages_of(input_row["messages"])
+    return input_row
 
 
 def _messages_of(text: str) -> Any:

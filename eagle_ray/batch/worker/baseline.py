@@ -97,8 +97,10 @@ class BaselineComparison:
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
         turn = Timing({PLAIN: self._plain_engine}).round(partial(self._sequences, rows))
-        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)]
-        differing = [difference for difference in found if difference is not None]
+        differences = [
+            self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)
+        ]
+        differing = [difference for difference in differences if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
     def _sequences(self, rows: list[ChosenRow], engine_name: str) -> list[Sequence]:

@@ -93,8 +93,8 @@ class CrashLog:
 
     def suspects(self, ids: Iterable[str]) -> dict[str, int]:
         """Return the number of crashes of those rows that are suspects."""
-        found = ((id, self.records[id]) for id in ids if id in self.records)
-        return {id: record.num_crashes for id, record in found if not record.is_final}
+        recorded = ((id, self.records[id]) for id in ids if id in self.records)
+        return {id: record.num_crashes for id, record in recorded if not record.is_final}
 
 
 class CrashingEngine(Protocol):
@@ -155,8 +155,10 @@ class Isolation:
         suspects = self._log.suspects(ids)
         if len(suspects) < len(ids) or not ids:
             return _without(ids, suspects)
-        fewest = min(suspects.values())
-        return [id for id, crashes in suspects.items() if crashes == fewest][: max_group_size(fewest, self._slots)]
+        min_crashes = min(suspects.values())
+        return [id for id, crashes in suspects.items() if crashes == min_crashes][
+            : max_group_size(min_crashes, self._slots)
+        ]
 
     async def _run_group(self, batch: pa.Table, ids: list[str]) -> pa.Table | None:
         """Return the answers, or None if the engine crashed, meanwhile or before."""
@@ -232,8 +234,8 @@ def _without(ids: list[str], others: Iterable[str]) -> list[str]:
 def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
     """Sort rows into the order of the batch; the samples of a request keep their order."""
     place = {id: i for i, id in enumerate(ids)}
-    places = [place[id] for id in answers["request_id"].to_pylist()]
-    return answers.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64())).combine_chunks()
+    order = [place[id] for id in answers["request_id"].to_pylist()]
+    return answers.take(pa.array(sorted(range(len(order)), key=order.__getitem__), pa.int64())).combine_chunks()
 
 
 @dataclass(slots=True)
@@ -304,13 +306,13 @@ def classify_error(error: Exception) -> Fault:
     cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
     if isinstance(cause, UnfitDevice):
         return Fault(str(cause), is_local=True)
-    told = _told(cause)
-    if OUT_OF_MEMORY.search(told):
-        return Fault(f"its memory is too small ({told}): {SMALLER}", is_local=True, is_transient=True)
-    if DEVICE.search(told):
-        return Fault(f"device fault ({told}): {LOOK}", is_local=True, is_transient=True)
+    message = _message_of(cause)
+    if OUT_OF_MEMORY.search(message):
+        return Fault(f"its memory is too small ({message}): {SMALLER}", is_local=True, is_transient=True)
+    if DEVICE.search(message):
+        return Fault(f"device fault ({message}): {LOOK}", is_local=True, is_transient=True)
     is_disk_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
-    return Fault(_told(error), is_local=is_disk_full, is_transient=_may_pass(cause))
+    return Fault(_message_of(error), is_local=is_disk_full, is_transient=_may_pass(cause))
 
 
 def as_config_error(error: Exception) -> Exception:
@@ -329,7 +331,7 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno is not None and outcome_of(error).is_transient
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return the first line, with the class name for errors of other libraries."""
     reason = str(error).strip().partition("\n")[0]
     return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

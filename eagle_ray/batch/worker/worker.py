@@ -107,9 +107,9 @@ class Worker:
     async def answer(self, requests: pa.Table) -> pa.Table:
         """Return one row per sample and turn of each request, in order. Raises EngineError once the engine is dead."""
         columns = [*REQUEST.names, *(name for name in self._carried if name == CATEGORY)]
-        asked = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
-        answers = await asyncio.gather(*(self._answer(request) for request in asked))
-        table = self._tables(asked, answers)
+        parsed = [Request.of_row(row) for row in requests.select(columns).to_pylist()]
+        answers = await asyncio.gather(*(self._answer(request) for request in parsed))
+        table = self._tables(parsed, answers)
         request_of_row = [i for i, rows in enumerate(answers) for _ in rows]
         carried = requests.select(self._carried).take(pa.array(request_of_row, pa.int64()))
         for name in self._carried:
@@ -263,10 +263,10 @@ class StartCache:
         """Add the run's costs and kernels to this machine's."""
         with self._ignoring_errors():
             self._run.check_current()
-            for file, found in self._directory.list_versions("*").items():
-                self._versions[file.name] = found.version
+            for file, stamp in self._directory.list_versions("*").items():
+                self._versions[file.name] = stamp.version
                 if file.name == self._kernels or file.name.startswith(COSTS):
-                    self._take(file, found.size)
+                    self._take(file, stamp.size)
         if self._taken:
             names = ", ".join(sorted(self._taken))
             log.info("what earlier starts measured or compiled is read from %s: %s", self._directory, names)
@@ -298,9 +298,9 @@ class StartCache:
         """Write a file whole, unless another worker has written it since."""
         if name in self._taken or not 0 < len(data) <= MAX_BYTES:
             return
-        file, found = self._directory / name, self._versions.get(name)
-        if found is not None:
-            file.replace(data, found, self._run.check_current)
+        file, stamp = self._directory / name, self._versions.get(name)
+        if stamp is not None:
+            file.replace(data, stamp, self._run.check_current)
         elif not file.exists():
             file.create(data, self._run.check_current)
 
