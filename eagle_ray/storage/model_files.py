@@ -62,7 +62,7 @@ def check_files(directory: Path) -> None:
         read_object(directory, name)
 
 
-def check_weights(directory: Path) -> None:
+def check_weight_files(directory: Path) -> None:
     """Raise EngineError if a file of a target's weights is a Git LFS pointer."""
     weights = (sorted(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     check_no_pointers(next((files for files in weights if files), []))

@@ -53,14 +53,14 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
     output = output_of(config)
     directory = output.parent / f"{output.name}.input"
     with wrap_os_errors(directory):
-        write_rows(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
+        write_input_files(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
     run_job(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 
 
-def write_rows(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
+def write_input_files(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
     """Write the rows in order as files of ROWS_PER_FILE rows; files with other content are replaced."""
     dataset.context.execution_options.preserve_order = True
     directory.make_directory()

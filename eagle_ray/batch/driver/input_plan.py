@@ -358,7 +358,7 @@ def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice,
     return tuple(first_slices)
 
 
-def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
+def locate_ids(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """Return the sorted digests of these ids and their positions in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
         request_id = id_of(row, plan.reader.columns, location)
@@ -369,7 +369,7 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
 def sample_ids(ids: Digests, plan: InputPlan) -> str:
     """Return the first of these ids as text, for a message."""
     names: list[str] = []
-    for name, _ in ids_in(plan, np.sort(ids)):
+    for name, _ in locate_ids(plan, np.sort(ids)):
         if len(names) == MAX_NAMES:
             return ", ".join([*names, "..."])
         names.append(name)
@@ -379,7 +379,7 @@ def sample_ids(ids: Digests, plan: InputPlan) -> str:
 def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:
     """Raise ConfigError naming both locations of an id that occurs twice."""
     locations: dict[str, RowLocation] = {}
-    for request_id, location in ids_in(plan, duplicate_ids):
+    for request_id, location in locate_ids(plan, duplicate_ids):
         if request_id in locations:
             raise _duplicate_error(request_id, locations[request_id], location)
         locations[request_id] = location

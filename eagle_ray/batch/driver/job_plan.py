@@ -50,9 +50,17 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Join the cluster and check the models, unless they were checked. Raises ConfigError if they cannot work."""
-        if not self.spare.is_checked:
-            check_models(self.config, self.spare)
+        """Check the models while the cluster is joined, unless they were checked.
+
+        Raises ConfigError if they cannot work here.
+        """
+        if self.spare.is_checked:
+            return
+        self.spare.start(self.config)
+        join_cluster(self.config)
+        import ray.data  # noqa: F401  # a second, while the models are checked
+
+        self.spare.check_models()
 
     def log_settings(self) -> None:
         """Log what a user may not expect of the rows that will be generated."""
@@ -91,15 +99,6 @@ def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
         plan.partitions.check_values(request_rows(plan.input))
     check_not_run_output(plan.input.files, root_of(plan.output))
     return plan
-
-
-def check_models(config: JobConfig, spare: SpareEngine) -> None:
-    """Raise ConfigError for models that cannot work here. Meanwhile the cluster is joined."""
-    spare.start(config)
-    join_cluster(config)
-    import ray.data  # noqa: F401  # a second, while the models are checked
-
-    spare.check_models()
 
 
 def join_cluster(config: JobConfig) -> None:

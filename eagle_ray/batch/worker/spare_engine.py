@@ -47,7 +47,7 @@ from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import ClusterError
 
 log = logging.getLogger("eagle_ray")
-COMMAND = f"from {__name__} import main; main()"
+COMMAND = f"from {__name__} import run_spare; run_spare()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 STREAMS = [1, 2]  # stdout and stderr
@@ -203,7 +203,7 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
     return CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
 
 
-def main() -> None:
+def run_spare() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
     with socket.socket(fileno=os.dup(driver.fileno())) as end:
