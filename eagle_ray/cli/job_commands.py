@@ -19,9 +19,9 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from eagle_ray.cli.demo import run_demo
-    from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.storage.path import named_path
 
-    return run_demo(parse_run_path(args.output))
+    return run_demo(named_path("-o", args.output))
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +99,10 @@ def add_finish(parser: argparse.ArgumentParser) -> None:
 
 def _finish(args: argparse.Namespace) -> int:
     from eagle_ray.batch.driver.finish import finish_shards, finish_text
-    from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.storage.path import named_path
 
     configure_logging("info")
-    summary = finish_shards(parse_run_path(args.run), args.input, args.limit)
+    summary = finish_shards(named_path("RUN", args.run), args.input, args.limit)
     print(json.dumps(summary, indent=2) if args.json else finish_text(summary))
     return 0
 

@@ -27,10 +27,10 @@ def _status(args: argparse.Namespace) -> int:
         status_of,
         status_text,
     )
-    from eagle_ray.cli.report_run import parse_run_path
     from eagle_ray.runs.layout import read_shard_plan
+    from eagle_ray.storage.path import named_path
 
-    run = parse_run_path(args.run)
+    run = named_path("RUN", args.run)
     if read_shard_plan(run):
         print((sharded_status_json if args.json else sharded_status_text)(run))
     else:
@@ -54,9 +54,10 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     from eagle_ray.batch.driver.status import state_of
-    from eagle_ray.cli.report_run import parse_run_path, review, review_json, run_scores
+    from eagle_ray.cli.report_run import review, review_json, run_scores
+    from eagle_ray.storage.path import named_path
 
-    run = parse_run_path(args.run)
+    run = named_path("RUN", args.run)
     state_of(run)  # names what is wrong with it
     scores = run_scores(run, args.score, args.scores, args.pass_at, args.answer)
     print((review_json if args.json else review)(run, scores))
@@ -86,9 +87,10 @@ def _compare(args: argparse.Namespace) -> int:
         return _compare_methods(args)
     if len(args.runs) != 2 or of_methods:
         raise ConfigError("compare: give two runs and nothing of methods, or no run to compare methods on prompts")
-    from eagle_ray.cli.report_run import comparison, comparison_json, parse_run_path
+    from eagle_ray.cli.report_run import comparison, comparison_json
+    from eagle_ray.storage.path import named_path
 
-    print((comparison_json if args.json else comparison)(*map(parse_run_path, args.runs)))
+    print((comparison_json if args.json else comparison)(*(named_path("RUN", run) for run in args.runs)))
     return 0
 
 
@@ -116,8 +118,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from eagle_ray.cli.export import export
-    from eagle_ray.cli.report_run import parse_run_path
+    from eagle_ray.storage.path import named_path
 
-    if message := export(parse_run_path(args.run), args.to, args.output, args.partial, args.overwrite):
+    if message := export(named_path("RUN", args.run), args.to, args.output, args.partial, args.overwrite):
         print(message)
     return 0

@@ -32,21 +32,13 @@ from eagle_ray.report.text import run_table, side_by_side_table
 from eagle_ray.runs.layout import REPORT, RUN, SUCCESS, data_of
 from eagle_ray.runs.part_files import has_column, read_tables, stored_schema
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.path import StoragePath, named_path
 
 SCORE_COLUMNS = ("correct", "passed", "score")  # read without --score, the first one that is there
 ID, SAMPLE, TURN = "request_id", "sample_index", "turn_index"
 JUDGED_ID, JUDGED_SAMPLE = f"input_{ID}", f"input_{SAMPLE}"
 READERS = {".parquet": pq.read_table, ".jsonl": pyarrow.json.read_json, ".csv": pyarrow.csv.read_csv}
 Key = tuple[str, int]  # id, sample index
-
-
-def parse_run_path(text: str) -> StoragePath:
-    """Return the output directory that the user named. Raises ConfigError if it cannot be one."""
-    try:
-        return StoragePath.of(text)
-    except ValueError as error:
-        raise ConfigError(f"RUN: {error}") from None
 
 
 def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
@@ -178,10 +170,7 @@ def _score_column(names: Iterable[str], score: str | None, place: object) -> str
 
 def _scores_in(source: str, score: str | None) -> tuple[str, dict[Key, Any]]:
     """Return the score column of a judging run or a file, and its values by id and sample. Raises ConfigError."""
-    try:
-        path = StoragePath.of(source)
-    except ValueError as error:
-        raise ConfigError(f"--scores: {error}") from None
+    path = named_path("--scores", source)
     if (path / RUN).exists():
         return _scores_in_run(path, score)
     suffix = "." + path.name.rpartition(".")[2]

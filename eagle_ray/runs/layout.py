@@ -47,7 +47,7 @@ from eagle_ray.config.records import FingerprintsRecord, InputListRecord, Record
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
 from eagle_ray.runs.row_index import SIZE, Digests
-from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_json_bytes
 from eagle_ray.storage.store import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
@@ -132,10 +132,7 @@ def output_of(config: JobConfig) -> StoragePath:
 
     It is output.path, or the shard's directory below.
     """
-    try:
-        root = StoragePath.of(config.output.path)
-    except ValueError as error:
-        raise ConfigError(f"output.path: {error}") from None
+    root = named_path("output.path", config.output.path)
     return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import local, remote
 from eagle_ray.storage.store import (
     FileVersion,
@@ -211,6 +212,14 @@ class StoragePath:
         from eagle_ray.storage import s3  # its libraries take a second to import: local jobs do without
 
         return s3
+
+
+def named_path(name: str, text: str) -> StoragePath:
+    """Return the path that a key or a flag names. Raises ConfigError that begins with its name if it cannot be one."""
+    try:
+        return StoragePath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def write_json(file: StoragePath, value: Any, precondition: Precondition = None) -> None:

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from eagle_ray.cli import main as cli
-from eagle_ray.cli import report_run
 from eagle_ray.cli.main import check_address_space, out_of_memory_words
 from eagle_ray.runs.job_errors import ClusterUnfit
+from eagle_ray.storage import path
 
 KB = 1024
 LIMITED = """
@@ -67,7 +67,7 @@ def test_memory_that_runs_out_in_a_command_is_one_line_and_exit_5(monkeypatch, c
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(report_run, "parse_run_path", fail)
+    monkeypatch.setattr(path, "named_path", fail)
     assert cli.main(["status", "x"]) == 5
     said = capsys.readouterr().err
     assert said.startswith("eagle-ray: out of memory (") and said.count("\n") == 1

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any, cast
 
 import ray
@@ -42,7 +41,7 @@ from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
 from eagle_ray.runs.part_files import open_part
-from eagle_ray.runs.run import Run
+from eagle_ray.runs.run import Run, now_text
 from eagle_ray.storage.path import StoragePath, json_bytes
 from eagle_ray.storage.store import disable_extended_retries
 
@@ -284,7 +283,7 @@ class ProgressMonitor:
         return {
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
-            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "written_at": now_text(),
             "elapsed_s": round(now - self._started, 1),
             "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,

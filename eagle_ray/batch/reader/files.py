@@ -26,7 +26,7 @@ from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import DATA, INPUTS, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.runs.part_files import part_files, part_name, partition_values
-from eagle_ray.storage.path import CODECS, StoragePath, open_decompressed
+from eagle_ray.storage.path import CODECS, StoragePath, named_path, open_decompressed
 from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
 
 log = logging.getLogger("eagle_ray")
@@ -148,10 +148,7 @@ def is_run(pattern: str) -> bool:
 
 def run_directory(pattern: str) -> StoragePath:
     """Return the output directory that run:DIR names. Raises ConfigError."""
-    try:
-        return StoragePath.of(pattern.removeprefix(RUN_PREFIX))
-    except ValueError as error:
-        raise ConfigError(f"input.path: {pattern}: {error}") from None
+    return named_path(f"input.path: {pattern}", pattern.removeprefix(RUN_PREFIX))
 
 
 def _find_run_files(pattern: str, allow_unfinished: bool) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
@@ -187,10 +184,7 @@ def resolve_pattern(pattern: str) -> StoragePath:
         return EMBEDDED[pattern]
     if is_run(pattern):
         return data_of(run_directory(pattern))
-    try:
-        return StoragePath.of(pattern)
-    except ValueError as error:
-        raise ConfigError(f"input.path: {error}") from None
+    return named_path("input.path", pattern)
 
 
 def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
