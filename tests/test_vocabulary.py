@@ -37,11 +37,8 @@ kv
 lm_eval.py
 methods
 models
-requests
 sampling
-serve
 smollm2.py
-text
 training
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)

@@ -11,7 +11,7 @@ from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
-from eagle_ray.methods.eagle.head_decoder import head_forward
+from eagle_ray.methods.eagle.heads import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
