@@ -26,7 +26,6 @@ PENDING = """
 api
 assembly
 attention
-config
 core
 doctor
 engine
