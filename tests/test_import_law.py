@@ -65,6 +65,8 @@ MANY_IMPORTS = {  # module: how many it imports today; a number only falls
     "assembly.assemble": 27,
     "cli.main": 28,
     "cli.validate": 24,
+    "assembly.assemble": 26,
+    "engine.engine": 22,
     "methods.registry": 32,
 }
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
@@ -189,9 +191,8 @@ def test_no_torch_where_only_tables_and_settings_live(place):
 
 
 def test_a_process_that_reads_rows_does_not_load_torch():
-    program = (
-        "import sys, eagle_ray.batch.reader.source, eagle_ray.serve.batches.batch_input; print('torch' in sys.modules)"
-    )
+    modules = "eagle_ray.batch.reader.file_slices, eagle_ray.serve.batches.batch_input"
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
