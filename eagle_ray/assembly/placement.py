@@ -23,17 +23,16 @@ from transformers import PreTrainedModel
 from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
 from eagle_ray.assembly.hub import download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, reserved_bytes
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.methods.combine.parts import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.cpu_runtime import tune_num_threads
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.dtypes import auto_dtype
 from eagle_ray.models.loader import (
     CausalLM,
+    auto_dtype,
     decoder_layers,
     eos_ids,
     input_embedding,
@@ -42,6 +41,7 @@ from eagle_ray.models.loader import (
     set_eos_ids,
 )
 from eagle_ray.models.packed_linear import pack_linears, run_linears
+from eagle_ray.models.runtime import tune_num_threads
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")

@@ -133,6 +133,8 @@ METHODS = {
             "a block of tokens in one pass, as a tree by the products of its positions' distributions",
             "dflash",
             draft="a DFlash head, or a causal head of JetSpec",
+            check="checkpoint:meta_dflash",
+            load="checkpoint:load_dflash",
             is_candidate=True,
         ),
         Method(
@@ -158,6 +160,8 @@ METHODS = {
             "speculative sampling with an independent model, on EAGLE-2's dynamic tree",
             "draft_model",
             draft="a small causal LM of the target's vocabulary",
+            check="checkpoint:check_draft_model",
+            load="checkpoint:load_draft_model",
             is_candidate=True,
         ),
         Method(

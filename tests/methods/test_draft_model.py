@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.draft_model.checkpoint import check, load
+from eagle_ray.methods.draft_model.checkpoint import check_draft_model, load_draft_model
 from eagle_ray.methods.eagle.heads import DraftHead
 from tests.support.toy_models import llama
 
@@ -20,7 +20,7 @@ def published(tmp_path):
 
 @torch.inference_mode()
 def test_it_reads_tokens_and_no_features(published):
-    draft, plain = load(published, llama().config), llama(seed=4)
+    draft, plain = load_draft_model(published, llama().config), llama(seed=4)
     assert isinstance(draft, DraftHead)
     ids, positions = torch.tensor([[5, 9, 23, 40]]), torch.arange(4)[None]
     features = draft.project_features(torch.full((1, 4, 7), torch.nan))
@@ -30,7 +30,7 @@ def test_it_reads_tokens_and_no_features(published):
 
 def test_a_model_of_other_tokens_is_refused_with_both_numbers(published):
     with pytest.raises(EngineError, match="vocab_size is 97 and the target's is 98"):
-        check(published, llama(vocab_size=98).config)
+        check_draft_model(published, llama(vocab_size=98).config)
 
 
 def test_a_directory_that_holds_no_whole_model_is_refused(published):
@@ -39,7 +39,7 @@ def test_a_directory_that_holds_no_whole_model_is_refused(published):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(EngineError, match=r"not whole: missing model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(published, llama().config)
+        load_draft_model(published, llama().config)
     (published / "config.json").write_text(json.dumps({"hidden_size": 32}))
     with pytest.raises(EngineError, match="cannot be read"):
-        load(published, llama().config)
+        load_draft_model(published, llama().config)

@@ -1,6 +1,6 @@
 """DraftModel: an independent causal LM in a draft head's clothes, for speculative sampling (arXiv 2211.17192).
 
-    draft = load(path, target.config)
+    draft = DraftModel(load_draft_model(path, target.config))
     hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
 
 It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
@@ -20,6 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.heads import HeadForward, head_forward
+from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
 from eagle_ray.models.supported_models import (
     KVSpec,
@@ -69,6 +71,15 @@ class DraftModel(nn.Module):
         return self._finished(self.model.get_output_embeddings()(hidden))
 
 
+@head_forward.register
+def _(head: DraftModel) -> HeadForward:
+    """An independent causal LM, which reads the embeddings alone."""
+    decoder = Decoder.of(head.model)
+    if decoder is None:
+        return head_forward.dispatch(object)(head)
+    return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModelShape:
     """A draft model without its weights."""
@@ -80,15 +91,15 @@ class DraftModelShape:
         return ()
 
 
-def load(path: Path, target: PretrainedConfig) -> DraftModel:
+def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
     """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
     vocabulary.
     """
-    check(path, target)
+    check_draft_model(path, target)
     return DraftModel(load_causal_lm(path, torch.float32, "cpu"))
 
 
-def check(path: Path, target: PretrainedConfig) -> DraftModelShape:
+def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
     """Return the model by its config alone. Raises EngineError for an unknown family or other tokens than the
     target's.
     """

@@ -8,9 +8,14 @@ from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.drafter import EagleDrafter, make_drafter
 from eagle_ray.methods.eagle.heads import DraftHead
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
-from eagle_ray.planner.rank_acceptance import RankAcceptance
-from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
+from eagle_ray.planner.published_planners import (
+    RankAcceptance,
+    RulePlanner,
+    SequoiaPlanner,
+    StaticPlanner,
+    ddd_stops,
+    opt_tree_stops,
+)
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 

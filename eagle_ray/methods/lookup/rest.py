@@ -28,7 +28,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
 from eagle_ray.models.target import TargetModel
-from eagle_ray.storage.datastore import read_datastore
+from eagle_ray.storage.checked_parquet import read_datastore
 
 END = -1  # after each text
 Interval = tuple[int, int]  # places [first, last)
