@@ -35,7 +35,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.kernels.availability import why_not
-from eagle_ray.methods.combine.parts import drafts_of, feature_layers, make_drafter, make_planner
+from eagle_ray.methods.combine.parts import drafts_of, layers_read, make_drafter, make_planner
 from eagle_ray.methods.drafter import Drafter
 from eagle_ray.methods.method import AUTO
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
@@ -202,7 +202,7 @@ def _engine_of(
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     slots = plan.slots
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
-    layers = feature_layers(drafts_of(weights), config.num_hidden_layers)
+    layers = layers_read(drafts_of(weights), config.num_hidden_layers)
     target = TargetModel(causal_lm, slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])

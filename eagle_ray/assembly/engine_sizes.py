@@ -17,7 +17,7 @@ from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.parts import feature_layers
+from eagle_ray.methods.combine.parts import layers_read
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import plans_alone
@@ -204,7 +204,7 @@ class EngineSizes:
             hidden_size=shape.hidden_size,
             layer_kv=layer_kv,
             kv=shape.num_hidden_layers * layer_kv + sum(map(_kv_numbers, parts)),
-            feature=shape.hidden_size * len(feature_layers(parts, shape.num_hidden_layers) or [0]),
+            feature=shape.hidden_size * len(layers_read(parts, shape.num_hidden_layers) or [0]),
             num_drafters=len(parts),
             drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,

@@ -29,7 +29,7 @@ from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.parts import check_drafts, drafts_of, feature_layers
+from eagle_ray.methods.combine.parts import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
@@ -130,7 +130,7 @@ class MemoryPlan:
         if not on_gpu:
             return cls.of(sizes, lengths, target, draft, None).sized(slots, kv_tokens)
         if "auto" in (slots, kv_tokens):
-            of_pass = profile_pass(causal_lm, feature_layers(parts, shape.num_hidden_layers), prefill_tokens)
+            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
         else:
             of_pass = _estimated_pass(shape, dtype.itemsize, prefill_tokens)
         torch.cuda.empty_cache()

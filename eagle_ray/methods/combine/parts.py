@@ -2,7 +2,7 @@
 
 check_drafts(method, paths, target_config)                      # from headers, before anything is started
 weights = load_drafts(method, paths, target_config)             # of model.draft, if the method reads one
-target = TargetModel(..., feature_layers=feature_layers(drafts_of(weights), num_layers))
+target = TargetModel(..., feature_layers=layers_read(drafts_of(weights), num_layers))
 drafter = make_drafter(speculative, target, weights)
 planner = make_planner(speculative, drafter)                    # if the method decides its tree
 """
@@ -68,7 +68,7 @@ def _check_features(drafts: Sequence[LoadedDraft], num_layers: int) -> None:
         )
 
 
-def feature_layers(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ...] | None:
+def layers_read(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ...] | None:
     """Return the layers of the target that the drafters read; None is the last hidden state.
 
     Args:
@@ -107,7 +107,7 @@ def _features_read(draft: LoadedDraft, drafts: Sequence[LoadedDraft], target: Ta
     own = draft.feature_layers(num_layers)
     if own is None:
         return torch.arange(width, device=device)
-    layers = feature_layers(drafts, num_layers) or ()
+    layers = layers_read(drafts, num_layers) or ()
     spans = [torch.arange(width, device=device) + width * layers.index(layer) for layer in own]
     return torch.cat(spans) if spans else torch.arange(0, device=device)
 
