@@ -9,7 +9,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
-from eagle_ray.evaluation.equivalence import compare, first_difference
+from eagle_ray.evaluation.method_comparison import compare, first_difference
 from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
