@@ -152,9 +152,12 @@ class Service:
             is_typed: see ``http_answers.typed_form``.
             client: the number of its API key.
         """
-        request, response = parsed, None
+        request: ChatRequest | CompletionRequest
+        response: ResponsesRequest | None = None
         if isinstance(parsed, ResponsesRequest):
             request, response = await self._readers.run(num_bytes, client, parsed.chat), parsed
+        else:
+            request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
