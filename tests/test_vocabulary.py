@@ -26,7 +26,6 @@ PENDING = """
 api
 assembly
 doctor
-evaluation
 gguf
 lm_eval.py
 methods

@@ -151,13 +151,13 @@ def load_method_weights(
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
     loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
-    found: dict[str, nn.Module | None] = {}
+    weights: dict[str, nn.Module | None] = {}
     for way in ways:
         key = (draft_requirement(way.speculative.method), way.drafts)
         if way.drafts and key not in loaded:
             loaded[key] = load_draft(way.model(model), way.speculative, causal_lm)
-        found[way.name] = loaded.get(key)
-    return found
+        weights[way.name] = loaded.get(key)
+    return weights
 
 
 def _without_value(engine: Engine, speculative: SpeculativeConfig) -> None:
@@ -225,6 +225,6 @@ def expanded(tree: DraftTree, width: int) -> Bool[Tensor, "B N"]:
     keep = tree.depths == 0
     for depth in range(1, int(tree.depths.max()) + 1):
         here: Bool[Tensor, "B N"] = (tree.depths == depth) & tree.valid
-        places: Int[Tensor, "B N"] = ranks(tree.log_values.masked_fill(~here, -torch.inf))
-        keep = keep | (here & (places < width))
+        order: Int[Tensor, "B N"] = ranks(tree.log_values.masked_fill(~here, -torch.inf))
+        keep = keep | (here & (order < width))
     return keep & tree.valid

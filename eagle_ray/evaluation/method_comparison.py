@@ -130,10 +130,10 @@ def rounds(
     for engine in engines.values():
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
-        yield timing.round(partial(_asked, group, temperature), task)
+        yield timing.round(partial(_sequences, group, temperature), task)
 
 
-def _asked(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
+def _sequences(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
     return [question.at(temperature) for question in group]
 
 

@@ -132,7 +132,7 @@ class SteadyQueue:
     ):
         self._engine, self._requests, self._meter = engine, requests, meter
         self._size = in_flight or engine.counters.num_slots
-        self._most = in_flight or engine.counters.num_slots + AHEAD
+        self._max_unfinished = in_flight or engine.counters.num_slots + AHEAD
         self._added: list[Sequence] = []
         self._unfinished = 0
         self._mixed, engine.mixed_prefill = engine.mixed_prefill, False
@@ -147,8 +147,8 @@ class SteadyQueue:
         while sum(bool(s.output_ids) for s in self._added) < self._size:
             self._step()
 
-    def window(self, num_tokens: int, most_seconds: float, first: Planner | None = None) -> Sample:
-        """Until num_tokens more are committed, or most_seconds are over; at least a step.
+    def window(self, num_tokens: int, max_seconds: float, first: Planner | None = None) -> Sample:
+        """Until num_tokens more are committed, or max_seconds are over; at least a step.
 
         first: plans a step before it, whose tokens are among num_tokens but not in the sample.
         """
@@ -158,7 +158,7 @@ class SteadyQueue:
         before = self._totals()
         while True:
             self._step()
-            if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + most_seconds:
+            if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + max_seconds:
                 return self._totals() - before
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class SteadyQueue:
         self._engine.mixed_prefill = self._mixed
 
     def _step(self) -> None:
-        while self._unfinished < self._most:
+        while self._unfinished < self._max_unfinished:
             self._added.append(next(self._requests))
             self._engine.add(self._added[-1])
             self._unfinished += 1
@@ -306,10 +306,10 @@ class RecordedTree:
         """Return the nodes on the path of the sequence's output, without the root."""
         path, at = [], 0
         for token in output_ids[self.num_outputs :]:
-            found = [i for i, parent in enumerate(self.parents) if parent == at and self.tokens[i] == token]
-            if not found or not self.verified[found[0]]:
+            children = [i for i, parent in enumerate(self.parents) if parent == at and self.tokens[i] == token]
+            if not children or not self.verified[children[0]]:
                 break
-            at = found[0]
+            at = children[0]
             path.append(at)
         return path
 
