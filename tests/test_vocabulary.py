@@ -32,13 +32,10 @@ evaluation
 gguf
 lm_eval.py
 methods
-requests
 runs
 sampling
-serve
 smollm2.py
 storage
-text
 training
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)

@@ -23,8 +23,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.layout import DATA
 from eagle_ray.runs.part_files import read_tables
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.training.job.chat_mask import user_turn_prefix
-from eagle_ray.training.job.conversations import TextSource, prompts_of
+from eagle_ray.training.job.conversations import TextSource, prompts_of, user_turn_prefix
 
 log = logging.getLogger("eagle_ray")
 PROMPTS, ANSWERS, USER_TURNS = "prompts.jsonl", "answers", "user_turns"

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionParams, NumberedLayer, causal_attention
@@ -214,7 +214,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
         raise EngineError(f"{name} does not route attention through transformers' attention interface")
     watch = model.base_model.register_forward_hook(lambda *call: hidden.append(call[2].last_hidden_state))
     model.set_attn_implementation(EXAMINED)
-    device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     ids = torch.tensor([[1, 2]], device=device)  # not the one that padding may have made zero
     try:
         with torch.no_grad():

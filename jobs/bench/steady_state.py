@@ -35,8 +35,8 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.verify import VerifyStepOutput
 from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears

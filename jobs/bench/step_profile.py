@@ -31,8 +31,8 @@ from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.methods.calibration import Offers
 from eagle_ray.methods.candidate_ranker import CandidateRanker
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models import decoder
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears

@@ -10,8 +10,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner

@@ -33,8 +33,8 @@ from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
-from tests.engine.test_host_syncs import TO_HOST
-from tests.models.test_placement import fake_to, fake_zeros
+from tests.support.families import fake_to, fake_zeros
+from tests.support.operations import TO_HOST
 from tests.support.toy_models import head, head3, llama
 
 DEVICE = torch.device("cpu:1")

@@ -23,13 +23,12 @@ from eagle_ray.planner import plan_search
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from tests.engine.test_graphs import E3, SLOTS, OffAndOn, jobs
-from tests.engine.test_host_syncs import WatchCopies, WatchOperations, watched_step
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, some_params, some_prompts
+from tests.support.operations import WatchCopies, WatchOperations, watched_step
 from tests.support.toy_models import head3, llama_engine, run
 
 TREE = (12, 4, 4)

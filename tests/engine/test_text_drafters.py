@@ -23,7 +23,7 @@ from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
+from tests.support.engines import Oracle, Whimsical, differing, some_params
 from tests.support.toy_models import Roomy, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]

@@ -21,7 +21,7 @@ from eagle_ray.kernels.fused_layer import commit
 from eagle_ray.kernels.topk import log_probs_of
 from eagle_ray.kernels.sample import sample_rows
 from eagle_ray.kernels.topk import Push, top_k
-from tests.kernels.launches import resources
+from tests.support.kernel_compiler import resources
 
 dtype, capability, most = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "all"
 logits, whole = torch.zeros(4, 128256, dtype=dtype), torch.zeros(4, dtype=torch.int64)

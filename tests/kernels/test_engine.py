@@ -24,9 +24,9 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_host_syncs import WatchCopies, WatchOperations
-from tests.kernels.test_tree_attention import trees_of
+from tests.support.forests import trees_of
 from tests.support.kernels import DEVICE, compile_fails
+from tests.support.operations import WatchCopies, WatchOperations
 from tests.support.toy_models import llama_engine, run
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]

@@ -6,8 +6,7 @@ import torch
 from eagle_ray.attention.metadata import AttentionShape, Rotary
 from eagle_ray.kernels import fused_layer, layer_ops
 from eagle_ray.models.target import TargetModel
-from tests.models.test_decoder import COVERED
-from tests.support.families import CHUNKS, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
+from tests.support.families import CHUNKS, COVERED, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama

@@ -25,11 +25,7 @@ from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_drafters import check_lossless, oracle_of
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.methods.test_eagle import path
-from tests.methods.test_medusa import PROMPTS, Recording
-from tests.support.dflash_checkpoints import (
+from tests.support.checkpoints import (
     MASK,
     VOCAB,
     published_head,
@@ -38,7 +34,9 @@ from tests.support.dflash_checkpoints import (
     tensors_of,
     zlab_config,
 )
+from tests.support.engines import Whimsical, check_lossless, oracle_of, some_params, some_prompts
 from tests.support.toy_models import best, llama, run
+from tests.support.trees import PROMPTS, Recording, path
 
 DEPTH = 4
 BOUNDS = TreeBounds(20, DEPTH, 4)

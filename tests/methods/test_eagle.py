@@ -14,6 +14,7 @@ from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.support.toy_models import head, head3, llama, llama_engine
+from tests.support.trees import path
 
 
 @pytest.mark.parametrize("generation", ["EAGLE-2", "EAGLE-3"])
@@ -87,17 +88,6 @@ class Scripted(UniformPlanner):
     def allocate(self, draft, plan, batch):
         self.drafts.append(draft)
         return Allocation(draft.tree.depths == 0, 1, len(batch))
-
-
-def path(tree, b, node):
-    """Tokens from the root's child down to node, and its conditional log-probability at each of them."""
-    tokens, values = [], []
-    while node > 0:
-        parent = int(tree.parents[b, node])
-        tokens.insert(0, int(tree.tokens[b, node]))
-        values.insert(0, float(tree.log_values[b, node] - tree.log_values[b, parent]))
-        node = parent
-    return tokens, values
 
 
 def chained(eagle, target, tokens, features, path_tokens):

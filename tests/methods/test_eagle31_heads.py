@@ -22,11 +22,10 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.methods.eagle.checkpoint import head_config
+from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.eagle.head_decoder import head_forward
-from eagle_ray.methods.eagle.heads import Eagle3Head
-from eagle_ray.methods.head_files import load_head, meta_head, save_head
+from eagle_ray.methods.eagle.heads import Eagle3Head, head_forward
+from eagle_ray.methods.head_files import save_head
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan

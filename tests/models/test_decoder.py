@@ -11,7 +11,7 @@ from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
-from eagle_ray.methods.eagle.head_decoder import head_forward
+from eagle_ray.methods.eagle.heads import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
@@ -20,8 +20,8 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.families import (
     CHUNKS,
+    COVERED,
     FAMILIES,
-    LLAMA3_ROPE,
     PROMPTS,
     SLOTS,
     assert_trees_equal,
@@ -34,15 +34,6 @@ from tests.support.families import (
 )
 from tests.support.toy_models import head, head3, llama, llama_engine, run
 
-COVERED = {
-    "llama": config_of("llama", attention_bias=True, mlp_bias=True),
-    "llama3 rope": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16, tie_word_embeddings=True),
-    "mistral": FAMILIES["mistral"],
-    "qwen2": FAMILIES["qwen2"],
-    "qwen2 yarn": FAMILIES["deepseek distilled qwen"],
-    "qwen3": FAMILIES["qwen3"],
-    "one kv head": config_of("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=24),
-}
 needs_cpp = pytest.mark.skipif(
     not cpu_ops.available(torch.device("cpu"), torch.float32), reason="no compiled library: install with a C++ compiler"
 )

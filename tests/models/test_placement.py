@@ -15,7 +15,7 @@ from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, fake_to, fake_zeros, random_model, target_of
 from tests.support.toy_models import llama
 
 
@@ -75,21 +75,6 @@ def test_a_model_of_another_build_is_refused():
         model = llama()
         del model.model.norm
         layer_sizes(model)
-
-
-def fake_to(module: nn.Module, device: str) -> nn.Module:
-    """Module.to, which swaps tensors in place; fake ones cannot be swapped."""
-    for part in module.modules():
-        for key, weight in part._parameters.items():
-            part._parameters[key] = None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
-        for key, buffer in part._buffers.items():
-            part._buffers[key] = None if buffer is None else buffer.to(device)
-    return module
-
-
-def fake_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A cache's memory, not mapped from the machine's own."""
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the slow tests

@@ -16,7 +16,6 @@ from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elements_per_token, max_exact_position
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.support.families import (
     CHUNKS,
     FAMILIES,
@@ -32,6 +31,7 @@ from tests.support.families import (
     random_trees,
     target_of,
 )
+from tests.support.operations import WatchCopies, WatchOperations
 
 MIXED = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt_oss")]
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.head_files import load_dflash
 from tests.support.toy_models import LLAMA
 
 HIDDEN, VOCAB, HEADS, KV_HEADS, DIM, INNER = 32, 97, 4, 2, 8, 40

@@ -270,3 +270,6 @@ class Roomy(SimulatedPlanner):
     @property
     def with_room(self) -> list[StepOutcome]:
         return [outcome for outcome, roomy in zip(self.outcomes, self._roomy, strict=True) if roomy]
+
+
+TARGET_JSON = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}

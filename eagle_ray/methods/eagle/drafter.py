@@ -30,8 +30,7 @@ from eagle_ray.methods.candidate_ranker import RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
-from eagle_ray.methods.eagle.head_decoder import head_forward
-from eagle_ray.methods.eagle.heads import DraftHead
+from eagle_ray.methods.eagle.heads import DraftHead, head_forward
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
