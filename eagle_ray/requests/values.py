@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import response_format_text, schema_text
@@ -235,34 +235,19 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
+    """True or false. is_off: false alone, what a client may switch off and not on."""
+
     form: str = "true or false"
+    is_off: bool = False
     arrow = "bool"
 
     def check(self, value: Any) -> bool:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) or (value and self.is_off):
             raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True)
-class FlagOrCount(Kind):
-    """True or False, or a number of the likeliest tokens: how vLLM's Python API asks for log-probabilities."""
-
-    high: int
-    form: str = ""
-
-    def check(self, value: Any) -> bool | int:
-        if isinstance(value, bool):
-            return value
-        if not is_integer(value) or not 0 <= value <= self.high:
-            raise self.wrong(value)
-        return int(value)
-
-    def schema(self) -> Json:
-        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": self.high}]}
+        return ({"const": False} if self.is_off else {}) | {"type": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -424,14 +409,13 @@ class LogitBias(Kind):
 
 @dataclass(frozen=True)
 class JsonText(Kind):
-    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output.
-
-    Attributes:
-        text_of: returns the text of a value. Raises ValueError; one of the JSON itself is the reason of the WrongValue.
-    """
+    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output."""
 
     form: str = ""
-    text_of: ClassVar[Callable[[Any], Any]]
+
+    @abstractmethod
+    def text_of(self, value: Any) -> Any:
+        """Return the JSON text of a value. Raises ValueError; one of the JSON itself is a WrongValue's reason."""
 
     def check(self, value: Any) -> str:
         try:
@@ -447,7 +431,8 @@ class JsonText(Kind):
 
 @dataclass(frozen=True)
 class JsonSchema(JsonText):
-    text_of = staticmethod(schema_text)
+    def text_of(self, value: Any) -> Any:
+        return schema_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
@@ -461,7 +446,8 @@ class JsonSchema(JsonText):
 class ResponseFormat(JsonText):
     """OpenAI's response_format."""
 
-    text_of = staticmethod(response_format_text)
+    def text_of(self, value: Any) -> Any:
+        return response_format_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
@@ -542,21 +528,6 @@ class OneOf(Kind):
     def schema(self) -> Json:
         values = {"const": self.values[0]} if len(self.values) == 1 else {"enum": [*self.values]}
         return values | {"type": "string"}
-
-
-@dataclass(frozen=True)
-class No(Kind):
-    """False: what a client may switch off and not on."""
-
-    form: str = ""
-
-    def check(self, value: Any) -> bool:
-        if value is not False:
-            raise self.wrong(value)
-        return False
-
-    def schema(self) -> Json:
-        return {"const": False, "type": "boolean"}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.storage.storage_errors import FileDamaged, NotSupported
+from eagle_ray.storage.store import FileDamaged, NotSupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ MISMATCH = Outcome(6, "mismatch", "the output belongs to another job or is damag
 BUSY = Outcome(7, "busy", "another live driver writes this output")
 INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same command resumes")
 OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
+
+RESUME = "Run the same command again to resume."  # how most messages of a transient outcome end
 
 # Another attempt of the same command would end in them again.
 PERMANENT = frozenset({DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, MISMATCH})

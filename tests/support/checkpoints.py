@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.head_files import load_dflash
 from tests.support.toy_models import LLAMA
 
 RAW: dict[str, Any] = {  # of an EAGLE-1/2 head for `toy.llama`

@@ -29,7 +29,7 @@ from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
+from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
 START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
@@ -39,6 +39,7 @@ NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other 
 TELL_MEMORY_EVERY_S = 60.0
 MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
 ASK_GCS_EVERY_S = 5.0
+RESUME_ANYWHERE = f"{RESUME[:-1]}, on this cluster or another."
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
@@ -151,7 +152,7 @@ class RayMessages:
 
     def __init__(self) -> None:
         self.memory_kill_at: float | None = None
-        self._told_at = -math.inf
+        self._warned_at = -math.inf
 
     def receive(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
         """Log a raylet's message for debugging, and a lack of memory for the user."""
@@ -159,8 +160,8 @@ class RayMessages:
         log.debug("Ray: %s", text)
         if MEMORY_MESSAGE.search(text):
             self.memory_kill_at = time.monotonic()
-            if self.memory_kill_at - self._told_at > TELL_MEMORY_EVERY_S:
-                self._told_at = self.memory_kill_at
+            if self.memory_kill_at - self._warned_at > TELL_MEMORY_EVERY_S:
+                self._warned_at = self.memory_kill_at
                 log.warning("%s", NO_MEMORY)
 
     def lacks_memory(self, now: float) -> bool:
@@ -262,7 +263,7 @@ def check_alive() -> None:
         if name in gone:
             raise ClusterError(
                 f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
-                f"{node.get_logs_dir_path()}. Run the same command again to resume."
+                f"{node.get_logs_dir_path()}. {RESUME}"
             )
 
 
@@ -280,13 +281,13 @@ class GcsWatch:
 
     def __init__(self, address: str | None):
         self._address = address
-        self._answered_at = self._asked_at = time.monotonic()
+        self._answered_at = self._checked_at = time.monotonic()
 
     def check(self) -> None:
         """Raise ClusterError after LOST_AFTER_S without a response. Asks every ASK_GCS_EVERY_S."""
-        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+        if self._address is None or time.monotonic() - self._checked_at < ASK_GCS_EVERY_S:
             return
-        self._asked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
@@ -295,7 +296,7 @@ class GcsWatch:
             if time.monotonic() - self._answered_at > LOST_AFTER_S:
                 raise ClusterError(
                     f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
-                    f"({error}). Run the same command again to resume, on this cluster or another."
+                    f"({error}). {RESUME_ANYWHERE}"
                 ) from None
 
 
@@ -343,7 +344,7 @@ class RayletWatch:
             self._on_loss(
                 ClusterError(
                     f"the raylet of this driver's Ray node has ended ({path}; was the node lost, or out of memory?). "
-                    "Run the same command again to resume, on this cluster or another."
+                    f"{RESUME_ANYWHERE}"
                 )
             )
         except OSError as error:  # such as a socket of another user

@@ -32,7 +32,7 @@ from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.batch.reader.files import RUN_PREFIX, is_run
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import ClusterError
+from eagle_ray.runs.job_errors import RESUME, ClusterError
 
 CONFIG_FILE = "job.yaml"
 POLL_S = 1.0
@@ -74,10 +74,10 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
 def with_absolute_paths(config: JobConfig) -> JobConfig:
     """Return the configuration for another machine and directory: with absolute paths and its own cluster."""
     paths = config.input.path
-    found = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    absolute = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return config.model_copy(
         update={
-            "input": config.input.model_copy(update={"path": found[0] if isinstance(paths, str) else found}),
+            "input": config.input.model_copy(update={"path": absolute[0] if isinstance(paths, str) else absolute}),
             "output": config.output.model_copy(update={"path": _absolute(config.output.path)}),
             "execution": config.execution.model_copy(update={"ray_address": "auto"}),
         }
@@ -158,7 +158,7 @@ def _exit_code(client: Any, job: str) -> int:
     while not (info := _job_info(client, job)).status.is_terminal():
         time.sleep(POLL_S)
     if info.status == "STOPPED":
-        print(f"{job} was stopped. Run the same command again to resume.", flush=True)
+        print(f"{job} was stopped. {RESUME}", flush=True)
         return INTERRUPTED_EXIT_CODE
     if info.status == "SUCCEEDED":
         return 0
