@@ -498,7 +498,7 @@ CHAT: Mapping[str, Parameter] = {
     for row in (
         Parameter(
             "tools",
-            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
+            Checked(check_tools, {"type": "array", "items": _OBJECT}, form=TOOLS_FORM),
             [],
             "Functions that the answer may call, as in OpenAI's API.",
             Group.CHAT,
@@ -510,14 +510,14 @@ CHAT: Mapping[str, Parameter] = {
         ),
         Parameter(
             "tool_choice",
-            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
+            Checked(form=CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
             "auto",
             "None leaves the tools out of the prompt; required and a named tool force a call.",
             Group.CHAT,
             _CHAT_APIS,
             {
-                Api.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
-                Api.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
+                Api.CHAT: Either((_TEXT, AnyObject()), EMPTY, form=CHOICE_FORM),
+                Api.RESPONSES: Either((_TEXT, AnyObject()), EMPTY, form=RESPONSE_CHOICE_FORM),
             },
         ),
         Parameter(
@@ -530,7 +530,7 @@ CHAT: Mapping[str, Parameter] = {
         ),
         Parameter(
             "chat_template_kwargs",
-            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
+            Checked(check_template_kwargs, dict(_OBJECT), form=KWARGS_FORM),
             {},
             "Further values for the chat template. A row's or a request's names are added to the configuration's.",
             Group.CHAT,
@@ -600,8 +600,8 @@ STREAM_OPTIONS = Object(
             "accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
             "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells"
         ),
-        "continuous_usage_stats": Boolean("", is_off=True),
-        "include_obfuscation": Boolean("", is_off=True),
+        "continuous_usage_stats": Boolean(form="", is_off=True),
+        "include_obfuscation": Boolean(form="", is_off=True),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
     about="include_steps is this server's own.",
