@@ -359,10 +359,7 @@ class SamplingParams:
         "Words that an output may not have, as the tokenizer writes them at the beginning of a text and after a space. "
         "Other spellings are not found.",
         Group.CONTROL,
-        http=Texts(
-            max_items=MAX_ITEMS,
-            form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
-        ),
+        http=Texts(max_items=MAX_ITEMS, form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty"),
     )
     min_tokens: int = parameter(
         0,
@@ -397,25 +394,13 @@ class SamplingParams:
         "A JSON schema that an output must fit.",
         Group.FORM,
     )
-    json_object: bool = parameter(
-        False,
-        Boolean(),
-        "Whether an output must be a JSON object.",
-        Group.FORM,
-    )
+    json_object: bool = parameter(False, Boolean(), "Whether an output must be a JSON object.", Group.FORM)
     regex: str | None = parameter(
-        None,
-        Text(form="a regular expression"),
-        "A regular expression that an output must match.",
-        Group.FORM,
+        None, Text(form="a regular expression"), "A regular expression that an output must match.", Group.FORM
     )
     choice: list[str] | None = parameter(
         None,
-        Texts(
-            min_items=1,
-            takes_one=False,
-            form="a list of texts, none of them empty",
-        ),
+        Texts(min_items=1, takes_one=False, form="a list of texts, none of them empty"),
         "Texts of which an output must be one.",
         Group.FORM,
         http=Texts(
@@ -581,12 +566,7 @@ _LENGTH = Integer(1, form="an integer, 1 or more")
 _AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({api}) for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES))
 _AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Api.TOKENIZE}), frozenset({Api.DETOKENIZE})
 _PROMPT = Either(
-    (
-        _TEXT,
-        ListOf(_TEXT, min_items=1),
-        TokenIds(min_items=1),
-        ListOf(TokenIds(min_items=1), min_items=1),
-    ),
+    (_TEXT, ListOf(_TEXT, min_items=1), TokenIds(min_items=1), ListOf(TokenIds(min_items=1), min_items=1)),
     form="a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
 )
 METADATA = Metadata(16, 64, 512, form="an object of at most 16 texts: keys of 64, values of 512 characters")
