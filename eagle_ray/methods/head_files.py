@@ -36,6 +36,7 @@ ROPES = {  # what each way of stretching positions must say
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+OF_TARGET = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
 MAX_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config

@@ -105,7 +105,7 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
         return _generated(row, tokenizer)
     if tokenizer is None:
         raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids")
-    messages = messages_of(row)
+    messages = conversation_of(row)
     if messages is not None:
         return encode_conversation(tokenizer, messages)
     if isinstance(row.get("text"), str):
@@ -114,7 +114,7 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
     raise RequestError("no_text", "the row has none of messages, conversations, text and output_token_ids")
 
 
-def messages_of(row: Row) -> list[Row] | None:
+def conversation_of(row: Row) -> list[Row] | None:
     """Return a row's conversation as messages, or None if it has none. Raises RequestError for one that is wrong."""
     turns = row.get("messages")
     if isinstance(turns, str):
@@ -143,7 +143,7 @@ def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
     for number, row in enumerate(rows):
         identity = {"id": f"{number:08d}"}
         try:
-            messages = messages_of(row)
+            messages = conversation_of(row)
         except RequestError:
             continue
         if messages is not None:
@@ -174,7 +174,7 @@ def _generated(row: Row, tokenizer: Tokenizer | None) -> Document:
         if isinstance(row.get("prompt"), str):
             prompt = _encode_prompt(tokenizer, row["prompt"], row.get("prompt_tokens"))
         else:
-            messages = messages_of(row)
+            messages = conversation_of(row)
             if messages is None:
                 raise RequestError("no_prompt", "the row holds an output and no prompt (output.store_prompt)")
             prompt = tokenizer.encode_chat(messages)
