@@ -38,13 +38,10 @@ kv
 lm_eval.py
 methods
 models
-requests
 runs
 sampling
-serve
 smollm2.py
 storage
-text
 training
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)

@@ -25,7 +25,7 @@ from eagle_ray.cli.report_run import record_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
-from eagle_ray.requests.answers import COLUMNS, Spell, line_of
+from eagle_ray.requests.answers import COLUMNS, Spell, output_line
 from eagle_ray.runs.job_errors import JobError
 from eagle_ray.runs.layout import SUCCESS, SUMMARY, data_of, read_derived_record
 from eagle_ray.runs.output_index import OutputIndex
@@ -103,7 +103,7 @@ def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
                 f"--to openai-batch: the request {rows[0]['request_id']!r} has several turns, and a line of that "
                 "format holds one answer. Export the run with --to csv."
             )
-        yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
+        yield json.dumps(output_line(rows, spell), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:

@@ -35,7 +35,7 @@ from pydantic import (
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
-from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
@@ -230,7 +230,7 @@ class SpeculativeConfig(StrictModel):
 
 def _section_field(row: Parameter) -> tuple[Any, Any]:
     """Return the key of a row of the table, as pydantic makes fields."""
-    kind = row.kind_at(Door.JOB)
+    kind = row.kind_at(Api.JOB)
     return Annotated[Any, PlainValidator(kind.check)], Field(default=row.default, description=kind.form)
 
 
@@ -239,7 +239,7 @@ def _given(section: type[BaseModel], data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     rows = {**SAMPLING, **CHAT}
-    kinds = {name: rows[name].kind_at(Door.CHAT) for name in section.model_fields}
+    kinds = {name: rows[name].kind_at(Api.CHAT) for name in section.model_fields}
     return {name: value for name, value in data.items() if name not in kinds or not kinds[name].is_nothing(value)}
 
 

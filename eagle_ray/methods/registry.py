@@ -62,10 +62,15 @@ from eagle_ray.methods.method import (
     draft_requirement,
 )
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
-from eagle_ray.planner.rank_acceptance import RankAcceptance
-from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
+from eagle_ray.planner.published_planners import (
+    RankAcceptance,
+    RulePlanner,
+    SequoiaPlanner,
+    StaticPlanner,
+    ddd_stops,
+    opt_tree_stops,
+)
 from eagle_ray.storage.datastore import read_datastore
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 

@@ -5,7 +5,7 @@ A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of
 A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
 request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
-    line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
+    output_line(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 
 The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and in rows.
 
@@ -180,7 +180,7 @@ def metrics_of(stats: AcceptanceStats) -> Json:
     }
 
 
-def line_of(rows: list[Row], spell: Spell) -> Json:
+def output_line(rows: list[Row], spell: Spell) -> Json:
     """Return the line of one request.
 
     rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.

@@ -83,8 +83,8 @@ class KeyForRoutes:
         async def collect(message: Message) -> None:
             messages.append(message)
 
-        asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-        await self._app({**scope, **asked}, receive, collect)
+        probe = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await self._app({**scope, **probe}, receive, collect)
         return None if messages and messages[0].get("status") == 200 else messages
 
 

@@ -75,13 +75,13 @@ class ClientDisconnected(Exception):
     """The client disconnected; no one waits for the response."""
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """most: bytes. Raises ApiError, and ClientDisconnected where it breaks off."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """max_bytes: of the body. Raises ApiError, and ClientDisconnected where it breaks off."""
     _check_kind(request.headers)
-    if int(request.headers.get("content-length", 0)) > most:
-        raise body_too_large(most)
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise body_too_large(max_bytes)
     try:
-        return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
+        return await asyncio.wait_for(_whole(request, max_bytes), ARRIVES_WITHIN_S)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
     except ApiError:
@@ -90,12 +90,12 @@ async def read_body(request: Request, most: int) -> bytes:
         raise ClientDisconnected from None
 
 
-async def _whole(request: Request, most: int) -> bytes:
+async def _whole(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > most:
-            raise body_too_large(most)
+        if len(body) > max_bytes:
+            raise body_too_large(max_bytes)
     return bytes(body)
 
 
@@ -104,21 +104,21 @@ def _check_kind(headers: Mapping[str, str]) -> None:
 
     From elsewhere nothing said is JSON: only browsers name an origin.
     """
-    said = headers.get("content-type", "")
-    kind = said.partition(";")[0].strip().lower()
+    content_type = headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
     if (
         (kind or "origin" in headers)
         and kind != "application/json"
         and not (kind.startswith("application/") and kind.endswith("+json"))
     ):
-        raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
-    _check_charset(said)
+        raise ApiError(415, f"Content-Type must be application/json, got {content_type}", code="bad_content_type")
+    _check_charset(content_type)
     check_encoding(headers)
 
 
-def body_too_large(most: int) -> ApiError:
+def body_too_large(max_bytes: int) -> ApiError:
     """Return the error of a body with more bytes than `most`."""
-    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+    return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
@@ -129,9 +129,9 @@ def check_encoding(headers: Mapping[str, str]) -> None:
         raise ApiError(415, message, code="bad_content_encoding")
 
 
-def _check_charset(said: str) -> None:
+def _check_charset(content_type: str) -> None:
     """Raise ApiError if a content type says that the body is not UTF-8."""
-    _, options = parse_options_header(said)
+    _, options = parse_options_header(content_type)
     charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
     if charset not in CHARSETS:
         raise ApiError(

@@ -118,21 +118,21 @@ class ObjectScanner:
     def end(self, text: str) -> int | None:
         """Return the position after the object's last bracket, or None if the text does not have it yet."""
         while self._end is None and self._at < len(text):
-            found = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, self._at)
-            if found is None:
+            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, self._at)
+            if match is None:
                 self._at = len(text)
                 return None
-            if found[0] == "\\":
-                if found.end() == len(text):
-                    self._at = found.start()
+            if match[0] == "\\":
+                if match.end() == len(text):
+                    self._at = match.start()
                     return None
-                self._at = found.end() + 1
+                self._at = match.end() + 1
                 continue
-            self._at = found.end()
-            if found[0] == '"':
+            self._at = match.end()
+            if match[0] == '"':
                 self._is_in_string = not self._is_in_string
                 continue
-            self._depth += 1 if found[0] in "{[" else -1
+            self._depth += 1 if match[0] in "{[" else -1
             if self._depth <= 0:
                 self._end = self._at
         return self._end
@@ -221,15 +221,15 @@ class IncrementalParser(ABC):
         """Skip white space and the literal, or nothing if other text follows. The text may end within the literal."""
         while True:
             start = _after_space(self._text, self._pos)
-            found = self._text[start : start + len(literal)]
-            if found == literal or (self._is_final and literal.startswith(found)):
-                self._pos = start + len(found)
-                return found == literal
-            if self._is_final or not literal.startswith(found):
+            next_text = self._text[start : start + len(literal)]
+            if next_text == literal or (self._is_final and literal.startswith(next_text)):
+                self._pos = start + len(next_text)
+                return next_text == literal
+            if self._is_final or not literal.startswith(next_text):
                 return False
             yield
 
 
 def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return start if found is None else found.end()
+    match = _SPACE.match(text, start)
+    return start if match is None else match.end()

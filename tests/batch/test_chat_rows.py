@@ -12,7 +12,7 @@ from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.answers import line_of
+from eagle_ray.requests.answers import output_line
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.runs.run import Run
@@ -84,7 +84,7 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
     assert "tool_choice: must be none, auto" in errors["choice"]
     assert "tools: only with messages" in errors["prompt"]
 
-    body = line_of([first], str)["response"]["body"]["choices"][0]
+    body = output_line([first], str)["response"]["body"]["choices"][0]
     assert body["finish_reason"] == "tool_calls"
     assert body["message"] == {
         "role": "assistant",

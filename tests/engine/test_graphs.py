@@ -20,7 +20,7 @@ from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63

@@ -314,8 +314,8 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
     prompts = some_prompts(16, seed=4)
     plain = plain_outputs(prompts, params)
     engine = engine_with_grammars(5, *TREES[tree])
-    compiled = engine.grammars._compiled
-    monkeypatch.setattr(engine.grammars, "_compiled", lambda spec: Limited(compiled(spec)))
+    compiled = engine.grammars.compile_matcher
+    monkeypatch.setattr(engine.grammars, "compile_matcher", lambda spec: Limited(compiled(spec)))
     sequences = run(engine, prompts, params)
     fails = [TEXT.token_to_id("b") in p.ids for p in plain]
     assert 0 < sum(fails) < 16

@@ -164,7 +164,7 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
-    best = planner.search.best(crowd, planner._acceptance, 0.0)
+    best = planner.search.best(crowd, planner.acceptance, 0.0)
     plain = planner.search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])

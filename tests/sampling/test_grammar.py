@@ -133,7 +133,7 @@ def test_no_mask_is_computed_below_a_dead_end(compiler):
             self.failed = True
 
     [token] = encode("a")
-    state = GrammarState(Limited(compiler._compiled(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
+    state = GrammarState(Limited(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
     state.tree_masks([0, token, token, token], [-1, 0, 1, 2])
     assert len(masks) == 2  # of the root, with the tree and alone
     assert state.dead_end_in([token]).num_tokens == 0

@@ -254,7 +254,7 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
 def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
-            while service.held.sequences < 16:
+            while service.in_flight.sequences < 16:
                 await asyncio.sleep(0.005)
             refused = [await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})]
         return refused, await post(app, TEXT, {"prompt": "a", "max_tokens": 2})

@@ -27,7 +27,7 @@ from eagle_ray.serve.endpoint_metrics import (
     MetricsAggregator,
     ReplicaMetrics,
     Snapshot,
-    merge,
+    merged_snapshot,
     prometheus_text,
 )
 from tests.support.clusters import cluster_of
@@ -68,7 +68,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
 def test_the_method_that_auto_chose_is_a_gauge_of_its_name():
     held = Occupancy(0, 0, 8)
     chosen = [EngineCounters(4, method=method) for method in ("suffix", "suffix", "none", None)]
-    text = prometheus_text(merge(ReplicaMetrics().snapshot(engine, held, 0) for engine in chosen))
+    text = prometheus_text(merged_snapshot(ReplicaMetrics().snapshot(engine, held, 0) for engine in chosen))
     assert 'eagle_ray_speculative_method{method="suffix"} 2\n' in text
     assert 'eagle_ray_speculative_method{method="none"} 1\n' in text and "eagle_ray_replicas 4\n" in text
 
@@ -79,7 +79,7 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
 
     def put(board, name, counters, known=None):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
-        return told, merge(told.values())
+        return told, merged_snapshot(told.values())
 
     board = MetricsAggregator()
     put(board, "a", {"x": 5, "y": 0})

@@ -185,7 +185,7 @@ def test_stop_ends_the_answer_and_frees_its_slot_and_the_chat_goes_on(page, serv
     assert page.find_element("id", "send").text == "Stop"
     page.find_element("id", "send").click()
     ended(page)
-    until(page, lambda: service.held.sequences == 0)
+    until(page, lambda: service.in_flight.sequences == 0)
     num_words = len(words(page))
     assert page.find_element("id", "send").text == "Send" and not all_of(page, ".trouble:not([hidden])")
     give(page, max_tokens=4)
