@@ -163,11 +163,6 @@ class PairDrafter(Drafter, ABC):
     ) -> None:
         """Read counts[b] > 0 pairs of each slot from columns[b] on into the cache, as separate prompts."""
 
-    @property
-    @abstractmethod
-    def cost_key(self) -> dict[str, Any]:
-        """Return what the drafter's step costs depend on, as JSON."""
-
     def _num_passes(self, grown: Grown) -> int:
         """Return the passes of the head that a draft took: one per level."""
         return len(grown.levels)
@@ -228,17 +223,13 @@ class PairDrafter(Drafter, ABC):
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Draft | None:
-        """Replay a draft while the host knows only upper bounds of the lengths.
-
-        Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
-        """
+        """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
         if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling, self._graphs)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
-        """Record that the pairs up to these slots' roots have been read. Return how many of them had waited."""
         index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
         num_pairs = int((ends - self._end[index]).sum())
         self._end[index] = ends
@@ -432,13 +423,10 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
 
 
 class FeatureBuffer:
-    """A ring buffer per slot of the pairs that a draft head has not read yet.
-
-    While drafts are off, the target keeps producing pairs; the last `window` of each slot are kept here, so drafting
-    can resume with a context.
+    """A ring buffer per slot of the newest pairs, so that drafting can resume with a context after plain steps.
 
     Args:
-        window: pairs kept per slot; position j overwrites j - window.
+        window: pairs of a slot; position j overwrites j - window.
         num_slots: plus one slot for padding.
     """
 
