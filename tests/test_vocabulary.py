@@ -24,20 +24,14 @@ ALLOWED |= {"held_out", "HeldOutResult", "MAX_HELD_OUT_SHARE", "held_out_prompts
 PENDING = """
 api
 assembly
-attention
 batch
 cli
 config
-core
 doctor
-engine
 evaluation
 gguf
-kernels
-kv
 lm_eval.py
 methods
-models
 runs
 sampling
 smollm2.py

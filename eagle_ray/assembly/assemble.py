@@ -24,23 +24,34 @@ from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs, SequenceLength
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.placement import check_device, device_type, load_draft, load_target, model_text
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.method import AUTO
-from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
+from eagle_ray.methods.registry import (
+    feature_layers,
+    make_drafter,
+    make_switch,
+    own_planner,
+    parts_of,
+)
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, warm_up_kernels
-from eagle_ray.models.runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
+from eagle_ray.models.runtime import (
+    run_in_temporary_thread,
+    tune_malloc,
+    use_huge_pages,
+)
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler

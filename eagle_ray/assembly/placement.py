@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
 from eagle_ray.assembly.hub import download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, reserved_bytes
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.methods.registry import load_weights

@@ -17,10 +17,10 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from eagle_ray.assembly.assemble import build_in_thread
+from eagle_ray.assembly.worker_plan import SERVE_PREFILL_TOKENS
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.slot_limits import SERVE_PREFILL_TOKENS
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
 from eagle_ray.requests.answers import Json

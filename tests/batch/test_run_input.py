@@ -19,7 +19,7 @@ from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.partitions import Partitions
 from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 CARRIED = [pa.field("category", pa.string()), pa.field("tries", pa.int16())]
 COMMON = {"row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok", "temperature": 0.7}

@@ -5,15 +5,9 @@ import hashlib
 import pytest
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.request import Request
-from eagle_ray.requests.row_schema import REQUEST
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.sampler import sample_seed
-
-
-def request(**columns):
-    row = {"request_id": "q1", "row_index": 0, "source_file": "a"} | columns
-    return Request.of_row(dict.fromkeys(REQUEST.names) | row)
+from tests.support.inputs import request
 
 
 def test_a_seed_is_made_from_the_runs_seed_the_id_and_the_sample_index(make_job):

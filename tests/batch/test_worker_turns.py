@@ -17,8 +17,8 @@ from eagle_ray.requests.sequences import seed_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.batch.test_worker import answers
 from tests.support.row_invariants import broken_laws
+from tests.support.workers import answers
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
 EMBEDDED = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "input.columns.turns": "turns"}

@@ -12,7 +12,7 @@ from eagle_ray.cli import grammar_check
 from eagle_ray.cli.grammar_check import check_grammars
 from eagle_ray.cli.validate import validate
 from eagle_ray.sampling.grammar import GrammarCompiler
-from tests.batch.reader.test_plan import plan, write_jsonl
+from tests.support.inputs import plan, write_jsonl
 
 TARGET = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
 GOOD = {"type": "object", "properties": {"age": {"type": "integer"}}}

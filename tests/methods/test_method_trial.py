@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MAX_STEPS_PER_TURN, NUM_ROUNDS, STEPS_PER_TURN, MethodTrial

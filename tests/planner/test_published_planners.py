@@ -14,7 +14,7 @@ from eagle_ray.planner import published_planners
 from eagle_ray.planner.published_planners import ddd_stops, opt_tree_stops
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.expand import TreeBuilder
-from tests.engine.test_lossless import some_prompts
+from tests.support.engines import some_prompts
 from tests.support.toy_models import head, llama, run
 
 

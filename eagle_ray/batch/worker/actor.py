@@ -21,6 +21,7 @@ import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.batch.worker.crash_isolation import CrashLog, Isolation
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, classify_error
@@ -30,7 +31,6 @@ from eagle_ray.batch.worker.sink import nest
 from eagle_ray.batch.worker.spare_engine import fork_engine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.run import Run
 
 ACK_TIMEOUT_S = 30

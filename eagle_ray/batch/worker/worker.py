@@ -22,10 +22,10 @@ import pyarrow as pa
 from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
 from eagle_ray.batch.worker.start_cache import start_cache
 from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.output_rows import OutputRow, OutputRows
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.row_schema import REQUEST, output_schema, table_of

@@ -21,12 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
@@ -68,7 +68,7 @@ class EnsembleDrafter(Drafter):
     def cost_key(self) -> dict[str, Any]:
         return {"parts": [part.cost_key for part in self._parts]}
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         assert runner is None, "an ensemble drafts on the host"
 
     def attach_prefix(
@@ -82,12 +82,12 @@ class EnsembleDrafter(Drafter):
         for part, own in self._with_features(features):
             part.attach_prefix(slots, firsts, columns, tokens, own)
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for part, own in self._with_features(features):
             part.prefill(prompts, next_tokens, own)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         for part, own in self._with_features(features):
             part.prefill_deferred(prompts, next_tokens, own)

@@ -25,7 +25,7 @@ from eagle_ray.assembly.placement import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.dflash.recipe import DFlashRecipe
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE

@@ -21,8 +21,8 @@ from eagle_ray.runs.layout import CACHE, RUN
 from eagle_ray.runs.run import Run
 from eagle_ray.storage import s3
 from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
-from tests.kernels.test_triton_cache import make_entry
-from tests.storage.test_path import check_creates_and_replaces
+from tests.support.kernels import make_entry
+from tests.support.s3 import check_creates_and_replaces
 
 NAMES = (
     "a.jsonl",
