@@ -45,6 +45,26 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """R consecutive pairs of several slots: counts[b] of slots[b], from position starts[b] on."""
+
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+
+    def without_empty(self) -> Spans:
+        """Return the spans of at least one pair."""
+        spans = [span for span in zip(self.slots, self.starts, self.counts, strict=True) if span[2] > 0]
+        return Spans(*(list(x) for x in zip(*spans, strict=True))) if spans else Spans([], [], [])
+
+    def rows(self, device: torch.device) -> Int[Tensor, "2 R"]:
+        """Return the slot and the position of each pair."""
+        positions = [torch.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
+        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.counts))
+        return copy_to_device(torch.stack([slots, torch.cat(positions)]), device)
+
+
+@dataclass(frozen=True, slots=True)
 class PendingPairs:
     """Pairs that the head has not read yet: for each of B sequences, positions `starts` up to its root's.
 
@@ -151,15 +171,8 @@ class PairDrafter(Drafter, ABC):
         """Read the pending pairs, then grow trees until the plan is fulfilled."""
 
     @abstractmethod
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        """Read counts[b] > 0 pairs of each slot from columns[b] on into the cache, as separate prompts."""
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Read pairs into the cache, each slot's as a prompt of its own; no span is empty."""
 
     def _num_passes(self, grown: Grown) -> int:
         """Return the passes of the head that a draft took: one per level."""
@@ -183,14 +196,14 @@ class PairDrafter(Drafter, ABC):
         reads.
         """
         self._register(prompts)
-        columns = self._end[prompts.slots].tolist()
-        waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
-        queued = self._queued(prompts.slots, columns, waiting)
+        starts = self._end[prompts.slots].tolist()
+        waiting = [chunk + 1 - start for chunk, start in zip(prompts.starts, starts, strict=True)]
+        queued = self._queued(Spans(prompts.slots, starts, waiting))
         self._enqueue(prompts, next_tokens, features)
         rows = to_device(_followed(waiting, prompts.lengths), features.device)
         tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
-        self._read_prompts(prompts.slots, columns, counts, tokens, features)
+        self._read_prompts(Spans(prompts.slots, starts, counts), tokens, features)
 
     def prefill_deferred(
         self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
@@ -344,31 +357,16 @@ class PairDrafter(Drafter, ABC):
         newest = prompts.positions >= starts + lengths - self._queue.window
         self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
-    def _queued(
-        self, slots: list[int], columns: list[int], counts: list[int]
-    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
-        """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
-        spans = zip(slots, columns, counts, strict=True)
-        places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = to_device(places, self._queue.device).view(-1, 2)
-        return self._queue.take(wanted[:, 0], wanted[:, 1])
+    def _queued(self, spans: Spans) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
+        """Return queued pairs."""
+        return self._queue.take(*spans.rows(self._queue.device))
 
-    def _read_prompts(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        """Run the head over counts[b] pairs of each slot from columns[b] on, as separate prompts."""
-        spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
-        if not spans:
-            return
-        slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
-        self._read_spans(slots, columns, counts, tokens, features)
-        for slot, column, count in spans:
-            self._end[slot] = column + count
+    def _read_prompts(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Run the head over pairs, each slot's as a prompt of its own."""
+        spans = spans.without_empty()
+        if spans.slots:
+            self._read_spans(spans, tokens, features)
+            self._end[spans.slots] = np.add(spans.starts, spans.counts)
 
     def _waiting(self, at: DecodeSlots) -> Int[np.ndarray, " B"]:
         """Return the number of queued pairs of each sequence, root included."""
@@ -396,9 +394,8 @@ class PairDrafter(Drafter, ABC):
         counts = (self._waiting(at) - 1).tolist()
         if max(counts) < most:
             return False
-        columns = self._end[at.host_slots].tolist()
-        tokens, features = self._queued(at.host_slots, columns, counts)
-        self._read_prompts(at.host_slots, columns, counts, tokens, features)
+        spans = Spans(at.host_slots, self._end[at.host_slots].tolist(), counts)
+        self._read_prompts(spans, *self._queued(spans))
         return True
 
     def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:

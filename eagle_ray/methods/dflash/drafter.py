@@ -28,13 +28,12 @@ from torch import Tensor
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, NARROW_FROM, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
@@ -116,18 +115,9 @@ class DFlashDrafter(PairDrafter):
     def _num_passes(self, grown: Grown) -> int:
         return 1
 
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        rows = copy_to_device(torch.cat(places), features.device)
-        of_slot = to_device([slot for slot, n in zip(slots, counts, strict=True) for _ in range(n)], features.device)
-        self._write(self.cache.slot_mapping(of_slot, rows), rows, features)
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        slots, positions = spans.rows(features.device)
+        self._write(self.cache.slot_mapping(slots, positions), positions, features)
 
     def _grown(
         self,

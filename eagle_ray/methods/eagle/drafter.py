@@ -23,7 +23,6 @@ from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.device import copy_to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback
@@ -31,7 +30,7 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
@@ -246,19 +245,10 @@ class EagleDrafter(PairDrafter):
         hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.columns, layout)
         return hidden[rows.last]
 
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        firsts = self._first[slots].tolist()
-        layout = prefill_metadata(self.cache, slots, firsts, columns, counts, chain_rows=sys.maxsize)  # few layers
-        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        features = self.head.project_features(features)
-        self._run(tokens, features, copy_to_device(torch.cat(places), tokens.device), layout)
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        firsts, parts = self._first[spans.slots].tolist(), (spans.starts, spans.counts)
+        layout = prefill_metadata(self.cache, spans.slots, firsts, *parts, chain_rows=sys.maxsize)  # few layers
+        self._run(tokens, self.head.project_features(features), spans.rows(tokens.device)[1], layout)
 
     def _level(
         self,
