@@ -141,16 +141,9 @@ class PairDrafter(Drafter, ABC):
         self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
         self._embed = head.embed_tokens or target.embed_tokens
-        kv_spec, num_slots = head.kv_spec, target.cache.num_slots
-        self.cache = KVCache(
-            target.cache.blocks,
-            kv_spec.num_layers,
-            kv_spec.num_kv_heads,
-            kv_spec.key_dim,
-            target.dtype,
-            target.device,
-            kv_spec.value_dim,
-        )
+        spec, num_slots = head.kv_spec, target.cache.num_slots
+        shape = spec.num_layers, spec.num_kv_heads, spec.key_dim
+        self.cache = KVCache(target.cache.blocks, *shape, target.dtype, target.device, spec.value_dim)
         self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
         self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
@@ -158,6 +151,12 @@ class PairDrafter(Drafter, ABC):
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
+
+    @property
+    def _runner(self) -> CudaGraphRunner:
+        """Return what replays drafts; only after `use_graphs` with one."""
+        assert self._graphs is not None
+        return self._graphs
 
     @abstractmethod
     def _grown(
@@ -192,9 +191,7 @@ class PairDrafter(Drafter, ABC):
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
-        reads.
-        """
+        """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
         self._register(prompts)
         starts = self._end[prompts.slots].tolist()
         waiting = [chunk + 1 - start for chunk, start in zip(prompts.starts, starts, strict=True)]
@@ -225,7 +222,7 @@ class PairDrafter(Drafter, ABC):
         grown, num_pairs, before = None, int(self._waiting(at).sum()), False
         if self._graphs is not None and plan.has_known_shape:
             before = self._read_all_but(self._most_pairs(plan), at)
-            grown = self._replayed(at, roots, plan, sampling, self._graphs)
+            grown = self._replayed(at, roots, plan, sampling)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
         self.mark_consumed(at.host_slots, at.host_lengths)
@@ -237,7 +234,7 @@ class PairDrafter(Drafter, ABC):
         """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
         if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
             return None
-        grown = self._replayed(at, roots, plan, sampling, self._graphs)
+        grown = self._replayed(at, roots, plan, sampling)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
@@ -278,39 +275,30 @@ class PairDrafter(Drafter, ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
-        draft = self._draft_pass(at, roots, plan, sampling, graphs)
-        if not graphs.record(*draft):
+        draft = self._draft_pass(at, roots, plan, sampling)
+        if not self._runner.record(*draft):
             return None
-        grown = graphs.run(*draft)
+        grown = self._runner.run(*draft)
         self.ranking.lesson = replace(grown.lesson, sampling=sampling)
         num = len(roots)
         return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _draft_pass(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
-        longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
+        longest, runner = self._most_pairs(plan), self._runner
+        size, bound = runner.draft_size(len(roots)), runner.context(at.max_length)
         first, starts = self._columns(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
             *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
         ]
-        kind = graphs.sampling_kind(sampling.kind)
+        kind = runner.sampling_kind(sampling.kind)
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
         def grow(
@@ -387,10 +375,7 @@ class PairDrafter(Drafter, ABC):
         return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
 
     def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
-        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps.
-
-        Returns whether that was necessary.
-        """
+        """Read all pairs but each sequence's last, if more are queued than a draft reads. Return whether they were."""
         counts = (self._waiting(at) - 1).tolist()
         if max(counts) < most:
             return False

@@ -34,7 +34,7 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
-from eagle_ray.models.graphs import NARROW, NARROW_FROM, CudaGraphRunner
+from eagle_ray.models.graphs import NARROW, NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -67,33 +67,26 @@ class DFlashDrafter(PairDrafter):
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        graphs = self._graphs
-        assert graphs is not None
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
-        for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
-            for plan in dict.fromkeys(self.recorded_plan(plan, size, graphs) for plan in reversed(plans)):
+        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        for size in sorted(sizes, reverse=True):
+            for plan in dict.fromkeys(self.recorded_plan(plan, size) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
         """Record the pass that is replayed for drafts of this size."""
-        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
-        assert graphs is not None
-        graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
+        batch = idle_batch(batch_size, self._target, max_length, params)
+        self._runner.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling))
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self.recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
-        return super()._replayed(at, roots, recorded, sampling, graphs)
+        recorded = self.recorded_plan(plan, self._runner.draft_size(len(roots)))
+        return super()._replayed(at, roots, recorded, sampling)
 
-    def recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
+    def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
@@ -101,7 +94,7 @@ class DFlashDrafter(PairDrafter):
         """
         if plan.static_tree is not None:
             return plan
-        width = graphs.draft_width(plan.width, plan.children, size)
+        width = self._runner.draft_width(plan.width, plan.children, size)
         is_narrow = width < plan.children
         is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
         depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))

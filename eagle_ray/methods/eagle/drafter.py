@@ -62,25 +62,20 @@ class EagleDrafter(PairDrafter):
         self._padded.clear()
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
-            return super()._replayed(at, roots, plan, sampling, graphs)
-        draft = self._padded_draft(len(roots), plan, sampling, graphs)
-        bound, num, depth = graphs.context(at.max_length), len(roots), plan.max_depth
+            return super()._replayed(at, roots, plan, sampling)
+        draft = self._padded_draft(len(roots), plan, sampling)
+        bound, num, depth = self._runner.context(at.max_length), len(roots), plan.max_depth
         level = self._level_pass(draft, bound)
-        first = self._first_pass(self._widest_draft(len(roots), plan, sampling, graphs), at, roots, sampling, bound)
-        if not graphs.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
+        first = self._first_pass(self._widest_draft(len(roots), plan, sampling), at, roots, sampling, bound)
+        if not self._runner.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
             return None  # both are recorded before the draft, which recording overwrites
-        graphs.run(*first)
+        self._runner.run(*first)
         for _ in range(depth - 1):
-            graphs.run(*level)
+            self._runner.run(*level)
         kinds = (sampling.temperature > 0).long()
         lesson = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
@@ -90,51 +85,42 @@ class EagleDrafter(PairDrafter):
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        graphs = self._graphs
-        assert graphs is not None
         widths = sorted({min(NARROW, top_k), top_k}, reverse=True)
-        sizes = {graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
         for size in sorted(sizes, reverse=True):
             for width in widths:
                 yield partial(self._record_draft, size, DraftPlan(2, width, num_children=top_k), max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
         """Record the passes that are replayed for drafts of this size."""
-        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
-        assert graphs is not None
-        bound = graphs.context(max_length)
-        widest = self._widest_draft(batch_size, plan, batch.sampling, graphs)
-        graphs.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
+        batch = idle_batch(batch_size, self._target, max_length, params)
+        bound = self._runner.context(max_length)
+        widest = self._widest_draft(batch_size, plan, batch.sampling)
+        self._runner.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
         if self._max_depth > 1:
-            self._record_level(self._padded_draft(batch_size, plan, batch.sampling, graphs), bound)
+            self._record_level(self._padded_draft(batch_size, plan, batch.sampling), bound)
 
     def _grows_by_level(self, plan: DraftPlan) -> bool:
         """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
         is_eagle2 = plan.static_tree is None and self.builder is TreeBuilder
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
-    def _padded_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _padded_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
         """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
-        width = graphs.draft_width(plan.width, plan.children, batch_size)
-        return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
+        width = self._runner.draft_width(plan.width, plan.children, batch_size)
+        return self._draft_of(self._runner.draft_size(batch_size), width, plan.children, sampling)
 
-    def _widest_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _widest_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
         """Return the draft whose first level is replayed: a narrower one goes on from there."""
-        return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
+        return self._draft_of(self._runner.draft_size(batch_size), plan.children, plan.children, sampling)
 
-    def _draft_of(
-        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _draft_of(self, size: int, width: int, children: int, sampling: SamplingBatch) -> PaddedDraft:
         """Return the part of the buffers for such a draft; the buffers are made at first use."""
-        kind = graphs.sampling_kind(sampling.kind)
+        kind = self._runner.sampling_kind(sampling.kind)
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self._buffers:
-                most = graphs.draft_size(self._target.cache.num_slots)
+                most = self._runner.draft_size(self._target.cache.num_slots)
                 shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
                 parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
                 self._buffers[children] = DraftBuffers(shape, *parts)
@@ -170,12 +156,11 @@ class EagleDrafter(PairDrafter):
 
     def _record_level(self, draft: PaddedDraft, bound: int) -> bool:
         """Record the pass of a level, on padding alone, if needed; return whether it can be replayed."""
-        graphs, level = self._graphs, self._level_pass(draft, bound)
-        assert graphs is not None
-        if graphs.has(level[0]):
+        level = self._level_pass(draft, bound)
+        if self._runner.has(level[0]):
             return True
         draft.clear(self.cache.blocks.null_slot)
-        return graphs.record(*level)
+        return self._runner.record(*level)
 
     def _append(self, draft: PaddedDraft, features: Float[Tensor, "B F H"]) -> None:
         """Rank the children of a frontier with these features and append them."""
