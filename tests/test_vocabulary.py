@@ -36,7 +36,6 @@ runs
 sampling
 smollm2.py
 storage
-training
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 

@@ -250,9 +250,9 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
     `type`).
     """
-    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
-    kind = said.pop("type", "default")
-    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
+    rope = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    kind = rope.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **rope}
     if rope["rope_type"] not in ROPES:
         raise ValueError(
             f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
@@ -265,17 +265,17 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
+def check_tensors(kind: str, module: nn.Module, shapes: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
     """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
 
     Raises ValueError that names the first few of each fault.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
+    misshapen = [name for name in sorted(wanted.keys() & shapes.keys()) if tuple(shapes[name]) != wanted[name]]
     faults = [
-        *first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
-        *first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
-        *first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+        *first_few([f"missing {name}" for name in sorted(wanted.keys() - shapes.keys() - set(optional))]),
+        *first_few([f"unexpected {name}" for name in sorted(shapes.keys() - wanted.keys())]),
+        *first_few([f"{name} is {tuple(shapes[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
     if faults:
         raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")

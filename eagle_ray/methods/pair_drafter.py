@@ -87,15 +87,15 @@ class PendingRows:
     """Pending pairs as R rows of one pass.
 
     Attributes:
-        columns, cells: position of each row in its slot, and where the cache stores it.
+        positions, slot_mapping: position of each row in its slot, and where the cache stores it.
         last: row of each sequence's root.
         row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
     """
 
     tokens: Int[Tensor, " R"]
     features: Float[Tensor, "R F"]
-    columns: Int[Tensor, " R"]
-    cells: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    slot_mapping: Int[Tensor, " R"]
     last: Int[Tensor, " B"]
     row_of: Int[Tensor, "B longest"] | None
 
@@ -106,7 +106,7 @@ class Grown:
 
     tree: DraftTree
     levels: list[Float[Tensor, "B _ K"]]
-    lesson: RankingFeedback
+    feedback: RankingFeedback
 
 
 class PairDrafter(Drafter, ABC):
@@ -146,8 +146,8 @@ class PairDrafter(Drafter, ABC):
         self.cache = KVCache(target.cache.blocks, *shape, target.dtype, target.device, spec.value_dim)
         self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
-        self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
-        self._end = self._first.copy()  # the first column that the head has not read yet
+        self._first = np.full(num_lists, head.first_position)  # the first position that each slot's sequence sees
+        self._end = self._first.copy()  # the first position that the head has not read yet
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
@@ -181,14 +181,14 @@ class PairDrafter(Drafter, ABC):
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B F"],
     ) -> None:
-        for slot, first, column in zip(slots, firsts, columns, strict=True):
-            self._first[slot], self._end[slot] = max(first, self.head.first_column), column
-        places = to_device([slots, columns], features.device)
-        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+        for slot, first, length in zip(slots, firsts, lengths, strict=True):
+            self._first[slot], self._end[slot] = max(first, self.head.first_position), length
+        index = to_device([slots, lengths], features.device)
+        self._queue.put(index[0], index[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
@@ -221,7 +221,7 @@ class PairDrafter(Drafter, ABC):
         self._evict(at.host_slots, at.host_lengths)
         grown, num_pairs, before = None, int(self._waiting(at).sum()), False
         if self._graphs is not None and plan.has_known_shape:
-            before = self._read_all_but(self._most_pairs(plan), at)
+            before = self._read_all_but(self._max_pairs(plan), at)
             grown = self._replayed(at, roots, plan, sampling)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
@@ -232,7 +232,7 @@ class PairDrafter(Drafter, ABC):
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Draft | None:
         """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
-        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
+        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._max_pairs(plan):
             return None
         grown = self._replayed(at, roots, plan, sampling)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
@@ -248,12 +248,12 @@ class PairDrafter(Drafter, ABC):
         result = verified.result
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
-        columns = batch.lengths[:, None] + 1 + offset
-        slots = batch.slots[:, None].expand_as(columns)
+        positions = batch.lengths[:, None] + 1 + offset
+        slots = batch.slots[:, None].expand_as(positions)
         valid = offset <= result.num_accepted[:, None]
         self._queue.put(
             slots.flatten(),
-            columns.flatten(),
+            positions.flatten(),
             result.tokens.flatten(),
             verified.features[path_rows.flatten()],
             valid.flatten(),
@@ -282,17 +282,17 @@ class PairDrafter(Drafter, ABC):
         if not self._runner.record(*draft):
             return None
         grown = self._runner.run(*draft)
-        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        self.ranking.pending = replace(grown.feedback, sampling=sampling)
         num = len(roots)
-        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback)
 
     def _draft_pass(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
-        longest, runner = self._most_pairs(plan), self._runner
+        longest, runner = self._max_pairs(plan), self._runner
         size, bound = runner.draft_size(len(roots)), runner.context(at.max_length)
-        first, starts = self._columns(at)
+        first, starts = self._first_positions(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
@@ -311,17 +311,17 @@ class PairDrafter(Drafter, ABC):
 
         return key, grow, inputs + sampling.padded(size)
 
-    def _most_pairs(self, plan: DraftPlan) -> int:
-        """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
+    def _max_pairs(self, plan: DraftPlan) -> int:
+        """Return the maximum of pairs per sequence that a replayed draft reads: what the deepest draft can leave."""
         return max(plan.max_depth, self._max_depth) + 1
 
     def _register(self, prompts: PromptBatch) -> None:
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
-                self._first[slot] = self._end[slot] = self.head.first_column
+                self._first[slot] = self._end[slot] = self.head.first_position
         self._evict(prompts.slots, prompts.starts)
-        if self.head.first_column == 0:
+        if self.head.first_position == 0:
             self._queue_first_tokens(prompts)
 
     def _queue_first_tokens(self, prompts: PromptBatch) -> None:
@@ -340,8 +340,8 @@ class PairDrafter(Drafter, ABC):
 
     def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
-        places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
-        slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
+        spans = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        slots, starts, lengths = spans.repeat_interleave(spans[2], dim=1, output_size=sum(prompts.lengths))
         newest = prompts.positions >= starts + lengths - self._queue.window
         self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
@@ -360,24 +360,24 @@ class PairDrafter(Drafter, ABC):
         """Return the number of queued pairs of each sequence, root included."""
         return np.array(at.host_lengths) + 1 - self._end[at.host_slots]
 
-    def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
+    def _first_positions(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """Return each sequence's first visible position and its first unread position."""
-        columns = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
-        return copy_to_device(torch.from_numpy(columns), at.slots.device)
+        positions = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
+        return copy_to_device(torch.from_numpy(positions), at.slots.device)
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
-        counts, (first, starts) = self._waiting(at).tolist(), self._columns(at)
+        counts, (first, starts) = self._waiting(at).tolist(), self._first_positions(at)
         longest, unpack = max(counts), None
         if min(counts) < longest:
             rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
             unpack = to_device(rows, at.slots.device)
         return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
 
-    def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
+    def _read_all_but(self, max_pairs: int, at: DecodeSlots) -> bool:
         """Read all pairs but each sequence's last, if more are queued than a draft reads. Return whether they were."""
         counts = (self._waiting(at) - 1).tolist()
-        if max(counts) < most:
+        if max(counts) < max_pairs:
             return False
         spans = Spans(at.host_slots, self._end[at.host_slots].tolist(), counts)
         self._read_prompts(spans, *self._queued(spans))
@@ -388,19 +388,19 @@ class PairDrafter(Drafter, ABC):
         device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
         index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
         real = index < counts[:, None]
-        columns = backlog.starts[:, None] + index
-        slots = at.slots[:, None].expand_as(columns)
-        cells = self.cache.slot_mapping(slots, torch.where(real, columns, self.cache.blocks.null_position))
-        slots, columns, cells = slots.flatten(), columns.flatten(), cells.flatten()
+        positions = backlog.starts[:, None] + index
+        slots = at.slots[:, None].expand_as(positions)
+        slot_mapping = self.cache.slot_mapping(slots, torch.where(real, positions, self.cache.blocks.null_position))
+        slots, positions, slot_mapping = slots.flatten(), positions.flatten(), slot_mapping.flatten()
         if unpack is None:
             first_rows = longest * torch.arange(len(counts), device=device)
             row_of = None
         else:
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
-            slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
-        tokens, features = self._queue.take(slots, columns)
-        return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
+            slots, positions, slot_mapping = slots[unpack], positions[unpack], slot_mapping[unpack]
+        tokens, features = self._queue.take(slots, positions)
+        return PendingRows(tokens, features, positions, slot_mapping, first_rows + counts - 1, row_of)
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
@@ -429,22 +429,22 @@ class FeatureBuffer:
     def put(
         self,
         slots: Int[Tensor, " R"],
-        columns: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R H"],
         valid: Bool[Tensor, " R"],
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
-        places = torch.where(valid, self._places(slots, columns), self._nowhere)
-        self._tokens.index_copy_(0, places, tokens)
-        self._features.index_copy_(0, places, features)
+        indices = torch.where(valid, self._indices(slots, positions), self._nowhere)
+        self._tokens.index_copy_(0, indices, tokens)
+        self._features.index_copy_(0, indices, features)
 
     def take(
-        self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
+        self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
-        places = self._places(slots, columns)
-        return self._tokens[places], self._features[places]
+        indices = self._indices(slots, positions)
+        return self._tokens[indices], self._features[indices]
 
-    def _places(self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        return slots * self.window + columns % self.window
+    def _indices(self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        return slots * self.window + positions % self.window

@@ -122,7 +122,7 @@ class DFlashDrafter(PairDrafter):
     ) -> Grown:
         """Read the pending pairs, run one block, and grow the tree from its rows, level by level."""
         pending = self._pending_rows(at, backlog)
-        self._write(pending.cells, pending.columns, pending.features)
+        self._write(pending.slot_mapping, pending.positions, pending.features)
 
         num_levels = min(plan.max_depth, self.head.block.num_levels)
         hidden = self._block(at, roots, num_levels, backlog.first)
@@ -147,8 +147,8 @@ class DFlashDrafter(PairDrafter):
         num_rows = block.num_rows(num_levels)
         depths = torch.arange(num_rows, device=device).expand(batch, -1)
         tokens = torch.where(depths == 0, roots[:, None], block.mask_token_id)
-        columns = at.lengths[:, None] + 1 + depths
-        cells = self.cache.slot_mapping(at.slots[:, None], columns).flatten()
+        positions = at.lengths[:, None] + 1 + depths
+        slot_mapping = self.cache.slot_mapping(at.slots[:, None], positions).flatten()
         layouts: dict[bool, AttentionMetadata] = {}
 
         def layout_of(is_causal: bool) -> AttentionMetadata:
@@ -156,16 +156,18 @@ class DFlashDrafter(PairDrafter):
                 visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
                 visible = (visible.tril() if is_causal else visible).expand(batch, -1, -1)
                 layouts[is_causal] = tree_metadata(
-                    self.cache, at.shifted(1), cells, visible, depths, depths, first=first
+                    self.cache, at.shifted(1), slot_mapping, visible, depths, depths, first=first
                 )
             return layouts[is_causal]
 
-        hidden = self._decoder.run(self._embed(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        hidden = self._decoder.run(self._embed(tokens.flatten()), self._rope_positions(positions.flatten()), layout_of)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
-    def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        self._decoder.write_context(self.cache, cells, self._positions(columns), features)
+    def _write(
+        self, slot_mapping: Int[Tensor, " R"], positions: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        self._decoder.write_context(self.cache, slot_mapping, self._rope_positions(positions), features)
 
-    def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        """Return the rope positions of the features, or of the block's rows, in these columns."""
-        return columns - self.head.first_column
+    def _rope_positions(self, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        """Return the rope positions of the features, or of the block's rows, at these positions."""
+        return positions - self.head.first_position

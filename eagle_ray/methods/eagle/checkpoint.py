@@ -93,9 +93,9 @@ def is_eagle3(names: Collection[str]) -> bool:
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
     """Return the entries under the names of our modules, without ignored ones."""
-    kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
+    entries = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
     renames = {"layers.0.": "midlayer.", **OLDER_NAMES} if is_eagle3(published) else {}
-    return {_renamed(name, renames): value for name, value in kept.items()}
+    return {_renamed(name, renames): value for name, value in entries.items()}
 
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:
@@ -135,20 +135,20 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config without nulls and speculators' nesting; speculators' norm_before_residual defaults to true."""
-    said, layer = without_nulls(raw), raw.get("transformer_layer_config")
+    top, layer = without_nulls(raw), raw.get("transformer_layer_config")
     if layer is None:
-        return said
+        return top
     if not isinstance(layer, dict):
         raise ValueError("its config.json has a transformer_layer_config that is no section")
-    return {"norm_before_residual": True, **without_nulls(layer), **said}
+    return {"norm_before_residual": True, **without_nulls(layer), **top}
 
 
 def _switches(raw: Mapping[str, Any]) -> dict[str, bool]:
     """Return the switches of EAGLE-3.1, off if absent. Raises ValueError if a value is unclear."""
     section = raw.get("eagle_config")
-    places = [raw, without_nulls(section) if isinstance(section, dict) else {}]
+    sections = [raw, without_nulls(section) if isinstance(section, dict) else {}]
     return {
-        switch: _switch(switch, [place[key] for place in places for key in keys if key in place])
+        switch: _switch(switch, [section[key] for section in sections for key in keys if key in section])
         for switch, keys in SWITCHES.items()
     }
 
@@ -172,9 +172,9 @@ def _check_switches(raw: Mapping[str, Any], names: Collection[str]) -> None:
             "EAGLE-1/2 head"
         )
     for key, prefix in SWITCHED_TENSORS.items():
-        found = sorted(name for name in names if name.startswith(prefix))
-        if found and not switches[key]:
-            raise ValueError(f"it has {', '.join(first_few(found))}, and its config.json does not switch on {key}")
+        unwanted = sorted(name for name in names if name.startswith(prefix))
+        if unwanted and not switches[key]:
+            raise ValueError(f"it has {', '.join(first_few(unwanted))}, and its config.json does not switch on {key}")
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
@@ -220,11 +220,11 @@ def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfi
         raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
 
 
-def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
+def _check_shapes(head: EagleHead | Eagle3Head, shapes: Mapping[str, Shape]) -> None:
     """Check the tensors of a head; vocabulary maps are optional if every token can be drafted."""
     if isinstance(head, EagleHead):
-        return check_tensors("an EAGLE-1/2 head", head, found)
-    check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
+        return check_tensors("an EAGLE-1/2 head", head, shapes)
+    check_tensors("an EAGLE-3 head", head, shapes, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
 
 
 def head_json(architecture: str, config: TrainConfig, target: Any) -> dict[str, Any]:

@@ -77,11 +77,11 @@ class EagleDrafter(PairDrafter):
         for _ in range(depth - 1):
             self._runner.run(*level)
         kinds = (sampling.temperature > 0).long()
-        lesson = RankingFeedback(
+        feedback = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
         )
-        self.ranking.lesson = lesson
-        return Grown(draft.tree(num, depth), draft.levels(num, depth), lesson)
+        self.ranking.pending = feedback
+        return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback)
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
@@ -120,8 +120,8 @@ class EagleDrafter(PairDrafter):
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self._buffers:
-                most = self._runner.draft_size(self._target.cache.num_slots)
-                shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
+                max_batch = self._runner.draft_size(self._target.cache.num_slots)
+                shape, num_ends = DraftShape(max_batch, children, children, self._max_depth), sampling.ends.shape[1]
                 parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
                 self._buffers[children] = DraftBuffers(shape, *parts)
             self._padded[key] = PaddedDraft(self._buffers[children], size, width, kind)
@@ -132,7 +132,7 @@ class EagleDrafter(PairDrafter):
     ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
         """Return key, function and inputs of the pass that reads the pending pairs and ranks the roots' children."""
         longest, size, shape = draft.shape.depth + 1, draft.batch, (draft.batch,)
-        first, starts = self._columns(at)
+        first, starts = self._first_positions(at)
         inputs = [
             PaddedInput(at.slots, shape, self.cache.blocks.null_slot),
             *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
@@ -172,14 +172,14 @@ class EagleDrafter(PairDrafter):
         """Run the head on the draft's frontier."""
         frontier, width = draft.next_frontier(), draft.width
         root = draft.lengths[:, None] + 1
-        places = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
+        positions = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
         at = DecodeSlots.with_max_length(draft.slots, draft.lengths, bound).shifted(1)
         words, depth = draft.words, (draft.level - 1).expand(draft.batch, width)
         layout = tree_metadata(
             self.cache,
             at,
-            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
-            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_columns),
+            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], positions).flatten(),
+            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_positions),
             depths=depth,
             position_depths=draft.position_depths.expand(draft.batch, -1),
             first=draft.first,
@@ -220,14 +220,14 @@ class EagleDrafter(PairDrafter):
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         layout = self._layout(
             DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
-            slot_mapping=rows.cells,
+            slot_mapping=rows.slot_mapping,
             ancestors=causal.expand(len(at.slots), -1, -1),
             position_depths=index.expand(len(at.slots), -1),
             first=backlog.first,
             row_of=rows.row_of,
             unpack=backlog.unpack,
         )
-        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.columns, layout)
+        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.positions, layout)
         return hidden[rows.last]
 
     def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
@@ -245,24 +245,24 @@ class EagleDrafter(PairDrafter):
     ) -> Float[Tensor, "B F H"]:
         """Run the head on a frontier, given the features of the frontier before it."""
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
-        width, num_columns = seen.ancestors.shape[1:]
-        places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
+        width, num_positions = seen.ancestors.shape[1:]
+        offsets = torch.arange(num_positions - width, num_positions, device=batch.slots.device)
         layout = self._layout(
             batch,
-            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + offsets).flatten(),
             ancestors=seen.ancestors,
             position_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,
         )
-        columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
+        positions = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
         inputs = features.gather(1, parents).flatten(0, 1)
-        hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
+        hidden = self._run(frontier.tokens.flatten(), inputs, positions.flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
 
     def _layout(
         self,
         batch: DecodeSlots,
-        cells: Int[Tensor, " R"],
+        slot_mapping: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
         position_depths: Int[Tensor, "B M"],
         first: Int[Tensor, " B"],
@@ -273,7 +273,7 @@ class EagleDrafter(PairDrafter):
         return tree_metadata(
             self.cache,
             batch,
-            slot_mapping=cells,
+            slot_mapping=slot_mapping,
             ancestors=ancestors,
             depths=position_depths[:, -ancestors.shape[1] :],
             position_depths=position_depths,
@@ -293,10 +293,10 @@ class EagleDrafter(PairDrafter):
         self,
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
-        columns: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
-        return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
+        return self._forward(self._embed(tokens), features, positions - self.head.first_position, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def conversation_of(row: Row) -> list[Row] | None:
         turns = [{"role": "user", "content": turns}]
     if turns is None and isinstance(row.get("conversations"), list):
         turns = [
-            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _said(turn)}
+            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _content(turn)}
             for turn in row["conversations"]
         ]
     if turns is None:
@@ -147,9 +147,9 @@ def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
         except RequestError:
             continue
         if messages is not None:
-            asked = _up_to_last_question(messages)
-            if asked:
-                yield identity | {"messages": asked}
+            prompt = _up_to_last_question(messages)
+            if prompt:
+                yield identity | {"messages": prompt}
         elif row.get("prompt_token_ids"):
             yield identity | {"prompt_token_ids": row["prompt_token_ids"]}
         elif isinstance(row.get("prompt"), str):
@@ -161,7 +161,7 @@ def _up_to_last_question(messages: list[Row]) -> list[Row]:
     return messages[: last + 1]
 
 
-def _said(turn: Row) -> Any:
+def _content(turn: Row) -> Any:
     return turn.get("value", turn.get("content"))
 
 
@@ -279,8 +279,8 @@ def user_turn_prefix(tokenizer: Tokenizer) -> str:
     Raises RequestError if the template hides where they begin.
     """
     mark = "\u2063user turn\u2063"
-    before, found, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
-    if not found:
+    before, separator, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
+    if not separator:
         raise RequestError("no_user_turn", "the chat template changes a user's words, so no prompt can end before them")
     return before
 

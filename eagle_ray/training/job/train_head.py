@@ -155,10 +155,10 @@ class HeadTraining:
 
     def _resumed(self) -> TrainState | None:
         """Return the newest checkpoint of an equal run, or None. Raises ConfigError for one of another run."""
-        found = checkpoints(self.output)
-        if not found:
+        files = checkpoints(self.output)
+        if not files:
             return None
-        state = TrainState.load(found[-1])
+        state = TrainState.load(files[-1])
         if state.identity != self.identity:
             raise ConfigError(
                 f"output.path: {self.output} holds checkpoints of another configuration or other data. Name another "
