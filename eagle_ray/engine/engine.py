@@ -43,7 +43,7 @@ from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.controlled_sequences import GrammarChains
 from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step import Step, StepOutput, UnflushedStats, paired, record_outputs
+from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, paired, record_outputs
 from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.models.graphs import CudaGraphRunner
@@ -105,7 +105,7 @@ class Engine:
         self.verifier = Verifier(target, graphs, bounds)
         self.counters = EngineCounters(target.cache.num_slots)
         drafter.use_graphs(graphs, bounds.max_depth)
-        self._pending: Step | None = None  # launched ahead, not read yet
+        self._pending: DecodeStep | None = None  # launched ahead, not read yet
         self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
         self._unflushed = UnflushedStats(target.cache.num_slots, bounds.max_depth)
@@ -227,7 +227,7 @@ class Engine:
 
     # Launch: what the device is given to do.
 
-    def _launch(self) -> tuple[Step | None, Prefill | None]:
+    def _launch(self) -> tuple[DecodeStep | None, Prefill | None]:
         """Return this step and its prompt chunks, both launched. The step may have been launched ahead."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.has_running:
@@ -244,7 +244,7 @@ class Engine:
         batch = self.scheduler.batch()
         return (None, None) if batch is None else self._launch_step(batch, None)
 
-    def _launch_step(self, batch: DecodeBatch, prefill: Prefill | None) -> tuple[Step, Prefill | None]:
+    def _launch_step(self, batch: DecodeBatch, prefill: Prefill | None) -> tuple[DecodeStep, Prefill | None]:
         """Launch a step, with prompt chunks in the same pass of the target."""
         batch = batch if prefill is None else replace(batch, num_prefill_rows=prefill.num_rows)
         timer = StepTimer(self.target.device)
@@ -285,7 +285,7 @@ class Engine:
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
         return self.bounds.depth if on_host else 0
 
-    def _launch_ahead(self, pending: Step, prefill: Prefill | None) -> Callable[[], Step] | None:
+    def _launch_ahead(self, pending: DecodeStep, prefill: Prefill | None) -> Callable[[], DecodeStep] | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read.
 
         Returns a function that launches the rest of the step, once `pending` and the prompts are read: if a sequence
@@ -316,20 +316,20 @@ class Engine:
 
     def _start_verify(
         self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, timer: StepTimer, prefill: Prefill | None = None
-    ) -> Callable[[], tuple[Step, TargetOutput | None]]:
+    ) -> Callable[[], tuple[DecodeStep, TargetOutput | None]]:
         """Allocate rows and verify them. Return a function that launches what is left and the copy to the host."""
         timer.mark()
         planner, allocation = self.planner, self._allocate(draft, plan, batch)
         prompts = None if prefill is None else prefill.batch
         started = self.verifier.start(self.drafter, batch, draft, allocation, timer.mark, prompts)
 
-        def finish() -> tuple[Step, TargetOutput | None]:
+        def finish() -> tuple[DecodeStep, TargetOutput | None]:
             output = started.finish()
             copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
             timer.mark()
             self.drafter.on_verified(output.result)
             parts = batch, plan, draft, allocation, started.shape, output.result, copy, timer
-            return Step(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
+            return DecodeStep(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
 
         return finish
 
@@ -372,7 +372,7 @@ class Engine:
 
     # Finish: what the host does with the results.
 
-    def _finish(self, pending: Step, num_prompt_tokens: int, followed: bool) -> None:
+    def _finish(self, pending: DecodeStep, num_prompt_tokens: int, followed: bool) -> None:
         """Read a step's results and pass them to its sequences and its planner.
 
         Args:
@@ -385,7 +385,7 @@ class Engine:
         self._count_outcome(outcome)
         self._observe(pending.planner, outcome)
 
-    def _commit(self, pending: Step, output: StepOutput, tops: list[np.ndarray]) -> int:
+    def _commit(self, pending: DecodeStep, output: StepOutput, tops: list[np.ndarray]) -> int:
         """Append each running sequence's tokens. Return the number of accepted drafts, without those past an end.
 
         Drafts of sequences that finished before count, since their acceptance still informs the planner.

@@ -1,4 +1,4 @@
-"""Step: one decoding step of a batch, from its launch to what its planner observes and what is recorded of it.
+"""DecodeStep: one decoding step of a batch, from its launch to what its planner observes and what is recorded of it.
 
 The host reads a step as one integer tensor, made by `step_record` on the device and taken apart by `StepOutput.of`;
 only these two know the order of its parts. UnflushedStats adds up what is counted. Log-probabilities that sequences
@@ -90,7 +90,7 @@ class StepOutput:
 
 
 @dataclass(slots=True)
-class Step:
+class DecodeStep:
     """A launched step, and everything that is needed to finish it.
 
     Attributes:

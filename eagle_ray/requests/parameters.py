@@ -46,14 +46,12 @@ from eagle_ray.requests.values import (
     Boolean,
     Checked,
     Either,
-    FlagOrCount,
     Integer,
     JsonSchema,
     Kind,
     ListOf,
     LogitBias,
     Metadata,
-    No,
     Number,
     Object,
     ResponseFormat,
@@ -211,7 +209,8 @@ def _rows_of(cls: type) -> Mapping[str, Parameter]:
 
 
 _PENALTY = Number(-MAX_PENALTY, MAX_PENALTY, form=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off")
-_COUNTED = FlagOrCount(MAX_TOP_LOGPROBS, form="True, False, None or an integer, 0 or more")
+# How vLLM's Python API asks for log-probabilities: also of this many of the likeliest tokens.
+_COUNTED = Either((Boolean(), Integer(0, MAX_TOP_LOGPROBS)), form="True, False, None or an integer, 0 or more")
 
 
 @_checked
@@ -601,8 +600,8 @@ STREAM_OPTIONS = Object(
             "accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
             "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells"
         ),
-        "continuous_usage_stats": No(),
-        "include_obfuscation": No(),
+        "continuous_usage_stats": Boolean("", is_off=True),
+        "include_obfuscation": Boolean("", is_off=True),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
     about="include_steps is this server's own.",

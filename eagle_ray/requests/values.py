@@ -235,34 +235,19 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
+    """True or false. is_off: false alone, what a client may switch off and not on."""
+
     form: str = "true or false"
+    is_off: bool = False
     arrow = "bool"
 
     def check(self, value: Any) -> bool:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) or (value and self.is_off):
             raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True)
-class FlagOrCount(Kind):
-    """True or False, or a number of the likeliest tokens: how vLLM's Python API asks for log-probabilities."""
-
-    high: int
-    form: str = ""
-
-    def check(self, value: Any) -> bool | int:
-        if isinstance(value, bool):
-            return value
-        if not is_integer(value) or not 0 <= value <= self.high:
-            raise self.wrong(value)
-        return int(value)
-
-    def schema(self) -> Json:
-        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": self.high}]}
+        return ({"const": False} if self.is_off else {}) | {"type": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -542,21 +527,6 @@ class OneOf(Kind):
     def schema(self) -> Json:
         values = {"const": self.values[0]} if len(self.values) == 1 else {"enum": [*self.values]}
         return values | {"type": "string"}
-
-
-@dataclass(frozen=True)
-class No(Kind):
-    """False: what a client may switch off and not on."""
-
-    form: str = ""
-
-    def check(self, value: Any) -> bool:
-        if value is not False:
-            raise self.wrong(value)
-        return False
-
-    def schema(self) -> Json:
-        return {"const": False, "type": "boolean"}
 
 
 @dataclass(frozen=True)

@@ -327,15 +327,13 @@ class Service:
     async def _put_chunks(
         self, generation: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
     ) -> None:
-        for chunk in await self._chunks(generation, chunks, count):
+        """Put the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
+        tops = generation.request.tops
+        num_new = 0 if tops is None else chunks.num_unsent(count) * (1 + tops)
+        made = chunks.until(count)
+        new = list(made) if num_new <= SHORT else await self._writers.run(num_new, generation.client, list, made)
+        for chunk in new:
             queue.put_nowait(chunk)
-
-    async def _chunks(self, generation: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
-        """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
-        num_new = chunks.num_unsent(count) * (1 + (generation.request.tops or 0))
-        if generation.request.tops is None or num_new <= SHORT:
-            return list(chunks.until(count))
-        return await self._writers.run(num_new, generation.client, lambda: list(chunks.until(count)))
 
     async def _event(self, chunk: Json, client: int) -> str:
         size = num_logprobs(chunk)

@@ -34,9 +34,13 @@ def test_validate_may_ask_for_the_first_sample_only(make_job):
     assert (alone.request_id, alone.sampling) == (first.request_id, first.sampling)
 
 
-@pytest.mark.parametrize("columns", [{"prompt": "Hi"}, {"messages": "[]"}, {"prompt_token_ids": [1], "stop": ["."]}])
-def test_text_needs_a_tokenizer(make_job, columns):
-    with pytest.raises(RequestError, match="has no tokenizer") as error:
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("prompt", {}), ("messages", {"messages": "[]"}), ("stop", {"prompt_token_ids": [1], "stop": ["."]})],
+)
+def test_text_needs_a_tokenizer(make_job, name, columns):
+    columns = columns or {"prompt": "Hi"}
+    with pytest.raises(RequestError, match=f"has no tokenizer, so '{name}' cannot be used: give token ids") as error:
         sequences_of(request(**columns), make_job(), None)
     assert error.value.code == "no_tokenizer"
 

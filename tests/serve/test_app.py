@@ -363,4 +363,5 @@ def test_a_target_without_words_takes_and_gives_token_ids():
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
     for refused in (ask(app, TEXT, {"prompt": "a"}), ask(app, CHAT, FRANCE), ask(app, TEXT, body | {"stop": "a"})):
         assert refused.status == 400 and refused.json["error"]["code"] == "no_tokenizer"
+        assert refused.json["error"]["message"].endswith("cannot be used: give token ids")
     mute.close()
