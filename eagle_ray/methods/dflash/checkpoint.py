@@ -40,6 +40,7 @@ from eagle_ray.methods.head_files import (
     Shape,
     attention_heads,
     check_counts,
+    check_equal,
     check_tensors,
     is_count,
     is_dflash,
@@ -140,9 +141,8 @@ def _sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_target(layers: Mapping[str, Any], own: Mapping[str, Any], target: PretrainedConfig) -> None:
-    for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if layers[key] != wanted:
-            raise ValueError(f"the head's {key} is {layers[key]} and the target's is {wanted}: they are not a pair")
+    for key in ("hidden_size", "vocab_size"):
+        check_equal(key, layers[key], key, target)
     width = own.get("target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
         raise ValueError(f"its target_hidden_size is {width}, and the target's hidden_size is {target.hidden_size}")

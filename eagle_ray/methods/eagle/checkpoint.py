@@ -18,6 +18,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
@@ -31,6 +34,7 @@ from eagle_ray.methods.head_files import (
     Shape,
     attention_heads,
     check_counts,
+    check_equal,
     check_tensors,
     first_few,
     is_dflash,
@@ -42,9 +46,11 @@ from eagle_ray.methods.head_files import (
     rope_of,
     with_path,
     without_nulls,
+    write_files,
 )
 
 OPTIONAL_OF_TARGET = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id")
+SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
@@ -178,16 +184,16 @@ def _check_switches(raw: Mapping[str, Any], names: Collection[str]) -> None:
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
-    _check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
-    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
+    check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
     own_embedding = "embed_tokens.weight" in shapes
     return EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding=own_embedding)
 
 
 def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> Eagle3Head:
     width = "target_hidden_size" if raw.get("target_hidden_size") else "hidden_size"
-    _check_equal(width, raw[width], "hidden_size", target)
-    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    check_equal(width, raw[width], "hidden_size", target)
+    check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
     layers = _feature_layers(raw, target.num_hidden_layers)
     return Eagle3Head(
         head_config(raw),
@@ -212,12 +218,6 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
             f"an EAGLE-3 head reads a target of {MIN_TARGET_LAYERS} layers or more, and the target has {num_layers}"
         )
     return layers or None
-
-
-def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
-    if number != (wanted := getattr(target, target_key)):
-        its = "the target's" if key == target_key else f"the target's {target_key}"
-        raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
 
 
 def _check_shapes(head: EagleHead | Eagle3Head, shapes: Mapping[str, Shape]) -> None:
@@ -246,3 +246,12 @@ def head_json(architecture: str, config: TrainConfig, target: Any) -> dict[str, 
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
+
+
+def rewrite_for_sglang(directory: Path, embedding: Float[Tensor, "V H"]) -> None:
+    """Rewrite an EAGLE-1/2 head for SGLang, whose fc has a bias and whose loader reads the embedding from the file."""
+    raw = read_config(directory) | {"architectures": [SGLANG_ARCHITECTURE], "bias": True}
+    tensors = read_tensors(directory)
+    tensors["fc.bias"] = torch.zeros(raw["hidden_size"], dtype=torch.bfloat16)
+    tensors["embed_tokens.weight"] = embedding.bfloat16().cpu().contiguous()
+    write_files(directory, raw, tensors)

@@ -7,7 +7,6 @@ draft_vocab.txt      of an EAGLE-1/2 head that was trained for part of the vocab
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -28,9 +26,9 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.dflash.recipe import DFlashRecipe
+from eagle_ray.methods.eagle.checkpoint import rewrite_for_sglang
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
 from eagle_ray.methods.eagle.recipe import Eagle3Recipe, EagleRecipe
-from eagle_ray.methods.head_files import SAFETENSORS
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
@@ -41,7 +39,6 @@ from eagle_ray.training.packing import Document
 
 MAX_SLOTS = 8
 MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
-SGLANG_EAGLE = "LlamaForCausalLMEagle"
 RECIPES: dict[str, type[HeadRecipe]] = {
     "dflash": DFlashRecipe,
     "eagle2": EagleRecipe,
@@ -66,21 +63,9 @@ def publish_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, 
     """Write the head's files into the output directory, local or in S3; each file appears whole."""
     with temporary_head(recipe) as directory:
         if config.head.method == "eagle2" and config.head.layout == "sglang":
-            as_sglang(directory, target)
+            rewrite_for_sglang(directory, target.embed(torch.arange(target.vocab_size, device=target.device)))
         for file in sorted(directory.iterdir()):
             (output / file.name).write_atomic(file.read_bytes())
-
-
-def as_sglang(directory: Path, target: FrozenTarget) -> None:
-    """Rewrite an EAGLE-1/2 head for SGLang, whose fc has a bias and whose loader reads the embedding from the file."""
-    raw = json.loads((directory / "config.json").read_text())
-    raw |= {"architectures": [SGLANG_EAGLE], "bias": True}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    tensors = load_file(directory / SAFETENSORS)
-    tensors["fc.bias"] = torch.zeros(raw["hidden_size"], dtype=torch.bfloat16)
-    embedding = target.embed(torch.arange(target.vocab_size, device=target.device))
-    tensors["embed_tokens.weight"] = embedding.bfloat16().cpu().contiguous()
-    save_file(tensors, directory / SAFETENSORS, metadata={"format": "pt"})
 
 
 def usage_line(config: TrainConfig, output: StoragePath) -> str:
