@@ -71,7 +71,7 @@ from eagle_ray.planner.published_planners import (
     ddd_stops,
     opt_tree_stops,
 )
-from eagle_ray.storage.datastore import read_datastore
+from eagle_ray.storage.checked_parquet import read_datastore
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.supported_models import check_config
-from eagle_ray.storage.model_files import check_files, check_weights
+from eagle_ray.storage.model_files import check_files, check_weight_files
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 CausalLM = PreTrainedModel  # for packages that do not import transformers
@@ -34,7 +34,7 @@ CausalLM = PreTrainedModel  # for packages that do not import transformers
 def load_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
-    check_weights(path)
+    check_weight_files(path)
     config = _read_config(path)
     check_config(config)
     _check_quantiser(config)

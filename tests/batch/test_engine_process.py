@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.worker import engine_process
+from eagle_ray.batch.worker.crash_isolation import Fault, WorkerError, as_config_error, classify_error
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, as_config_error, classify_error
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError

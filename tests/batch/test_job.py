@@ -12,7 +12,7 @@ import ray.data
 
 from eagle_ray.batch.driver import settle
 from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.previous_run import forget_finished
+from eagle_ray.batch.driver.job_manifest import remove_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.support.jobs import (
@@ -137,7 +137,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     shutil.copyfile(done.input.path, file)
     config = with_changes(done, input={"path": str(file)})
     assert exit_code(config) == 0
-    forget_finished(StoragePath.of(config.output.path))  # else the second start would not get as far
+    remove_finished(StoragePath.of(config.output.path))  # else the second start would not get as far
     count, content = settle.remove_duplicates, file.read_bytes()
 
     def change_it(*args: object) -> None:

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.batch.worker.metrics import DESCRIPTIONS, PREFIX, JobMetrics
-from eagle_ray.batch.worker.progress import WORK_COUNTERS, WorkerReport
+from eagle_ray.batch.worker.progress import DESCRIPTIONS, PREFIX, WORK_COUNTERS, JobMetrics, WorkerReport
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage.path import StoragePath, read_json
 from tests.support.jobs import exit_code, token_rows

@@ -18,7 +18,7 @@ import pytest
 from eagle_ray.batch.driver import execute
 from eagle_ray.batch.driver import input_plan as plan_module
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.batch.reader import fingerprints
 from eagle_ray.batch.reader.files import InputFile

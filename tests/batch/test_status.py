@@ -167,6 +167,14 @@ def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
     assert f"{tmp_path} holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_a_run_without_its_record_is_told_of_repair(tmp_path, capsys, command):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part-001-000000.parquet").touch()
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert "its _run.json is gone, and rows are there: adopt them with eagle-ray repair" in capsys.readouterr().err
+
+
 def test_a_damaged_record_is_named(started, capsys):
     _, output = started
     (output / "_run.json").write_atomic(b"{")

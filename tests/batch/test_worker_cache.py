@@ -9,8 +9,7 @@ from eagle_ray.assembly import costs
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.worker.start_cache import StartCache
-from eagle_ray.batch.worker.worker import Worker
+from eagle_ray.batch.worker.worker import StartCache, Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.reader.csv import rows_in_csv
+from eagle_ray.batch.reader.text_files import rows_in_csv
 from eagle_ray.cli import main as cli
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -181,7 +181,7 @@ def test_a_run_that_is_not_finished_is_exported_only_where_that_is_meant(run, tm
 @pytest.mark.parametrize(
     ("make", "says", "code"),
     [
-        (lambda out: None, "no _run.json there", 2),
+        (lambda out: None, "holds no run (no _run.json)", 2),
         (lambda out: (out / "_run.json").write_text("{"), "_run.json is damaged", 6),
         (lambda out: (out / "data" / "part-001-000000.parquet").write_bytes(b"PAR1"), "is damaged", 6),
     ],

@@ -12,13 +12,12 @@ import pytest
 
 from eagle_ray.batch.driver import execute, job_plan
 from eagle_ray.batch.driver import input_plan as plan_module
-from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.completeness import Completeness
+from eagle_ray.batch.driver.claim import Claim, Completeness
 from eagle_ray.batch.reader import scan as scan_module
 from eagle_ray.runs import output_index
 from eagle_ray.runs.part_files import next_schema, part_name
 from eagle_ray.runs.row_index import digests
-from eagle_ray.storage.path import parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
 
 ANSWER = {"sample_index": 0, "status": "ok", "finish_reason": "stop", "completion_tokens": 1, "prompt_tokens": 1}
 COUNTED = dict.fromkeys(("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_draft_tokens"), 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.training.job.conversations import TextSource, encode_conversation, prompts_of, user_turn_prefix
 from eagle_ray.training.job.published_head import held_out_prompts

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.batch.reader.jsonl import parse_line
+from eagle_ray.batch.reader.text_files import parse_line
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import LINE_KEYS
 from eagle_ray.requests.request import InputRow, unreadable

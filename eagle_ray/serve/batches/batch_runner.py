@@ -156,7 +156,7 @@ class BatchRunner:
         if record is not None and not record.is_over:
             state = await asyncio.to_thread(Run.inspect, lease.output, RunRecord)
             facts = {"name": id, "attempts": state.manifest["attempts"][-1:] if state.manifest else []}
-            claim = Run.claim(lease, state, facts)
+            claim = Run.claim(lease, state, facts, key="serving.batches.path")
             run = await asyncio.to_thread(claim.__enter__)
             try:
                 await RunningBatch(self, record, run).finish()

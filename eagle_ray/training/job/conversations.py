@@ -22,7 +22,7 @@ from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, RequestError, one
 from eagle_ray.requests.messages import WrongMessage, check_messages
 from eagle_ray.storage.checked_parquet import damage_text, is_damage, open_parquet
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.chat_format import template_message
 from eagle_ray.text.strict_json import parse_json
 from eagle_ray.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.batch.reader import scan
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.storage.decompression import open_decompressed
+from eagle_ray.storage.path import open_decompressed
 from tests.support.inputs import JSONL, ids, plan, zstd
 
 CSV = b'id,prompt\n1,"Hi,\nyou"\n2,"an open quote\n3,x\n4,"y"\n'

@@ -1,13 +1,18 @@
-"""Rows of a CSV file (RFC 4180): a header, then a record a row, whose quoted values may hold newlines.
+"""Rows of text files: JSONL, plain or of an OpenAI batch, and CSV.
 
-Values are texts and an empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one
-bad row of its first line: reading goes on at the line after it, so that a quote without its end costs one row and
-not the rest of the file. Memory is bounded by MAX_RECORD_BYTES.
+A JSONL file has one JSON object a line. A line that is none is one bad row, and memory is bounded by a line.
 
-A last line without a line end that is no whole record is a CutLine, as in JSONL files. Whether its last value is whole
-cannot be told.
+A CSV file (RFC 4180) has a header, then a record a row, whose quoted values may hold newlines. Values are texts and an
+empty one is null, but for sampling columns, which are numbers. A record that is not CSV is one bad row of its first
+line: reading goes on at the line after it, so that a quote without its end costs one row and not the rest of the file.
+Memory is bounded by MAX_RECORD_BYTES.
+
+A last line without a line end that is not whole is a CutLine: the file may be one that another process appends to.
+Whether the last value of a CSV record is whole cannot be told.
 
     >>> from io import BytesIO
+    >>> list(rows_in_jsonl(BytesIO(b'{"prompt": "Hi"}\\n'), "a.jsonl"))
+    [(0, RowPosition(row=0, line=1), {'prompt': 'Hi'})]
     >>> [row for _, _, row in rows_in_csv(BytesIO(b'id,prompt\\n7,"Hi,\\nyou"\\n'), "a.csv")]
     [{'id': '7', 'prompt': 'Hi,\\nyou'}]
 """
@@ -16,27 +21,150 @@ from __future__ import annotations
 
 import codecs
 import csv
+import json
+import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, type_of
-from eagle_ray.batch.reader.jsonl import CutLine, is_cut
+from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.input_columns import CSV_TEXT, type_of
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.requests.columns import FIRST, RowPosition
-from eagle_ray.requests.request import InputRow
+from eagle_ray.requests.columns import FIRST, PROMPTS, RowPosition
+from eagle_ray.requests.openai_bodies import LINE_KEYS, parse_batch_line
+from eagle_ray.requests.request import InputRow, with_checked_texts
 from eagle_ray.requests.row_schema import ROW_FIELDS
 from eagle_ray.requests.values import json_error
-from eagle_ray.text.strict_json import HalfSurrogate, parse_json
+from eagle_ray.storage.store import StorageError
+from eagle_ray.text.strict_json import HalfSurrogate, parse_json, parse_json_line
 
 MAX_RECORD_BYTES = 64 << 20  # bytes of a record of several lines: a quote that is open for longer was never closed
 INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")  # not 007, which is a code and not the number 7
 FLOAT = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SETTING_TYPES = {field.name: field.type for field in ROW_FIELDS}
+log = logging.getLogger("eagle_ray")
+
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class CutLine(RequestError):
+    """A last line that has no line end and is not whole. Another process may be appending the rest to the file."""
+
+
+def rows_in_jsonl(
+    stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
+    """Yield byte offset, position and columns of every line from byte `start` on, which is at position `at`.
+
+    Blank lines are not rows, but are counted.
+    """
+    stream.seek(start)
+    assert start_position.line is not None, "lines of text are counted"
+    for i, line in enumerate(stream):
+        position = RowPosition(start_position.row + i, start_position.line + i)
+        if line.strip():
+            row = parse_line(line)
+            if is_cut(line) and isinstance(row, RequestError) and not is_json(line):
+                row = CutLine(row.code, str(row))
+            yield start, position, row
+        start += len(line)
+
+
+def rows_in_batch(
+    stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
+) -> Iterator[tuple[int, RowPosition, InputRow]]:
+    """Yield byte offset, position and columns of every line, as for a JSONL file."""
+    return ((offset, at, parse_batch_line(line)) for offset, at, line in rows_in_jsonl(stream, path, start, at))
+
+
+def detect_batch(file: InputFile) -> InputFile:
+    """Return a JSONL file as an OpenAI batch file if its lines are requests of one.
+
+    A file that cannot be read is returned as it is: the scan reports it.
+    """
+    if file.format != "jsonl" or not _holds_requests(file):
+        return file
+    log.info("input.path: %s is read as an OpenAI batch file. Set input.format to jsonl to read plain rows.", file.path)
+    return replace(file, format="openai_batch")
+
+
+def _holds_requests(file: InputFile) -> bool:
+    try:
+        with file.detect_changes(), file.open() as stream:
+            return _are_requests(stream)
+    except StorageError:
+        raise
+    except OSError:
+        return False
+
+
+def _are_requests(lines: Iterable[bytes]) -> bool:
+    """Return whether lines are requests of a batch: by the first line that is a request, or else a row with a prompt.
+
+    A wrong line is neither, so any number of them may come first. If every line is wrong, keys of a request decide.
+    """
+    resemble = False
+    for line in lines:
+        row = _object_in(line)
+        has_body = {"custom_id", "url", "body"} <= row.keys() and isinstance(row["body"], dict)
+        if has_body and row.keys() <= LINE_KEYS:
+            return True
+        has_prompt = any(row.get(name) is not None for name in PROMPTS)
+        if has_prompt and not has_body:
+            return False
+        resemble |= not has_prompt and "custom_id" in row and ("url" in row or "body" in row)
+    return resemble
+
+
+def _object_in(line: bytes) -> dict[str, Any]:
+    """Return the object in a line, or an empty one if there is none."""
+    try:
+        value = parse_json(line.decode("utf-8-sig"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_cut(line: bytes) -> bool:
+    """Return whether a line is a file's last one and has no line end."""
+    return not line.endswith(b"\n")
+
+
+def is_json(line: bytes) -> bool:
+    """Return whether a line is JSON of any kind, however deep."""
+    try:
+        json.loads(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def parse_line(line: bytes) -> InputRow:
+    """Return the columns of a line, or what is wrong with it."""
+    try:
+        text = line.rstrip().decode().removeprefix(BYTE_ORDER_MARK)
+    except UnicodeError as error:
+        return RequestError("bad_encoding", f"the line is not UTF-8 text ({error}): write it as UTF-8")
+    try:
+        row = parse_json_line(text)  # behind a line break, errors are at its first character
+    except HalfSurrogate as error:
+        row = json.loads(text)
+        return with_checked_texts(row) if isinstance(row, dict) else RequestError("bad_encoding", f"the line: {error}")
+    except json.JSONDecodeError as error:  # its own words call every line the first
+        problem = f"{error.msg}: character {error.colno}"
+        return RequestError("bad_json", f"the line is not JSON ({problem}): write one object a line")
+    except ValueError as error:
+        return RequestError("bad_json", f"the line is not JSON ({error}): write one object a line")
+    if not isinstance(row, dict):
+        return RequestError("bad_json", f"the line holds a {type(row).__name__}: write one object a line")
+    return row
 
 
 def rows_in_csv(
