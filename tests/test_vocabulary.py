@@ -30,7 +30,6 @@ evaluation
 gguf
 lm_eval.py
 methods
-sampling
 smollm2.py
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)

@@ -78,7 +78,7 @@ def load_target(
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
-        _dispatch(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
+        dispatch_layers(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
@@ -146,7 +146,7 @@ def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
         causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)
 
 
-def _dispatch(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
+def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
     """Place the target over the first num_gpus devices.
 
     Args:

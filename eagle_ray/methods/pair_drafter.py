@@ -140,11 +140,11 @@ class PairDrafter(Drafter, ABC):
         self._target = target
         self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
-        self._embed = head.embed_tokens or target.embed_tokens
+        self.embed_tokens = head.embed_tokens or target.embed_tokens
         spec, num_slots = head.kv_spec, target.cache.num_slots
         shape = spec.num_layers, spec.num_kv_heads, spec.key_dim
         self.cache = KVCache(target.cache.blocks, *shape, target.dtype, target.device, spec.value_dim)
-        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
+        self.queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
         self._first = np.full(num_lists, head.first_position)  # the first position that each slot's sequence sees
         self._end = self._first.copy()  # the first position that the head has not read yet
@@ -188,7 +188,7 @@ class PairDrafter(Drafter, ABC):
         for slot, first, length in zip(slots, firsts, lengths, strict=True):
             self._first[slot], self._end[slot] = max(first, self.head.first_position), length
         index = to_device([slots, lengths], features.device)
-        self._queue.put(index[0], index[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+        self.queue.put(index[0], index[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
@@ -251,7 +251,7 @@ class PairDrafter(Drafter, ABC):
         positions = batch.lengths[:, None] + 1 + offset
         slots = batch.slots[:, None].expand_as(positions)
         valid = offset <= result.num_accepted[:, None]
-        self._queue.put(
+        self.queue.put(
             slots.flatten(),
             positions.flatten(),
             result.tokens.flatten(),
@@ -330,11 +330,11 @@ class PairDrafter(Drafter, ABC):
         firsts = [0, *accumulate(prompts.lengths[:-1])]
         slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
-        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+        self.queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
     def _evict(self, slots: list[int], newest: list[int]) -> None:
         """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
-        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self._queue.window
+        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self.queue.window
         is_late = oldest > self._end[index]
         self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
@@ -342,12 +342,12 @@ class PairDrafter(Drafter, ABC):
         """Queue the newest pairs of each chunk."""
         spans = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = spans.repeat_interleave(spans[2], dim=1, output_size=sum(prompts.lengths))
-        newest = prompts.positions >= starts + lengths - self._queue.window
-        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+        newest = prompts.positions >= starts + lengths - self.queue.window
+        self.queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
     def _queued(self, spans: Spans) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
         """Return queued pairs."""
-        return self._queue.take(*spans.rows(self._queue.device))
+        return self.queue.take(*spans.rows(self.queue.device))
 
     def _read_prompts(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Run the head over pairs, each slot's as a prompt of its own."""
@@ -399,7 +399,7 @@ class PairDrafter(Drafter, ABC):
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
             slots, positions, slot_mapping = slots[unpack], positions[unpack], slot_mapping[unpack]
-        tokens, features = self._queue.take(slots, positions)
+        tokens, features = self.queue.take(slots, positions)
         return PendingRows(tokens, features, positions, slot_mapping, first_rows + counts - 1, row_of)
 
 
@@ -423,8 +423,8 @@ class FeatureBuffer:
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
         self.window, self.device = window, device
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
-        self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
-        self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
+        self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
 
     def put(
         self,
@@ -436,15 +436,15 @@ class FeatureBuffer:
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
         indices = torch.where(valid, self._indices(slots, positions), self._nowhere)
-        self._tokens.index_copy_(0, indices, tokens)
-        self._features.index_copy_(0, indices, features)
+        self.tokens.index_copy_(0, indices, tokens)
+        self.features.index_copy_(0, indices, features)
 
     def take(
         self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
         indices = self._indices(slots, positions)
-        return self._tokens[indices], self._features[indices]
+        return self.tokens[indices], self.features[indices]
 
     def _indices(self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         return slots * self.window + positions % self.window

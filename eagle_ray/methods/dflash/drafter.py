@@ -160,7 +160,8 @@ class DFlashDrafter(PairDrafter):
                 )
             return layouts[is_causal]
 
-        hidden = self._decoder.run(self._embed(tokens.flatten()), self._rope_positions(positions.flatten()), layout_of)
+        embeddings = self.embed_tokens(tokens.flatten())
+        hidden = self._decoder.run(embeddings, self._rope_positions(positions.flatten()), layout_of)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
     def _write(
