@@ -85,7 +85,6 @@ ROLES = {
     "drafter",
     "calibration",
     "recipe",
-    "spec",
 }  # the same files in the folder of each method
 TORCH_FREE = {"config", "gguf", "report", "runs", "storage"}
 HEAVY = {

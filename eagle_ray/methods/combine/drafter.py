@@ -90,12 +90,12 @@ class EnsembleDrafter(Drafter):
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
         for part, own in self._with_features(features):
-            part.attach_prefix(slots, firsts, columns, tokens, own)
+            part.attach_prefix(slots, firsts, lengths, tokens, own)
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for part, own in self._with_features(features):

@@ -111,12 +111,12 @@ class SwitchDrafter:
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
         for drafter in self._reading:
-            drafter.attach_prefix(slots, firsts, columns, tokens, features)
+            drafter.attach_prefix(slots, firsts, lengths, tokens, features)
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for drafter in self._reading:
