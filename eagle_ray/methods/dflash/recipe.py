@@ -79,8 +79,8 @@ class DFlashRecipe:
         dtype: torch.dtype,
     ):
         self.head = head.to(target.device)
-        self._feature_scale = feature_scale.to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self.feature_scale = feature_scale.to(target.device)
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self._block = head.block
         self.num_counts = self._block.num_levels
         self.names = ("loss", "token_loss", *agreement_names(self.num_counts))
@@ -89,7 +89,7 @@ class DFlashRecipe:
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
         """Return the predicted tokens at each distance from an anchor."""
         counts = torch.zeros(self.num_counts, dtype=torch.float64)
-        for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+        for blocks in blocks_of(batch.packed, self.loss.anchor_every):
             counts += self._counted(batch, blocks).sum(0).cpu()
         return counts
 
@@ -98,9 +98,9 @@ class DFlashRecipe:
         by_level = torch.zeros(self.num_counts, device=ids.device)
         agreed = torch.zeros(self.num_counts, device=ids.device)
         with autocast(ids.device, self._dtype):
-            for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+            for blocks in blocks_of(batch.packed, self.loss.anchor_every):
                 rows = slice(blocks.begin, blocks.begin + blocks.length)
-                context = self.head.project_features(batch.features[rows].float() * self._feature_scale)
+                context = self.head.project_features(batch.features[rows].float() * self.feature_scale)
                 for anchors in blocks.anchors.split(ANCHORS_PER_PASS):
                     part = Blocks(blocks.begin, blocks.length, anchors)
                     counted = self._counted(batch, part)
@@ -113,7 +113,7 @@ class DFlashRecipe:
                     agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
                     agreed.index_add_(0, level, agreement.float())
         means = [mean_over(total, count) for total, count in zip(by_level, counts, strict=True)]
-        total = torch.stack([exp(-k / self._loss.gamma) * mean for k, mean in enumerate(means)]).sum()
+        total = torch.stack([exp(-k / self.loss.gamma) * mean for k, mean in enumerate(means)]).sum()
         sums = {"loss": float(total.detach()), "token_loss": float(means[0].detach())}
         for k, name in enumerate(agreement_names(self.num_counts)):
             sums[name] = float(agreed[k]) / max(1.0, float(counts[k]))
@@ -126,7 +126,7 @@ class DFlashRecipe:
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
         with torch.no_grad():
-            head.fc.weight.mul_(self._feature_scale)
+            head.fc.weight.mul_(self.feature_scale)
         save_head(head, self._raw_config, path)
 
     def _predicted_rows(self, blocks: Blocks) -> Int[Tensor, "A L"]:

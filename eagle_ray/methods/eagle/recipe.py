@@ -88,7 +88,7 @@ class EagleRecipe:
     ):
         bias = raw_config.get("bias", True)
         self.head = (start or EagleHead(head_config(raw_config), bias=bias, own_embedding=False)).to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self.num_counts = 2 * loss.num_passes
         self.names = ("loss", "feature_loss", "token_loss", *agreement_names(loss.num_passes))
         if start is None:
@@ -96,7 +96,7 @@ class EagleRecipe:
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " C"]:
         """Return the positions of each pass's feature loss and token loss."""
-        masks = (self._counted(batch, s) for s in range(self._loss.num_passes))
+        masks = (self._counted(batch, s) for s in range(self.loss.num_passes))
         counts = [(int(counted.sum()), int((counted & known).sum())) for counted, known in masks]
         return torch.tensor(counts, dtype=torch.float64).flatten()
 
@@ -106,9 +106,9 @@ class EagleRecipe:
         sums: dict[str, float] = {}
         with autocast(device, self._dtype):
             features = batch.features[batch.packed.pairs.rows].float() + self._noise(batch, seed)
-            for s, output in enumerate(unroll(self.head, self._target, batch, features, self._loss.num_passes)):
+            for s, output in enumerate(unroll(self.head, self._target, batch, features, self.loss.num_passes)):
                 loss, parts = self._pass_loss(batch, output, s, counts[2 * s : 2 * s + 2])
-                total = total + self._loss.decay**s * loss
+                total = total + self.loss.decay**s * loss
                 sums = parts | sums  # the losses that are reported are the first pass's
         return Losses(total, sums | {"loss": float(total.detach())})
 
@@ -131,7 +131,7 @@ class EagleRecipe:
             "token_loss": float(token_loss.detach()),
             f"agreement_{unrolled + 1}": float(agreement.sum()) / max(1.0, float(counts[0])),
         }
-        return self._loss.feature_weight * feature_loss + self._loss.token_weight * token_loss, parts
+        return self.loss.feature_weight * feature_loss + self.loss.token_weight * token_loss, parts
 
     def matrices(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
@@ -150,7 +150,7 @@ class EagleRecipe:
         pairs = batch.packed.pairs
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(pairs.rows), batch.hidden.shape[1], generator=generator) - 0.5
-        widths = [self._loss.noise * NOISE_LENGTH / (length + 1) for length in pairs.lengths]
+        widths = [self.loss.noise * NOISE_LENGTH / (length + 1) for length in pairs.lengths]
         width = torch.repeat_interleave(torch.tensor(widths), torch.tensor(pairs.lengths))
         return (noise * width[:, None]).to(batch.hidden.device)
 
@@ -201,19 +201,19 @@ class Eagle3Recipe:
         size, config = len(target.token_ids), head_config(raw_config)
         new = Eagle3Head(config, draft_vocab_size=size, feature_size=len(feature_scale), own_embedding=False)
         self.head = (start or new).to(target.device)
-        self._feature_scale = feature_scale.to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self.feature_scale = feature_scale.to(target.device)
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self.num_counts = loss.num_passes
         self.names = ("loss", "token_loss", *agreement_names(loss.num_passes))
         if start is None:
             initialize_eagle3(self.head, target)
         else:
-            self._scale_inputs(self.head, 1 / self._feature_scale)  # a published head has its factors in fc
+            self._scale_inputs(self.head, 1 / self.feature_scale)  # a published head has its factors in fc
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " S"]:
         """Return the positions of each pass's loss."""
         return torch.tensor(
-            [int(self._counted(batch, s).sum()) for s in range(self._loss.num_passes)], dtype=torch.float64
+            [int(self._counted(batch, s).sum()) for s in range(self.loss.num_passes)], dtype=torch.float64
         )
 
     def losses(self, batch: FeatureBatch, counts: Float[Tensor, " S"], seed: int) -> Losses:
@@ -221,14 +221,14 @@ class Eagle3Recipe:
         total = torch.zeros((), device=device)
         sums: dict[str, float] = {"loss": 0.0, "token_loss": 0.0}
         with autocast(device, self._dtype):
-            projected = self.head.project_features(batch.features[pairs.rows].float() * self._feature_scale)
-            for s, output in enumerate(unroll(self.head, self._target, batch, projected, self._loss.num_passes)):
+            projected = self.head.project_features(batch.features[pairs.rows].float() * self.feature_scale)
+            for s, output in enumerate(unroll(self.head, self._target, batch, projected, self.loss.num_passes)):
                 counted = self._counted(batch, s)
                 wanted_rows = pairs.rows_after(1 + s)[counted]
                 logits = self.head.logits(output[counted], self._target.logits).float()
                 probabilities = self._target.probabilities(batch.hidden[wanted_rows])
                 loss = mean_over(F.cross_entropy(logits, probabilities, reduction="sum"), counts[s])
-                total = total + self._loss.decay**s * loss
+                total = total + self.loss.decay**s * loss
                 agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
                 sums[f"agreement_{s + 1}"] = float(agreement.sum()) / max(1.0, float(counts[s]))
                 sums["token_loss"] += float(loss.detach()) if s == 0 else 0.0
@@ -240,7 +240,7 @@ class Eagle3Recipe:
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
-        self._scale_inputs(head, self._feature_scale)
+        self._scale_inputs(head, self.feature_scale)
         if self._target.covers_all:  # vLLM refuses maps between equal vocabularies
             head.register_buffer("d2t", head.d2t, persistent=False)
             head.register_buffer("t2d", head.t2d, persistent=False)

@@ -83,7 +83,7 @@ def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, 
 @pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
 def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, fault):
     monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
-    monkeypatch.setattr(s3, "_answered", set())
+    monkeypatch.setattr(s3, "answered_requests", set())
     proxy.fail("PUT", fault, 100)
     for tries in (1, TRIES + 2):
         with extended_retries() if tries > 1 else nullcontext(), pytest.raises(StorageError) as error:
@@ -101,7 +101,7 @@ def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):
         monkeypatch.setenv(name, os.devnull)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    s3._session.cache_clear()
+    s3.session_of.cache_clear()
     with pytest.raises(NotAllowed, match="no credentials: set AWS_ACCESS_KEY_ID"):
         (bucket / "a").read_bytes()
     monkeypatch.setattr(s3.time, "sleep", lambda seconds: monkeypatch.setenv("AWS_ACCESS_KEY_ID", key))
