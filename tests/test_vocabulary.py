@@ -30,7 +30,6 @@ evaluation
 gguf
 lm_eval.py
 methods
-sampling
 smollm2.py
 training
 """  # packages whose identifiers are not mended yet; this only shrinks
