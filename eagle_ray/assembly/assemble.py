@@ -24,23 +24,28 @@ from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs, SequenceLength
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.placement import check_device, device_type, load_draft, load_target, model_text
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.kernels.availability import why_not
-from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
+from eagle_ray.methods.drafter import Drafter
 from eagle_ray.methods.method import AUTO
-from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, warm_up_kernels
-from eagle_ray.models.runtime import run_in_temporary_thread, tune_malloc, use_huge_pages
+from eagle_ray.models.runtime import (
+    run_in_temporary_thread,
+    tune_malloc,
+    use_huge_pages,
+)
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -197,7 +202,7 @@ def _engine_of(
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     slots = plan.slots
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
-    layers = feature_layers(parts_of(weights), config.num_hidden_layers)
+    layers = layers_read(drafts_of(weights), config.num_hidden_layers)
     target = TargetModel(causal_lm, slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
@@ -205,8 +210,7 @@ def _engine_of(
         most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
         with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
             _warm_up_kernels([causal_lm, weights], most_rows)
-    switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
-    drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
+    drafter = make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
     if plain:
@@ -215,7 +219,7 @@ def _engine_of(
             with start.part("recorded", RECORDING):
                 capture_fixed(engine)
         return engine
-    fixed = own_planner(speculative, drafter)
+    fixed = make_planner(speculative, drafter)
     bounds = speculative.tree_bounds
     planner = fixed or UniformPlanner(bounds)
     engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
@@ -227,8 +231,8 @@ def _engine_of(
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
     with _plain_if_planner_fails(engine):
-        if switch is not None:
-            engine.planner = method_trial(engine, speculative, switch, start)
+        if speculative.method == AUTO:
+            engine.planner = method_trial(engine, speculative, start)
         elif fixed is None:
             engine.planner = planner_for(engine, speculative, start)
     return engine

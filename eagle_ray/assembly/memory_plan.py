@@ -24,17 +24,17 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
+from eagle_ray.assembly.worker_plan import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
-from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
 from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.report.text import counted, gib
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
@@ -121,7 +121,7 @@ class MemoryPlan:
 
         Raises UnfitDevice if not even one sequence fits.
         """
-        device, parts = causal_lm.device, parts_of(weights)
+        device, parts = causal_lm.device, drafts_of(weights)
         shape = causal_lm.config.get_text_config(decoder=True)
         dtype = input_embedding(causal_lm).weight.dtype
         on_gpu = device.type == "cuda"
@@ -130,7 +130,7 @@ class MemoryPlan:
         if not on_gpu:
             return cls.of(sizes, lengths, target, draft, None).sized(slots, kv_tokens)
         if "auto" in (slots, kv_tokens):
-            of_pass = profile_pass(causal_lm, feature_layers(parts, shape.num_hidden_layers), prefill_tokens)
+            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
         else:
             of_pass = _estimated_pass(shape, dtype.itemsize, prefill_tokens)
         torch.cuda.empty_cache()
@@ -174,7 +174,7 @@ class MemoryPlan:
         if target_bytes is None or None in of_drafts:
             return None
         draft_bytes = sum(size or 0 for size in of_drafts)
-        parts = check_weights(speculative, drafts, shape) if drafts else []
+        parts = check_drafts(speculative.method, drafts, shape) if drafts else []
         on_gpu = device == "cuda"
         explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
         sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
@@ -353,7 +353,7 @@ def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_to
     slots = list(range(PROFILE_PROMPTS))
     for slot in slots:
         target.cache.blocks.reserve(slot, each)
-    prompts = PrefillBatch.of(slots, [[0] * each for _ in slots], target.device)
+    prompts = PromptBatch.of(slots, [[0] * each for _ in slots], target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
     with torch.inference_mode():

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
 from eagle_ray.assembly.hub import download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import GPU_SHARE, reserved_bytes
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
+from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.methods.registry import load_weights
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.loader import (
     CausalLM,
@@ -78,7 +78,7 @@ def load_target(
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
-        _dispatch(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
+        dispatch_layers(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":
@@ -96,7 +96,7 @@ def load_draft(
         return None
     config = causal_lm.config.get_text_config(decoder=True)
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
-        weights = load_weights(speculative, draft_paths(model, speculative), config)
+        weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
         pack_linears(weights)
     return weights
@@ -146,7 +146,7 @@ def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
         causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)
 
 
-def _dispatch(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
+def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
     """Place the target over the first num_gpus devices.
 
     Args:

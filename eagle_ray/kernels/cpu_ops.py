@@ -58,11 +58,11 @@ SIGNATURES = {
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this module's functions work for tensors of this device and dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
-    return is_host and dtype in DTYPES and _functions(dtype) is not None
+    return is_host and dtype in DTYPES and functions_for(dtype) is not None
 
 
 @dataclass(frozen=True, slots=True)
-class SeenColumns:
+class SeenPositions:
     """The cached positions of its sequence that each of R rows attends to.
 
     Row r sees positions begin[r] .. end[r] - 1 of its slot, then position trunk[r] + j for each j that mask[r]
@@ -119,32 +119,32 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
 
 def rotate_and_write(
     qkv: Float[Tensor, "R width"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads d"],
-    cells: Int[Tensor, " R"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads d"],
+    slot_mapping: Int[Tensor, " R"],
     cosine: Float[Tensor, "R half"],
     sine: Float[Tensor, "R half"],
     q_norm: Float[Tensor, " d"] | None = None,
     k_norm: Float[Tensor, " d"] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate the queries in place, and store rotated keys and values in their cells; both normed first if asked.
+    """Rotate the queries in place, and store rotated keys and values at their indices; both normed first if asked.
 
     qkv: queries, keys and values of a row, one head after the other, contiguous.
     """
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    tensors = (qkv, keys, values, cells, cosine, sine, q_norm, k_norm)
+    tensors = (qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm)
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
     _run("rotate_and_write", qkv.dtype, *pointers, eps, *sizes)
 
 
 def attend(
-    seen: SeenColumns,
+    seen: SeenPositions,
     query: Float[Tensor, "R heads d"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads dv"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads dv"],
     rule: ScoreRule,
 ) -> Float[Tensor, "R heads dv"]:
     """Return the attention of each row over the positions that it sees; 0 for a row that sees none.
@@ -163,28 +163,28 @@ def attend(
 
 
 def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    functions = _functions(dtype)
+    functions = functions_for(dtype)
     assert functions is not None, "the library was found when the backend was chosen"
     function = functions[name]
     function(*arguments)
 
 
 @cache
-def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
+def functions_for(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
     """Return the library's functions for a dtype, by name, or None if there is no library."""
-    library = _library()
+    library = best_library()
     if library is None:
         return None
-    found = {}
+    loaded = {}
     for name, signature in SIGNATURES.items():
         function = getattr(library, f"{name}_{DTYPES[dtype]}")
         function.argtypes, function.restype = signature, None
-        found[name] = function
-    return found
+        loaded[name] = function
+    return loaded
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def best_library() -> ctypes.CDLL | None:
     """Load the best library that was built for this processor; log once if there is none."""
     if os.environ.get(SWITCH) == "off":
         return None

@@ -25,24 +25,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 
-NARROW = 4  # the width that is recorded besides the widest, for batches of
-NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
@@ -120,9 +118,9 @@ class PairDrafter(Drafter, ABC):
         )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
-        self._graphs: GraphRunner | None = None
+        self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
-        self._embed = head.embed_tokens or target.embed_tokens
+        self.embed_tokens = head.embed_tokens or target.embed_tokens
         kv_spec, num_slots = head.kv_spec, target.cache.num_slots
         self.cache = KVCache(
             target.cache.blocks,
@@ -133,12 +131,12 @@ class PairDrafter(Drafter, ABC):
             target.device,
             kv_spec.value_dim,
         )
-        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
+        self.queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
         self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
         self._end = self._first.copy()  # the first column that the head has not read yet
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
 
     @abstractmethod
@@ -183,9 +181,9 @@ class PairDrafter(Drafter, ABC):
         for slot, first, column in zip(slots, firsts, columns, strict=True):
             self._first[slot], self._end[slot] = max(first, self.head.first_column), column
         places = to_device([slots, columns], features.device)
-        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+        self.queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
         reads.
         """
@@ -200,7 +198,7 @@ class PairDrafter(Drafter, ABC):
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
     ) -> None:
         self._register(prompts)
         self._enqueue(prompts, next_tokens, features)
@@ -252,7 +250,7 @@ class PairDrafter(Drafter, ABC):
         columns = batch.lengths[:, None] + 1 + offset
         slots = batch.slots[:, None].expand_as(columns)
         valid = offset <= result.num_accepted[:, None]
-        self._queue.put(
+        self.queue.put(
             slots.flatten(),
             columns.flatten(),
             result.tokens.flatten(),
@@ -276,7 +274,12 @@ class PairDrafter(Drafter, ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
         draft = self._draft_pass(at, roots, plan, sampling, graphs)
@@ -288,7 +291,12 @@ class PairDrafter(Drafter, ABC):
         return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _draft_pass(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
@@ -315,7 +323,7 @@ class PairDrafter(Drafter, ABC):
         """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
         return max(plan.max_depth, self._max_depth) + 1
 
-    def _register(self, prompts: PrefillBatch) -> None:
+    def _register(self, prompts: PromptBatch) -> None:
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
@@ -324,26 +332,26 @@ class PairDrafter(Drafter, ABC):
         if self.head.first_column == 0:
             self._queue_first_tokens(prompts)
 
-    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
+    def _queue_first_tokens(self, prompts: PromptBatch) -> None:
         """Queue the pairs of position 0: first tokens, without a feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
         firsts = [0, *accumulate(prompts.lengths[:-1])]
         slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
-        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+        self.queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
     def _evict(self, slots: list[int], newest: list[int]) -> None:
         """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
-        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self._queue.window
+        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self.queue.window
         is_late = oldest > self._end[index]
         self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
-    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
         places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
-        newest = prompts.positions >= starts + lengths - self._queue.window
-        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+        newest = prompts.positions >= starts + lengths - self.queue.window
+        self.queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
     def _queued(
         self, slots: list[int], columns: list[int], counts: list[int]
@@ -351,8 +359,8 @@ class PairDrafter(Drafter, ABC):
         """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = to_device(places, self._queue.device).view(-1, 2)
-        return self._queue.take(wanted[:, 0], wanted[:, 1])
+        wanted = to_device(places, self.queue.device).view(-1, 2)
+        return self.queue.take(wanted[:, 0], wanted[:, 1])
 
     def _read_prompts(
         self,
@@ -418,7 +426,7 @@ class PairDrafter(Drafter, ABC):
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
             slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
-        tokens, features = self._queue.take(slots, columns)
+        tokens, features = self.queue.take(slots, columns)
         return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
 
 
@@ -445,8 +453,8 @@ class FeatureBuffer:
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
         self.window, self.device = window, device
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
-        self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
-        self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
+        self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
 
     def put(
         self,
@@ -458,15 +466,15 @@ class FeatureBuffer:
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
         places = torch.where(valid, self._places(slots, columns), self._nowhere)
-        self._tokens.index_copy_(0, places, tokens)
-        self._features.index_copy_(0, places, features)
+        self.tokens.index_copy_(0, places, tokens)
+        self.features.index_copy_(0, places, features)
 
     def take(
         self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
         places = self._places(slots, columns)
-        return self._tokens[places], self._features[places]
+        return self.tokens[places], self.features[places]
 
     def _places(self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         return slots * self.window + columns % self.window

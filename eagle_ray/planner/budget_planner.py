@@ -30,13 +30,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes, PlanEstimate, PlanSearch, ProbeSchedule
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch, ProbeSchedule
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan

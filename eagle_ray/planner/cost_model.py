@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.planner.planner import StepOutcome
 
 # Rows of a pass that are measured, and between which a budget on a GPU chooses.

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.requests.responses import Json, stored_response
+from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.requests.responses import stored_response
+from eagle_ray.requests.values import Json
+from eagle_ray.text.output_text import REPLACEMENT_CHAR
 
 Row = dict[str, Any]
 
@@ -247,7 +249,6 @@ def _body(rows: list[Row], key: str, spell: Spell) -> Json:
 
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
-REPLACEMENT_CHAR = "\ufffd"  # in the text of a token that is only a part of a character
 
 Spell = Callable[[int], str]
 """Function that returns the text of one token id."""

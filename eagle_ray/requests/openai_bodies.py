@@ -41,10 +41,9 @@ from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.request import InputRow, chat_of, unreadable
 from eagle_ray.requests.responses import OWN, chat_body, chat_values, check_response
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.requests.values import Kind, bad_value, checked, describe_value, missing, unsupported
+from eagle_ray.requests.values import Json, Kind, bad_value, checked, describe_value, missing, unsupported
 from eagle_ray.text.chat_format import template_message
 
-Json = dict[str, Any]
 MAX_SEQUENCES = 1024  # of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
 

@@ -303,20 +303,21 @@ def _text(value: Any, column: str) -> str:
 
 
 def _turns(value: Any, column: str) -> list[str]:
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(_list(value, column, "texts", "turn"))]
+
+
+def _list(value: Any, column: str, form: str, item: str) -> list[Any]:
+    """Return a list that is not empty. Raises RequestError."""
     value = _parse_if_json(value, column)
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a list of {form}, got {describe_value(value)}")
     if not value:
-        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
-    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
+        raise RequestError("prompt_empty", f"column {column!r} holds no {item}: give at least one")
+    return value
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
-    value = _parse_if_json(value, column)
-    if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
-    if not value:
-        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    value = _list(value, column, "integers", "token id")
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token < 2**63:
             raise RequestError(

@@ -29,11 +29,10 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.structured import response_format_text
-from eagle_ray.requests.values import bad_value, checked, missing, unsupported
+from eagle_ray.requests.values import Json, bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError
 
-Json = dict[str, Any]
 OWN = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}  # parameters of responses alone
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text

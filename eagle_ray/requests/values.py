@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import response_format_text, schema_text
@@ -81,14 +81,15 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """A kind of value. arrow: the type of its column, as `row_schema` names it."""
+    """A kind of value.
 
+    Attributes:
+        form: what a value must be.
+        arrow: the type of its column, as `row_schema` names it.
+    """
+
+    form: str = field(default="", kw_only=True)
     arrow = "string"
-
-    @property
-    @abstractmethod
-    def form(self) -> str:
-        """Return what a value must be."""
 
     @abstractmethod
     def check(self, value: Any) -> Any:
@@ -172,7 +173,6 @@ class Number(Kind):
 
     low: float
     high: float
-    form: str = ""
     is_above: bool = False
     arrow = "float64"
 
@@ -201,7 +201,6 @@ class Integer(Kind):
 
     low: int | None
     high: int | None = None
-    form: str = ""
     off: int | None = None
     max_integer: int = MAX_INTEGER
     takes_false: bool = False
@@ -235,34 +234,19 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
-    form: str = "true or false"
+    """True or false. is_off: false alone, what a client may switch off and not on."""
+
+    form: str = field(default="true or false", kw_only=True)
+    is_off: bool = False
     arrow = "bool"
 
     def check(self, value: Any) -> bool:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) or (value and self.is_off):
             raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True)
-class FlagOrCount(Kind):
-    """True or False, or a number of the likeliest tokens: how vLLM's Python API asks for log-probabilities."""
-
-    high: int
-    form: str = ""
-
-    def check(self, value: Any) -> bool | int:
-        if isinstance(value, bool):
-            return value
-        if not is_integer(value) or not 0 <= value <= self.high:
-            raise self.wrong(value)
-        return int(value)
-
-    def schema(self) -> Json:
-        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": self.high}]}
+        return ({"const": False} if self.is_off else {}) | {"type": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -275,7 +259,6 @@ class Text(Kind):
         known: the one text that has a meaning, in the schema.
     """
 
-    form: str = ""
     max_chars: int | None = None
     can_be_empty: bool = False
     known: str | None = None
@@ -311,7 +294,6 @@ class Texts(Kind):
         takes_one: whether a text alone is taken.
     """
 
-    form: str = ""
     min_items: int = 0
     max_items: int | None = None
     max_chars: int | None = None
@@ -326,7 +308,7 @@ class Texts(Kind):
         texts = [value] if isinstance(value, str) and self.takes_one else value
         if not isinstance(texts, list) or len(texts) < self.min_items:
             raise self.wrong(value)
-        item_kind = Text(self.form, self.max_chars)
+        item_kind = Text(self.max_chars, form=self.form)
         for i, item in enumerate(texts[: self.max_items]):
             try:
                 item_kind.check(item)
@@ -347,14 +329,13 @@ class Texts(Kind):
         return whole_numbers(value)
 
     def schema(self) -> Json:
-        item = Text(self.form, self.max_chars).schema()
+        item = Text(self.max_chars, form=self.form).schema()
         texts = list_schema(item, self.min_items, self.max_items)
         return {"anyOf": [item, texts]} if self.takes_one else texts
 
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    form: str = ""
     min_items: int = 0
     max_items: int | None = None
     arrow = "list<int64>"
@@ -387,7 +368,6 @@ class LogitBias(Kind):
     """Numbers by token id. JSON has texts, such as "17", for token ids."""
 
     max_bias: float
-    form: str = ""
     arrow = "map<int64, float64>"
 
     def check(self, value: Any) -> dict[int, float]:
@@ -424,14 +404,11 @@ class LogitBias(Kind):
 
 @dataclass(frozen=True)
 class JsonText(Kind):
-    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output.
+    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output."""
 
-    Attributes:
-        text_of: returns the text of a value. Raises ValueError; one of the JSON itself is the reason of the WrongValue.
-    """
-
-    form: str = ""
-    text_of: ClassVar[Callable[[Any], Any]]
+    @abstractmethod
+    def text_of(self, value: Any) -> Any:
+        """Return the JSON text of a value. Raises ValueError; one of the JSON itself is a WrongValue's reason."""
 
     def check(self, value: Any) -> str:
         try:
@@ -447,7 +424,8 @@ class JsonText(Kind):
 
 @dataclass(frozen=True)
 class JsonSchema(JsonText):
-    text_of = staticmethod(schema_text)
+    def text_of(self, value: Any) -> Any:
+        return schema_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
@@ -461,7 +439,8 @@ class JsonSchema(JsonText):
 class ResponseFormat(JsonText):
     """OpenAI's response_format."""
 
-    text_of = staticmethod(response_format_text)
+    def text_of(self, value: Any) -> Any:
+        return response_format_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
@@ -486,7 +465,6 @@ class ResponseFormat(JsonText):
 class Checked(Kind):
     """A value of several parts. function: checks it, and raises ValueError that begins with the wrong part's place."""
 
-    form: str = ""
     function: Callable[[Any], Any] = lambda value: value
     json: Json = field(default_factory=dict)
 
@@ -513,10 +491,8 @@ def _format_schema(format_type: str, **properties: Json) -> Json:
 class CallArguments(Kind):
     """Arguments of a tool call as a text. Text that is not JSON of an object is left to the chat template."""
 
-    form: str = ""
-
     def check(self, value: Any) -> str:
-        text: str = Text(self.form, can_be_empty=True).check(value)
+        text: str = Text(form=self.form, can_be_empty=True).check(value)
         try:
             template_arguments(text)
         except HalfSurrogate as error:
@@ -532,7 +508,6 @@ class OneOf(Kind):
     """One of these texts."""
 
     values: tuple[str, ...]
-    form: str = ""
 
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
@@ -545,28 +520,12 @@ class OneOf(Kind):
 
 
 @dataclass(frozen=True)
-class No(Kind):
-    """False: what a client may switch off and not on."""
-
-    form: str = ""
-
-    def check(self, value: Any) -> bool:
-        if value is not False:
-            raise self.wrong(value)
-        return False
-
-    def schema(self) -> Json:
-        return {"const": False, "type": "boolean"}
-
-
-@dataclass(frozen=True)
 class Metadata(Kind):
     """A few texts by name."""
 
     max_pairs: int
     max_key_chars: int
     max_value_chars: int
-    form: str = ""
 
     def check(self, value: Any) -> dict[str, str]:
         if not isinstance(value, dict):
@@ -597,7 +556,6 @@ class Either(Kind):
     """
 
     kinds: tuple[Kind, ...]
-    form: str = ""
     empties: tuple[Any, ...] = ()
 
     @property
@@ -623,7 +581,6 @@ class ListOf(Kind):
 
     item: Kind
     min_items: int = 0
-    form: str = ""
 
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < self.min_items:
@@ -645,7 +602,6 @@ class ListOf(Kind):
 class AnyObject(Kind):
     """An object of any keys. is_empty: none of its keys has a meaning."""
 
-    form: str = ""
     is_empty: bool = False
 
     def check(self, value: Any) -> Json:
@@ -676,7 +632,6 @@ class Object(Kind):
     defaults: Mapping[str, Any] = field(default_factory=dict)
     is_open: bool = False
     about: str = ""
-    form: str = ""
 
     def check(self, value: Any) -> Json:
         if not isinstance(value, dict):

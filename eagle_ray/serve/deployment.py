@@ -22,10 +22,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.cluster import nodes
 from eagle_ray.config import ServeConfig, load_serve_config
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost

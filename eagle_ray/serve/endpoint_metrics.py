@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import Occupancy
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.sequence_answers import stats_of
 
 PREFIX = "eagle_ray_"

@@ -28,13 +28,12 @@ from eagle_ray.requests.openai_bodies import (
 from eagle_ray.requests.parameters import EMPTY, STREAM_OPTIONS
 from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
-from eagle_ray.requests.values import Kind, Object
+from eagle_ray.requests.values import Json, Kind, Object
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 from eagle_ray.serve.http_answers import json_body
 
-Json = dict[str, Any]
 AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -82,21 +82,6 @@ def answer_of(events: Iterable[ChatEvent]) -> Answer:
             del names[event.index]
     calls = tuple(ToolCall(name, arguments.get(index, "")) for index, name in names.items())
     return Answer(texts["content"], texts["reasoning"], calls)
-
-
-def merged(events: Iterable[ChatEvent]) -> Iterator[ChatEvent]:
-    """Yield the events with neighbours of one kind joined, so that they do not depend on how a text was cut."""
-    last: ChatEvent | None = None
-    for event in events:
-        is_more = last is not None and (last.kind, last.index) == (event.kind, event.index)
-        if last is not None and is_more and event.kind in ("content", "reasoning", "arguments"):
-            last = ChatEvent(last.kind, last.text + event.text, last.index)
-            continue
-        if last is not None:
-            yield last
-        last = event
-    if last is not None:
-        yield last
 
 
 def num_begun(text: str, strings: Sequence[str]) -> int:

@@ -395,13 +395,16 @@ def _syntax_error(tokenizer: PreTrainedTokenizerBase, template: str) -> str | No
 
 
 class NullTokenizer(Tokenizer):
-    """Has no text: it refuses what needs words, and a decoded output is empty."""
+    """Has no text: it refuses what needs words, and a decoded output is empty.
+
+    It refuses messages, so nothing asks it for what only their answers need.
+    """
 
     def __init__(self) -> None:
         self.chat_format = ChatFormat()
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
-        raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids, without stop strings")
+        raise _no_tokenizer("prompt")
 
     def render_chat(
         self,
@@ -410,29 +413,14 @@ class NullTokenizer(Tokenizer):
         continue_final_message: bool = False,
         options: ChatOptions = NO_OPTIONS,
     ) -> NoReturn:
-        self.encode("")
-
-    def with_markers(self) -> Tokenizer:
-        return self
-
-    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        return ""
-
-    def special_marker_ids(self) -> dict[str, int]:
-        return {}
-
-    def reasoning_end_id(self) -> NoReturn:
-        self.encode("")
-
-    def token_strings(self, ids: Sequence[int]) -> NoReturn:
-        self.encode("")
+        raise _no_tokenizer("messages")
 
     def word_ids(self, word: str) -> NoReturn:
         raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
 
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         if stops:
-            self.encode("")
+            raise _no_tokenizer("stop")
         return []
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -446,3 +434,7 @@ class NullTokenizer(Tokenizer):
 
     def info(self) -> dict[str, Any]:
         return {"tokenizer_class": None}
+
+
+def _no_tokenizer(name: str) -> RequestError:
+    return RequestError("no_tokenizer", f"the target has no tokenizer, so {name!r} cannot be used: give token ids")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.supported_models import logits_postprocessor
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.training.packing import PackedBatch
 
 
@@ -180,7 +180,7 @@ class ComputedFeatures:
         for slot, ids in zip(slots, documents, strict=True):
             if not blocks.reserve(slot, len(ids)):
                 raise RuntimeError(f"the KV cache cannot hold a pass of {sum(map(len, documents))} tokens")
-        out = self._target.prefill(PrefillBatch.of(slots, documents, self._target.device))
+        out = self._target.prefill(PromptBatch.of(slots, documents, self._target.device))
         for slot in slots:
             blocks.free(slot)
         return out.hidden, out.features

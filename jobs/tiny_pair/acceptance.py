@@ -14,7 +14,7 @@ from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.requests.parameters import SamplingParams

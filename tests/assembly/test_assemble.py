@@ -22,13 +22,13 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.combine.drafter import make_drafter
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.methods.registry import make_drafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
-from tests.conftest import PAIR
+from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 from tests.support.toy_models import LLAMA, llama
 

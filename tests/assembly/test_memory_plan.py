@@ -105,11 +105,11 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
     monkeypatch.setattr(placement, "other_size", lambda model: int(4.2 * GB))
     placed = []
     monkeypatch.setattr(placement, "dispatch", lambda model, devices, places: placed.append(places))
-    placement._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    placement.dispatch_layers(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
     on_first = placed[0].count(0) * 1.71 + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
     with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
-        placement._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
+        placement.dispatch_layers(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
 def test_it_says_what_it_is():
@@ -126,14 +126,14 @@ def test_what_an_engine_allocates_is_what_was_planned():
     speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
     sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, on_gpu=True)
     caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
-    kept = ours.prefiller._blocks._last_features.nbytes
+    kept = ours.prefiller.prefix_state.last_features.nbytes
     tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
     assert caches + kept == pytest.approx(
         tokens * (sizes.kv_per_token + sizes.feature_per_token), rel=0.05
     )  # and a null block
-    (buffers,) = drafter._buffers.values()
+    (buffers,) = drafter.draft_buffers.values()
     drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
-    queued = drafter._queue._features.nbytes
+    queued = drafter.queue.features.nbytes
     assert queued * 4 / 5 + drafted == pytest.approx(4 * sizes.per_slot, rel=0.05)  # and a queue for padding
 
 

@@ -19,10 +19,9 @@ from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.support.row_invariants import broken_laws
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.tokenizers import special_tokenizer, thinking_target, write_tokenizer
+from tests.support.tokenizers import LLAMA3, MISTRAL, QWEN3, R1, special_tokenizer, thinking_target, write_tokenizer
+from tests.support.workers import ScriptedEngine
 
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}

@@ -8,19 +8,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from eagle_ray.batch.driver.progress_monitor import Bar, Lines, display, log_above, progress_line
+from tests.support.jobs import FACTS
 
-FACTS = {
-    "elapsed_s": 12.3,
-    "workers_ready": 2,
-    "rows_to_do": 96,
-    "rows_done": 40,
-    "rows_in_files": 32,
-    "errors": 1,
-    "tokens_per_s": 812.4,
-    "mean_acceptance_length": 4.314,
-    "busy_slots": 0.934,
-    "seconds_left": 17.2,
-}
 UNKNOWN = dict.fromkeys(("tokens_per_s", "mean_acceptance_length", "busy_slots", "seconds_left"))
 
 

@@ -25,7 +25,7 @@ from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath, read_json, write_json
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 SCHEMA = output_schema([])
 

@@ -21,7 +21,7 @@ from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 SCHEMA = output_schema([])
 BEGAN = datetime(2026, 11, 1, tzinfo=timezone.utc)

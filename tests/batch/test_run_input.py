@@ -19,7 +19,7 @@ from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.part_files import Partitions, part_name
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 CARRIED = [pa.field("category", pa.string()), pa.field("tries", pa.int16())]
 COMMON = {"row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok", "temperature": 0.7}

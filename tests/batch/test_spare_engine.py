@@ -19,9 +19,8 @@ from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
 from eagle_ray.batch.worker.spare_engine import ForkedProcess, SpareEngine, fork_engine
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
-from tests.batch.test_engine_process import answered, arguments_of, batches_of, ignore, is_gone, pid_of, until
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
+from tests.support.workers import answered, answers, arguments_of, batches_of, ignore, is_gone, outputs, pid_of, until
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.runs.lease import Process
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
-from tests.batch.test_display import FACTS
-from tests.conftest import token_rows
+from tests.support.jobs import FACTS, token_rows
 
 AGAIN = "run the same command again to resume."
 LATER = timedelta(seconds=30)

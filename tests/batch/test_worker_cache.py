@@ -17,8 +17,8 @@ from eagle_ray.planner import cost_cache
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
-from tests.kernels.test_triton_cache import make_entry
+from tests.support.jobs import token_rows
+from tests.support.kernels import make_entry
 
 KERNELS = "kernels-0123.tar.gz"
 

@@ -18,8 +18,8 @@ from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_worker import answers
 from tests.support.row_invariants import broken_laws
+from tests.support.workers import answers
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
 EMBEDDED = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "input.columns.turns": "turns"}

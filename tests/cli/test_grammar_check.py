@@ -11,7 +11,7 @@ from eagle_ray.batch.driver.input_plan import requests_of
 from eagle_ray.cli import validate as module
 from eagle_ray.cli.validate import check_grammars, validate
 from eagle_ray.sampling.grammar import GrammarCompiler
-from tests.batch.reader.test_plan import plan, write_jsonl
+from tests.support.inputs import plan, write_jsonl
 
 TARGET = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
 GOOD = {"type": "object", "properties": {"age": {"type": "integer"}}}

@@ -20,16 +20,16 @@ from eagle_ray.cli.serve_endpoint import failed_start
 from eagle_ray.config import load_config
 from eagle_ray.runs.job_errors import outcome_of
 from tests.support.tokenizers import write_tokenizer
+from tests.support.toy_models import TARGET_JSON
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}
 
 
 @pytest.fixture
 def job(tmp_path):
     """Flags of a job over three rows, one of them bad, with a target that has a tokenizer and no weights."""
     write_tokenizer(tmp_path / "target")
-    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET_JSON))
     rows = [
         {"id": "a", "messages": "Hi", "category": "chat"},
         {"id": "b", "messages": 5},
@@ -68,7 +68,7 @@ def test_validate_refuses_messages_without_a_template(job, capsys):
 
 def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(TARGET_JSON))
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "text"}\n')
     flags = ["-i", f"{tmp_path}/ids.jsonl", "--set", f"model.target={tmp_path}/bare"]
     assert cli.main(["validate", *job, *flags]) == 0

@@ -24,7 +24,7 @@ from eagle_ray.doctor.devices import PlannedWorkers, workers
 from eagle_ray.doctor.model_checks import memory, pair_here
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
-from tests.conftest import PAIR
+from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 
 

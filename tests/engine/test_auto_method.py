@@ -13,15 +13,21 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.switch import SwitchDrafter
+from eagle_ray.methods.combine.switch import SwitchDrafter, check
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
-from eagle_ray.methods.registry import method_of_draft
-from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of, weights_for
-from tests.engine.test_lossless import Oracle, some_params, some_prompts
-from tests.support.dflash_checkpoints import published_head, zlab_config
+from tests.support.checkpoints import published_head, zlab_config
+from tests.support.engines import (
+    Oracle,
+    check_lossless,
+    check_lossless_when_preempted,
+    oracle_of,
+    some_params,
+    some_prompts,
+    weights_for,
+)
 from tests.support.toy_models import head, llama
 
 TREE = dict(max_nodes=8, max_depth=4, top_k=3)
@@ -76,8 +82,9 @@ def test_the_choice_is_logged_once(oracle, caplog, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("runner", [None, object()])
 def test_drafters_that_are_not_kept_are_freed_unless_recorded_passes_write_into_them(runner):
-    switch = SwitchDrafter({"suffix": NullDrafter(), "none": NullDrafter()})
-    gone = weakref.ref(switch._drafters["suffix"])
+    suffix = NullDrafter()
+    switch, gone = SwitchDrafter({"suffix": suffix, "none": NullDrafter()}), weakref.ref(suffix)
+    del suffix
     switch.use_graphs(runner)
     switch.keep("none")
     assert (gone() is None) == (runner is None)
@@ -123,7 +130,7 @@ def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
     else:
         weights = head()
         save_head(weights, weights.config.to_dict(), tmp_path)
-    assert method_of_draft(tmp_path, llama().config) == method
+    assert check(tmp_path, llama().config).method == method
 
 
 def test_a_draft_of_no_kind_is_refused_with_all_reasons(tmp_path):

@@ -7,8 +7,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from tests.engine.test_drafters import engine_for, oracle_of
-from tests.engine.test_lossless import differing, some_prompts
+from tests.support.engines import differing, engine_for, oracle_of, some_prompts
 from tests.support.toy_models import LLAMA, llama, llama_engine, run
 
 TREE = 20, 4, 4
@@ -56,7 +55,7 @@ def test_an_end_has_no_children_but_where_it_is_ignored(name):
     _, _, plain = oracle_of(prompts, params)
     engine, planner = ENGINES[name](), Watching()
     engine.planner = planner
-    engine.scheduler._params = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
+    engine.scheduler.sampling_table = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
     sequences = run(engine, prompts, params)
     assert differing([s.output_ids for s in sequences], plain) == []
     assert planner.num_past_ends[True] > 0 and planner.num_past_ends[False] == 0

@@ -9,28 +9,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.core.graph_protocol import PaddedInput
+from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.eagle.own_trees import StaticPlanner
+from eagle_ray.models import graphs as graphs_module
+from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, some_params, some_prompts
 from tests.support.kernels import compile_fails
 from tests.support.toy_models import head3, llama_engine, run
-
-E3 = dict(num_hidden_layers=7)
-SLOTS = 6
 
 
 def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
@@ -38,17 +34,6 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
     made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
     return made
-
-
-def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of sequences that end after very different numbers of steps, some with logprobs."""
-    params = [
-        replace(
-            p, max_tokens=2 + 7 * i % most, ignore_eos=i % 2 == 0, logprobs=i % 5 == 0, top_logprobs=3 * (i % 10 == 0)
-        )
-        for i, p in enumerate(some_params(num, most))
-    ]
-    return some_prompts(num), params
 
 
 def told(sequence: Sequence) -> tuple:
@@ -96,7 +81,7 @@ def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
 def test_without_calibration_and_coupling_too():
     ours, theirs = engine((12, 4, 4), 2), engine((12, 4, 4), 2, graphs=False)
     for each in (ours, theirs):
-        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking._offers.calibration = (
+        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking.offers.calibration = (
             None
         )
     assert_same(run(ours, *jobs(9)), run(theirs, *jobs(9)))
@@ -121,26 +106,6 @@ def test_pre_emption_changes_nothing():
     scarce = llama_engine(4, 12, 4, 4, kv_tokens=6 * BLOCK_SIZE, graphs=True)
     assert [s.output_ids for s in run(scarce, prompts, params)] == outputs
     assert scarce.counters.num_preemptions > 0 and scarce.graphs.num_replayed > 0
-
-
-class OffAndOn:
-    """Long without drafts, then with some of some depth, by turns."""
-
-    will_draft = True
-
-    def __init__(self, uniform, off: int):
-        self._uniform, self._off, self._step = uniform, off, 0
-        self.caught_up = []
-
-    def plan(self, batch) -> DraftPlan:
-        self._step += 1
-        return PLAIN if self._step % (self._off + 3) < self._off else replace(self._uniform.plan(batch), max_depth=2)
-
-    def allocate(self, draft, plan, batch):
-        return self._uniform.allocate(draft, plan, batch)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.caught_up.append(outcome.num_catch_up / outcome.batch_size)
 
 
 @pytest.mark.parametrize("off", [1, 12])
@@ -196,17 +161,17 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     ours = engine((12, 4, 4), 2)
     for i, ids in enumerate(some_prompts(6)):
         ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=40 if i < 5 else 3, ignore_eos=True)))
-    while len(ours.scheduler._running) != 5:
+    while len(ours.scheduler.running) != 5:
         ours.step()
-    gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler._running)
-    queue, table = ours.drafter._queue, ours.target.cache.blocks.block_table
+    gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler.running)
+    queue, table = ours.drafter.queue, ours.target.cache.blocks.block_table
     window = slice(gone * queue.window, (gone + 1) * queue.window)
-    before = queue._tokens[window].clone(), queue._features[window].clone()
+    before = queue.tokens[window].clone(), queue.features[window].clone()
     replays = ours.graphs.num_replayed
     for _ in range(3):
         ours.step()
     assert ours.graphs.num_replayed >= replays + 4
-    assert torch.equal(queue._tokens[window], before[0]) and torch.equal(queue._features[window], before[1])
+    assert torch.equal(queue.tokens[window], before[0]) and torch.equal(queue.features[window], before[1])
     assert table[-1].eq(ours.target.cache.blocks.num_blocks).all()
     ours.scheduler.check_integrity()
 
@@ -292,8 +257,8 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
     )
     capture(ours)
     ahead, captured = ours.graphs.num_captured, []
-    record = ours.graphs._try_capture
-    monkeypatch.setattr(ours.graphs, "_try_capture", lambda key, *x: captured.append(key) or record(key, *x))
+    record = ours.graphs.try_capture
+    monkeypatch.setattr(ours.graphs, "try_capture", lambda key, *x: captured.append(key) or record(key, *x))
     prompts, params = some_prompts(8), some_params(8, 12)
     asking = [replace(p, logprobs=True, top_logprobs=i, presence_penalty=i % 2 / 2) for i, p in enumerate(params)]
     for each in (asking, params):
@@ -390,10 +355,10 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
@@ -414,10 +379,10 @@ def test_a_kind_of_pass_that_cannot_be_recorded_leaves_the_others_recorded(monke
             raise RuntimeError("operation not permitted when stream is capturing")
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: kind)
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: kind)
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
     assert 0 < kinds.count(refused) <= graphs_module.MAX_FAILURES
@@ -436,11 +401,11 @@ def test_a_kernel_that_cannot_be_compiled_is_recorded_by_the_portable_path(monke
             compile_fails()
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(availability, "_failure", [])
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(availability, "failures", [])
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))

@@ -13,7 +13,7 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.engine.test_scheduler import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
+from tests.support.scheduling import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.support.toy_models import llama_engine
 
 
@@ -39,7 +39,7 @@ def first_draft(engine: Engine, prompt: list[int]) -> Draft:
     engine.add(sequence)
     while not sequence.output_ids:
         engine.scheduler.reserve_or_preempt()
-        engine._finish_prefill(engine._launch_prefill())
+        engine.finish_prefill(engine.launch_prefill())
     batch = engine.scheduler.batch()
     draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     engine.abort(sequence)
@@ -80,7 +80,7 @@ def test_what_another_fills_in_the_same_pass_is_reused_whole():
     for sequence in both:
         engine.add(sequence)
     with torch.inference_mode():
-        engine._finish_prefill(engine._launch_prefill())
+        engine.finish_prefill(engine.launch_prefill())
         batch = engine.scheduler.batch()
         draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     assert engine.counters.num_reused_tokens == 64

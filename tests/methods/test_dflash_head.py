@@ -6,7 +6,7 @@ import torch
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.dflash.checkpoint import load_dflash, meta_dflash, spread_layers
 from eagle_ray.methods.eagle.checkpoint import load_head
-from tests.support.dflash_checkpoints import (
+from tests.support.checkpoints import (
     BLOCK,
     HIDDEN,
     LAYERS,

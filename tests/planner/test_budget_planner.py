@@ -12,15 +12,15 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner, PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan

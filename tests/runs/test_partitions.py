@@ -21,7 +21,7 @@ from eagle_ray.runs.part_files import HIVE_NULL, Partitions, has_column, part_fi
 from eagle_ray.runs.row_index import Digests, digests
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import small_job
+from tests.support.jobs import small_job
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
 CARRIED |= {"uuid": pa.binary(16), "bytes": pa.large_binary(), "noon": pa.time32("s"), "tick": pa.time64("ns")}

@@ -14,7 +14,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
-from tests.support.limited_matcher import LimitedMatcher
+from tests.support.schemas import LimitedMatcher
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1536, 4

@@ -20,8 +20,7 @@ from eagle_ray.storage import remote
 from eagle_ray.storage.model_files import fetch_model
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import NotFound, NotSupported, StorageError
-from tests.batch.reader.test_compressed import JSONL, zstd
-from tests.batch.reader.test_plan import ids, plan
+from tests.support.inputs import JSONL, ids, plan, zstd
 
 
 class RangeHandler(SimpleHTTPRequestHandler):

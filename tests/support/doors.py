@@ -44,7 +44,6 @@ from eagle_ray.storage.path import StoragePath
 from tests.support.serving import request as http_request
 
 __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
-
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 Json = dict[str, Any]
 PATHS = URLS | {"tokenize": "/tokenize"}

@@ -15,7 +15,7 @@ from eagle_ray.training.job.published_head import held_out_prompts
 from eagle_ray.training.job.trainer import BatchOrder, split_evenly
 from eagle_ray.training.job.training_data import DocumentStore, answer_vocabulary, count_answers, coverage, split_data
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.training.conftest import write_answers
+from tests.support.inputs import write_answers
 
 TINY = Path(__file__).parents[2] / "eagle_ray" / "assets" / "tiny" / "target"
 CHAT = [

@@ -18,7 +18,7 @@ from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch, FrozenTarget
 from eagle_ray.training.optimization import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.support.dflash_checkpoints import MASK, speculators_config, zlab_config
+from tests.support.checkpoints import MASK, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)

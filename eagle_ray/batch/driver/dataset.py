@@ -25,6 +25,7 @@ import ray
 import ray.data
 from ray import cloudpickle
 
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.execute import map_engine
 from eagle_ray.batch.reader.input_columns import output_names, request_columns, settings_line, template_of
@@ -34,7 +35,6 @@ from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import unnest
 from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported
 from eagle_ray.requests.refused import has_effect

@@ -17,7 +17,7 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.claim import Claim, Completeness
 from eagle_ray.batch.driver.cluster import is_own_cluster, plan_workers, reason_of
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
@@ -25,7 +25,6 @@ from eagle_ray.batch.reader.file_slices import read_requests
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import AtomicParquetSink
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.part_files import next_schema
 
 log = logging.getLogger("eagle_ray")

@@ -35,7 +35,7 @@ from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_inter
 from eagle_ray.batch.driver.status import LOADING, Facts, format_progress
 from eagle_ray.batch.worker.progress import Progress
 from eagle_ray.config.records import ProgressRecord
-from eagle_ray.engine.counters import choice_text
+from eagle_ray.core.counters import choice_text
 from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import RESUME, ClusterError, JobError, TooManyErrors

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
@@ -26,7 +27,6 @@ from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
 from eagle_ray.batch.worker.crash_isolation import classify_error
 from eagle_ray.batch.worker.worker import start_cache
 from eagle_ray.config import JobConfig
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
 from eagle_ray.report.comparison import SpeedUp
 from eagle_ray.report.text import difference_line

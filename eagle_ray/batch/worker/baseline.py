@@ -25,10 +25,10 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import Timing, total
 from eagle_ray.methods.drafter import NullDrafter
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.comparison import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
@@ -157,7 +157,7 @@ class BaselineComparison:
         """Return the target's logits for the token after these ids."""
         blocks, device = self._target.cache.blocks, self._target.device
         blocks.reserve(0, len(ids))
-        logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
+        logits = self._target.prefill(PromptBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
 

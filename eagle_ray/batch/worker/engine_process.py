@@ -36,8 +36,8 @@ import pyarrow as pa
 
 from eagle_ray.batch.worker.crash_isolation import WorkerError, classify_error
 from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.job_errors import WorkerDefect
 from eagle_ray.runs.lease import process_name
 from eagle_ray.runs.run import Run

@@ -25,7 +25,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle_ray.batch.worker.crash_isolation import CrashLog
-from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.core.counters import EngineCounters
 
 # Of an engine's counters, those that add up over workers: its steps and what they were spent on.
 WORK_COUNTERS = (

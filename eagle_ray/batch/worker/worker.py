@@ -36,10 +36,10 @@ import torch
 import eagle_ray
 from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
 from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError, one_line
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.kernels.triton_cache import cache_directory, entries, pack, unpack
 from eagle_ray.planner.cost_cache import adopt_costs, used_costs
 from eagle_ray.requests.output_rows import OutputRow, OutputRows

@@ -27,15 +27,17 @@ from torch import Tensor
 
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
-from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.graphs import NARROW, NARROW_FROM, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -73,7 +75,7 @@ class DFlashDrafter(PairDrafter):
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
         for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
-            for plan in dict.fromkeys(self._recorded_plan(plan, size, graphs) for plan in reversed(plans)):
+            for plan in dict.fromkeys(self.recorded_plan(plan, size, graphs) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
@@ -83,13 +85,18 @@ class DFlashDrafter(PairDrafter):
         graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self._recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
+        recorded = self.recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
         return super()._replayed(at, roots, recorded, sampling, graphs)
 
-    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: GraphRunner) -> DraftPlan:
+    def recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
@@ -172,7 +179,7 @@ class DFlashDrafter(PairDrafter):
                 )
             return layouts[is_causal]
 
-        hidden = self._decoder.run(self._embed(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        hidden = self._decoder.run(self.embed_tokens(tokens.flatten()), self._positions(columns.flatten()), layout_of)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
     def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
@@ -181,3 +188,9 @@ class DFlashDrafter(PairDrafter):
     def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         """Return the rope positions of the features, or of the block's rows, in these columns."""
         return columns - self.head.first_column
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
+    """Return the drafter over a loaded head."""
+    calibration, coupling = corrections(speculative, target.device)
+    return DFlashDrafter(weights, target, calibration=calibration, coupling=coupling)

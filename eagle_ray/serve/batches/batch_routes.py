@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from eagle_ray.config.serve import ServingConfig
+from eagle_ray.requests.values import Json
 from eagle_ray.serve.batches.batch_models import (
     BATCH,
     FILE,
@@ -43,7 +44,6 @@ from eagle_ray.serve.request_body import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
-Json = dict[str, Any]
 LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
 ORDERS = ("asc", "desc")
 MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it

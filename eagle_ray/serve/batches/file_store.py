@@ -11,7 +11,7 @@ not at all. Owners have directories of their own: one key's client cannot name a
     18
 
 An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read ahead
-(``serve/request_body.py``), whatever its size.
+(``serve/proxy_errors.py``), whatever its size.
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """

@@ -21,7 +21,7 @@ from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
 from eagle_ray.batch.reader.text_files import rows_in_csv, type_of_csv_value
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError, RequestError
-from tests.batch.reader.test_plan import errors, ids, plan
+from tests.support.inputs import errors, ids, plan
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 HOSTILE = st.lists(st.sampled_from([b'"', b",", b"\n", b"\r\n", b"\r", b"a", b"\xff", b"\xef\xbb\xbf", b" ", b"1"]))

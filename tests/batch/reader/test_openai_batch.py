@@ -10,16 +10,8 @@ from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import Api
 from eagle_ray.requests.refused import refused_at
-from tests.conftest import small_job
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "Hi"}
-
-
-def line(custom_id="a", url=CHAT, method="POST", **body):
-    prompt = {"messages": [USER]} if url == CHAT else {"prompt": "Hi"}
-    body = {name: value for name, value in ({"model": "m"} | prompt | body).items() if value != "absent"}
-    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+from tests.support.inputs import CHAT, COMPLETIONS, USER, line
+from tests.support.jobs import small_job
 
 
 @pytest.fixture

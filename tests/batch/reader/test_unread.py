@@ -15,7 +15,7 @@ from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.parameters import ROW_PARAMETERS, Api, match_unsupported
 from eagle_ray.requests.refused import REFUSED, has_effect, refused_at
-from tests.batch.reader.test_plan import plan, write_jsonl, write_parquet
+from tests.support.inputs import plan, write_jsonl, write_parquet
 
 ASKED = {
     "typical_p": 0.5,

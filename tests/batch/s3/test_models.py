@@ -19,8 +19,8 @@ from eagle_ray.storage import model_files
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import ObjectChanged, StorageError
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows
+from tests.support.workers import answers, outputs
 
 Usage = namedtuple("Usage", "total used free")
 

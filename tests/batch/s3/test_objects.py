@@ -22,8 +22,8 @@ from eagle_ray.storage import s3
 from eagle_ray.storage.checked_parquet import parquet_bytes
 from eagle_ray.storage.path import StoragePath, write_json
 from eagle_ray.storage.store import NotFound, StorageError
-from tests.kernels.test_triton_cache import make_entry
-from tests.storage.test_path import check_creates_and_replaces
+from tests.support.kernels import make_entry
+from tests.support.s3 import check_creates_and_replaces
 
 NAMES = (
     "a.jsonl",

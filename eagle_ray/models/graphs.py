@@ -22,27 +22,23 @@ MoE layers of a target, for example, copy to the host on some GPUs, but its draf
 from __future__ import annotations
 
 import logging
-import os
+import operator
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_ray.attention.triton_attention import uses_triton, why_no_triton
-from eagle_ray.core.graph_protocol import Kind, PaddedInput
-from eagle_ray.core.sampling_batch import ALL_KINDS
+from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.core.sampling_batch import ALL_KINDS, Kind, PaddedInput
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels.availability import is_triton_error, turn_off
-from eagle_ray.methods.drafter import Drafter
-from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM
-from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")
@@ -52,6 +48,8 @@ ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a
 LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
 ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
 TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
+NARROW = 4  # the width of levels that is captured besides the widest, for drafts of
+NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
 MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
 MAX_GRAPHS = 64  # besides those captured ahead; the one that was not used for longest is dropped
@@ -60,6 +58,23 @@ MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
 CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
 POISON = 0x7F  # in every byte: large integers, and floats that no result would hold
 MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """The passes that there are, as a planner has to know them.
+
+    Attributes:
+        rows: the rows of the pass over trees that is run for a number of rows.
+        batch: likewise of a plain pass.
+        level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
+        max_rows: of a pass over trees.
+    """
+
+    rows: Callable[[int], int] = int
+    batch: Callable[[int], int] = int
+    level_rows: Callable[[int, int], int] = operator.mul
+    max_rows: int = sys.maxsize
 
 
 class CudaGraphRunner:
@@ -81,8 +96,8 @@ class CudaGraphRunner:
         self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
         self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
-        self._most = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
-        self._kept: set[Hashable] = set()  # never dropped
+        self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
+        self._permanent: set[Hashable] = set()  # never dropped
         self._is_keeping = False
         self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
         self.num_captured = self.num_replayed = self.bytes = 0
@@ -164,7 +179,7 @@ class CudaGraphRunner:
 
     def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
         """Capture a pass if that has not been done; return whether it can be replayed."""
-        if not self.has(key) and self._may_capture(key):
+        if not self.has(key) and self.may_capture(key):
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
 
@@ -179,7 +194,7 @@ class CudaGraphRunner:
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = InputBuffers(inputs)
-        graph = self._capture(key, function, buffers) if self._may_capture(key) else None
+        graph = self._capture(key, function, buffers) if self.may_capture(key) else None
         buffers.fill(inputs)
         return function(*buffers.tensors) if graph is None else graph.replay()
 
@@ -207,8 +222,8 @@ class CudaGraphRunner:
 
     def _drop_one(self) -> None:
         """Drop the pass that was not used for longest if there are too many besides those that are kept."""
-        others = [key for key in self._graphs if key not in self._kept]
-        if len(others) >= self._most:
+        others = [key for key in self._graphs if key not in self._permanent]
+        if len(others) >= self._max_graphs:
             del self._graphs[others[0]]
 
     @property
@@ -221,36 +236,36 @@ class CudaGraphRunner:
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, or return None if that fails."""
-        started, before = time.monotonic(), self._used_bytes()
-        graph = self._try_capture(key, function, inputs)
+        started, before = time.monotonic(), self.used_bytes()
+        graph = self.try_capture(key, function, inputs)
         if graph is None:
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
         if self._is_keeping:
-            self._kept.add(key)
-        seconds, size = time.monotonic() - started, self._used_bytes() - before
+            self._permanent.add(key)
+        seconds, size = time.monotonic() - started, self.used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
 
-    def _try_capture(
+    def try_capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, on the portable path if Triton fails; return None if CUDA fails."""
-        if not self._on_cuda:
+        if not self.on_cuda:
             return EagerGraph(function, inputs)
         try:
-            graph = CudaGraph(function, inputs, self._pool(key[0]))
+            graph = CudaGraph(function, inputs, self.pool(key[0]))
         except Exception as error:
             if is_triton_error(error) and turn_off(error):
-                return self._try_capture(key, function, inputs)
+                return self.try_capture(key, function, inputs)
             self._note_failure(key, error)
             return None
         self._refusals[key[0]] = 0
         return graph
 
-    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+    def may_capture(self, key: tuple[Hashable, ...]) -> bool:
         return key not in self.failures and self.replays(key[0])
 
     def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
@@ -262,17 +277,17 @@ class CudaGraphRunner:
         log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
 
     @property
-    def _on_cuda(self) -> bool:
+    def on_cuda(self) -> bool:
         return self._device.type == "cuda"
 
-    def _pool(self, kind: Hashable) -> CudaPool:
+    def pool(self, kind: Hashable) -> CudaPool:
         if kind not in self._pools:
             self._pools[kind] = CudaPool()
         return self._pools[kind]
 
-    def _used_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Return the bytes of the device in use by anything, executables of graphs included; 0 on a CPU."""
-        if not self._on_cuda:
+        if not self.on_cuda:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
@@ -370,32 +385,6 @@ class CudaGraph:
     def replay(self) -> Any:
         self._graph.replay()
         return self._results
-
-
-def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
-    """Return why passes of this target and drafter are not captured, or None."""
-    if os.environ.get(GRAPHS) == "off":
-        return f"{GRAPHS}=off"
-    devices = {parameter.device for parameter in target.model.parameters()}
-    if len(devices) > 1:
-        return f"the target lies on {len(devices)} devices"
-    if max_exact_position(target.model.config) is not None:
-        return "the target's rotary embedding asks for the largest position of each pass"
-    if not drafter.supports_graphs:
-        return f"{type(drafter).__name__} works on the host"
-    return None
-
-
-def fallbacks(target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None) -> dict[str, str]:
-    """Return why Triton's kernels or CUDA graphs do not run, by "kernels" and "graphs".
-
-    Empty if both run, and on a CPU, where neither is expected.
-    """
-    if target.device.type != "cuda":
-        return {}
-    no_graphs = unsupported_reason(target, drafter) if graphs is None else graphs.failure
-    reasons = {"kernels": why_no_triton(target.cache), "graphs": no_graphs}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def tensors_of(results: Any) -> Iterator[Tensor]:

@@ -18,14 +18,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
 
+from eagle_ray.config.records import RunRecord
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs import lease
+from eagle_ray.runs.lease import hold
+from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches import batch_runner, file_store
 from eagle_ray.serve.batches.batch_models import BatchRecord
-from eagle_ray.serve.batches.batch_runner import BatchRunner, sweep
-from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
+from eagle_ray.serve.batches.batch_store import BatchStore, response_answer
+from eagle_ray.serve.batches.file_store import FileStore
 
 URL = "/v1/completions"
 CHUNK_BYTES = 2000
@@ -50,7 +56,7 @@ def create_batch(store: BatchStore, name: str) -> str:
 
 
 def start_runner(path: str) -> Server:
-    return subprocess.Popen([sys.executable, "-m", "tests.support.batch_kills", path])
+    return subprocess.Popen([sys.executable, "-m", "tests.support.batches", path])
 
 
 def kill_servers(
@@ -155,3 +161,105 @@ def quicken(set_value: Callable[[object, str, float], None]) -> None:
 if __name__ == "__main__":
     quicken(setattr)
     asyncio.run(BatchRunner(BatchStore.open(sys.argv[1]), BatchesConfig(), _respond, window=4).run())
+
+
+class Replicas:
+    """What answers: a prompt's text says how. Counts how often each prompt was begun."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.begun, self.seeds, self.now = seconds, {}, {}, 0
+        self.most = 0
+
+    async def respond(self, owner, endpoint, body):
+        asked = json.loads(body)
+        prompt = asked["prompt"]
+        self.begun[prompt] = self.begun.get(prompt, 0) + 1
+        self.seeds.setdefault(prompt, set()).add(asked["seed"])
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.seconds)
+            if prompt == "kill":
+                raise ReplicaLost("killed")
+            if prompt == "fault":
+                raise RuntimeError("a bug")
+            if prompt == "busy" and self.begun[prompt] < 4:
+                return 429, b"{}"
+            if prompt == "wrong":
+                return 400, b'{"error": {"message": "no"}}'
+            usage = {"prompt_tokens": 2, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+            return 200, json.dumps({"text": prompt, "usage": usage}).encode()
+        finally:
+            self.now -= 1
+
+
+def begin(store, prompts, window_s=60, owner="all", **changes):
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": prompt}} | changes
+        for i, prompt in enumerate(prompts)
+    ]
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = store.files(owner).write([data], "in.jsonl", "batch")
+    asked = {"endpoint": URL, "input_file_id": file.id, "completion_window": f"{window_s}s"}
+    record = BatchRecord.new(window_s, owner=owner, **asked)
+    store.create(record, max_open=9)
+    return record
+
+
+def runner_of(store, replicas, window=4, max_lines=1000, **more):
+    return BatchRunner(store, BatchesConfig(max_lines=max_lines), replicas.respond, window, **more)
+
+
+async def run_until(runner, condition, seconds=20.0):
+    """Run the runner until the condition holds, then end it as a shutdown does."""
+    running, end = asyncio.ensure_future(runner.run()), time.monotonic() + seconds
+    try:
+        while not condition():
+            assert time.monotonic() < end and not running.done()
+            await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def finish(store, runner, *batches):
+    """Run the batches to their ends; return their records."""
+    ids = {batch.id for batch in batches}
+    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}))
+    return [store.find(batch.owner, batch.id) for batch in batches]
+
+
+def lines_in(store, record, id):
+    files = FileStore(store.root, record.owner)
+    file = files.find(id)
+    return [json.loads(line) for line in files.lines(file)] if file else []
+
+
+def outcome(store, record):
+    """The ids of the output file and of the error file; together every id once."""
+    done, failed = lines_in(store, record, record.output_id), lines_in(store, record, record.error_id)
+    ids = sorted(line["custom_id"] for line in done + failed)
+    assert ids == sorted(set(ids))
+    assert record.request_counts == {"total": len(ids), "completed": len(done), "failed": len(failed)}
+    return done, failed
+
+
+def num_completed(store, batch):
+    return store.find(batch.owner, batch.id).request_counts["completed"]
+
+
+OLD = Path(__file__).parents[1] / "goldens" / "batch_store" / "store"
+
+
+def answer(id, status=200, usage=(3, 4)):
+    details = {"prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": {"reasoning_tokens": 1}}
+    counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1]} | details
+    body = {"usage": counts} if status == 200 else {"error": {}}
+    return response_answer("batch_1", id, status, json.dumps(body).encode())
+
+
+@contextmanager
+def claimed(directory):
+    """A run in the directory."""
+    with hold(directory) as lease, Run.claim(lease, Run.inspect(directory, RunRecord), {}) as run:
+        yield run

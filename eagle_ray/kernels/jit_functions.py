@@ -1,11 +1,16 @@
-"""The keyed Gumbel noise of sampling/sampler.py, computed inside kernels.
+"""Functions that kernels call: keyed Gumbel noise, and numbers as integers of the same order.
 
-The hash is equal bit for bit. The logarithms are a series of their own, within 1e-6 of torch's noise, because the
-GPU's fast logarithm has large relative errors near 1, and Triton's interpreter lacks the accurate one.
+The noise is that of sampling/sampler.py. The hash is equal bit for bit. The logarithms are a series of their own,
+within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative errors near 1, and Triton's
+interpreter lacks the accurate one.
+
+order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
+ranked(score, token): the higher score is larger, of equal scores the lower token
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -23,7 +28,7 @@ def gumbel(key, tokens):
     """Return the noise of the tokens (int64) under a key of `noise_key`, in fp32."""
     hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
     v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
-    return -log(-_log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
+    return -log(-log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
 
 
 @triton.jit
@@ -47,7 +52,7 @@ def log(x):
 
 
 @triton.jit
-def _log_1_minus(v):
+def log_1_minus(v):
     """Return log(1 - v) of 0 < v < 1 without computing 1 - v, which would lose the low bits of v."""
     is_small = v < 0.25
     exponent, fraction = _parts(1 - v)
@@ -69,3 +74,46 @@ def _log_of_parts(exponent, fraction):
     z = s * s
     series = 1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9))))
     return exponent * _LN_2 + 2 * s * series
+
+
+ORDER_BITS = {torch.float32: 32, torch.float16: 20, torch.bfloat16: 16}  # of fp32's order, as its upper ones
+_LOWEST: tl.constexpr = tl.constexpr(-(2**63))
+_NAN: tl.constexpr = tl.constexpr(2**32 - 1)
+_LOW: tl.constexpr = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def order(x):
+    """Return fp32 numbers as int64 in [0, 2**32) of equal order; NaN is the largest, as in torch.argmax; -0
+    equals 0.
+    """
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(x != x, _NAN, signed + 2**31)
+
+
+@triton.jit
+def ranked(score, tokens, is_valid):
+    """int64 that order by score, then by the lower token (below 2**32). What is not kept is below everything else."""
+    lower = tokens ^ _LOW
+    return tl.where(is_valid, ((order(score) - 2**31) << 32) | lower, lower + _LOWEST)
+
+
+@triton.jit
+def token_of(key):
+    """Return the token of a packed key."""
+    return (key & _LOW) ^ _LOW
+
+
+@triton.jit
+def score_of(key):
+    """Return the score of a packed key; all NaN are one."""
+    signed = (key >> 32).to(tl.int32)
+    return tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def double(numbers, SIZE: tl.constexpr):
+    """Double numbers in place: the smallest kernel, which shows whether Triton works."""
+    index = tl.arange(0, SIZE)
+    tl.store(numbers + index, tl.load(numbers + index) * 2)
