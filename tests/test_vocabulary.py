@@ -30,7 +30,6 @@ gguf
 lm_eval.py
 methods
 smollm2.py
-training
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 

@@ -35,7 +35,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.kernels.availability import why_not
-from eagle_ray.methods.combine.parts import drafts_of, layers_read, make_drafter, make_planner
+from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
 from eagle_ray.methods.drafter import Drafter
 from eagle_ray.methods.method import AUTO
 from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner

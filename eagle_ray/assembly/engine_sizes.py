@@ -17,7 +17,7 @@ from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.parts import layers_read
+from eagle_ray.methods.combine.drafter import layers_read
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import plans_alone

@@ -199,7 +199,6 @@ METHODS = {
             "ngram",
             "prompt lookup: continuations of matching tokens earlier in the sequence",
             "lookup",
-            drafter="ngram:make_drafter",
             is_candidate=True,
         ),
         Method(
