@@ -69,11 +69,11 @@ MIN_LINES = 80  # of a module that only one other imports
 SMALL = {"doctor.run_checks"}  # modules of fewer lines that one other imports; this only shrinks
 FAMILIES = [  # modules with functions of one name and meaning, of which another picks one
     r"storage\.(local|remote|s3)",
-    r"(kernels|attention)\.\w+",
+    r"(kernels|attention)\.\w+|sampling\.sampler|methods\.coupling",  # a kernel, and its form in torch
     r"methods\.\w+\.(checkpoint|drafter|switch|parts|ngram|suffix|rest|token_recycling|lookahead)",
     r"cli\.main|lm_eval",
 ]
-HOMONYMS = {"load_config", "log_probs_of", "run_job", "settle", "shortened"}  # of two modules; this only shrinks
+HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks
 MUTUAL = """
 config-methods config-requests core-requests core-sampling requests-sampling requests-text serve-serve.batches
 """  # folders that import each other, whose modules have levels of their own above; this only shrinks
@@ -188,6 +188,7 @@ def test_a_small_module_has_several_importers_or_belongs_to_its_only_one():
 def named_modules() -> set[str]:
     """Return the modules that records of methods name."""
     roles = [(m.folder, role) for m in METHODS.values() for role in (m.check, m.load, m.drafter, m.planner) if role]
+    roles += [(m.folder, m.training.recipe) for m in METHODS.values() if m.training]
     return {f"methods.{folder}.{role.partition(':')[0]}" for folder, role in roles}
 
 

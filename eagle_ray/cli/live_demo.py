@@ -20,7 +20,7 @@ from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights, parse_methods
 from eagle_ray.evaluation.method_comparison import Equivalence, compare
-from eagle_ray.evaluation.timing import RecordedTree, RecordingPlanner, Round, Timing, shortened, total
+from eagle_ray.evaluation.timing import RecordedTree, RecordingPlanner, Round, Timing, limited, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.report.text import PictureNode, render, tree_picture
@@ -106,7 +106,7 @@ def _turns(
 ) -> Iterator[Round]:
     """Yield what both did with each question."""
     timing = Timing(engines)
-    timing.warm_up(lambda name: [shortened(questions[0].ask(), WARM_UP_TOKENS)])
+    timing.warm_up(lambda name: [limited(questions[0].ask(), WARM_UP_TOKENS)])
     for question in questions:
         write(f"\n--- {question.category}: {question.shown}\n")
         turn = timing.round(partial(_sequence_for, question, text, write), question.category)

@@ -27,7 +27,7 @@ from torch import Tensor
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.timing import Round, Timing, shortened, total
+from eagle_ray.evaluation.timing import Round, Timing, limited, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
 from eagle_ray.requests.parameters import SamplingParams
@@ -126,7 +126,7 @@ def rounds(
     """Run every prompt once, by tasks. engines: new ones with equal numbers of slots."""
     timing = Timing(engines, seed)
     slots = min(engine.counters.num_slots for engine in engines.values())
-    timing.warm_up(lambda name: [shortened(questions[0].at(temperature), WARM_UP_TOKENS)])
+    timing.warm_up(lambda name: [limited(questions[0].at(temperature), WARM_UP_TOKENS)])
     for engine in engines.values():
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):

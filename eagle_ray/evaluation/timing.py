@@ -255,7 +255,7 @@ class Timing:
         return run_requests(engine, sequences)
 
 
-def shortened(sequence: Sequence, max_tokens: int) -> Sequence:
+def limited(sequence: Sequence, max_tokens: int) -> Sequence:
     """Return the new sequence with fewer tokens to make, for a warm-up."""
     sequence.sampling = replace(sequence.sampling, max_tokens=max_tokens)
     return sequence
