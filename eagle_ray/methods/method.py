@@ -32,15 +32,19 @@ class Training:
     """How the heads of a method are trained, with the numbers of its paper.
 
     Attributes:
+        recipe: the class of its recipe.
         rate: peak learning rate.
         warmup_steps: at most warmup_share of the run; None is that share.
         passes: unrolled passes, in which the head reads its own outputs.
+        can_start: a published head can be trained further.
     """
 
+    recipe: str
     rate: float
     warmup_steps: int | None = None
     warmup_share: float = MAX_WARMUP_SHARE
     passes: int = 1
+    can_start: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,14 @@ class Method:
         """Return the method's own planner, or None if speculative.budget decides."""
         return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 
+    @property
+    def recipe(self) -> Any:
+        """Return the class of the recipe that trains its heads."""
+        assert self.training is not None, "a configuration names a method that is trained"
+        return self.function(self.training.recipe)
+
     def function(self, reference: str) -> Callable[..., Any]:
-        """Return the function of one of the references above, after importing its module."""
+        """Return what one of the references above names, after importing its module."""
         module, _, name = reference.partition(":")
         return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
 
@@ -114,7 +124,7 @@ METHODS = {
             "eagle",
             draft=HEAD,
             is_candidate=True,
-            training=Training(rate=3e-5, warmup_steps=2000),
+            training=Training("recipe:EagleRecipe", rate=3e-5, warmup_steps=2000, can_start=True),
         ),
         Method(
             "eagle3",
@@ -123,7 +133,7 @@ METHODS = {
             draft=HEAD_3,
             check="checkpoint:check_eagle3",
             load="checkpoint:load_eagle3",
-            training=Training(rate=5e-5, warmup_steps=12000, passes=7),
+            training=Training("recipe:Eagle3Recipe", rate=5e-5, warmup_steps=12000, passes=7, can_start=True),
         ),
         Method(
             "sequoia",
@@ -157,7 +167,7 @@ METHODS = {
             check="checkpoint:check_medusa",
             load="checkpoint:load_medusa",
             is_candidate=True,
-            training=Training(rate=1e-3, warmup_steps=40),
+            training=Training("recipe:MedusaRecipe", rate=1e-3, warmup_steps=40),
         ),
         Method(
             "hydra",
@@ -167,7 +177,7 @@ METHODS = {
             check="checkpoint:check_hydra",
             load="checkpoint:load_hydra",
             is_candidate=True,
-            training=Training(rate=1e-3, warmup_steps=40),
+            training=Training("recipe:MedusaRecipe", rate=1e-3, warmup_steps=40),
         ),
         Method(
             "dflash",
@@ -177,7 +187,7 @@ METHODS = {
             check="checkpoint:meta_dflash",
             load="checkpoint:load_dflash",
             is_candidate=True,
-            training=Training(rate=6e-4, warmup_share=0.04),
+            training=Training("recipe:DFlashRecipe", rate=6e-4, warmup_share=0.04),
         ),
         Method(
             "draft_model",

@@ -225,14 +225,12 @@ class HeadRecipe(Protocol):
     Attributes:
         scales_features: its features come before any norm, so their numbers differ much in size: `make` takes a factor
             for each.
-        trains_further: `start_from` reads published heads.
         head: the module that is trained, in fp32.
         num_counts: terms that `counts` returns.
         names: of the sums that `losses` reports.
     """
 
     scales_features: ClassVar[bool] = False
-    trains_further: ClassVar[bool] = False
     head: nn.Module
     num_counts: int
     names: tuple[str, ...]

@@ -92,7 +92,6 @@ class EagleRecipe(HeadRecipe):
         start: head to train further; None draws a new one.
     """
 
-    trains_further = True
     head: EagleHead
 
     def __init__(
@@ -234,7 +233,6 @@ class Eagle3Recipe(HeadRecipe):
     """
 
     scales_features = True
-    trains_further = True
     head: Eagle3Head
 
     def __init__(
