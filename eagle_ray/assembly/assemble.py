@@ -25,9 +25,7 @@ from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.placement import check_device, device_type, load_draft, load_target, model_text
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
-from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
@@ -67,33 +65,26 @@ class EngineBundle:
 def build_in_thread(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    engines: EnginesConfig,
-    num_gpus: int,
+    args: EngineArgs,
     threads: int,
-    auto_prefill_tokens: Mapping[str, int] = PREFILL_TOKENS,
+    require_kernels: bool = False,
 ) -> EngineBundle:
     """Build the engine in a thread and run its first steps, so that it can serve at once.
 
-    threads: upper bound of torch's CPU threads. auto_prefill_tokens: what engines.prefill_tokens auto is, by type of
-    device. Raises as build_engine_from_config does, and UnfitDevice if engines.require_kernels and Triton's kernels or
-    CUDA graphs do not run.
+    threads: upper bound of torch's CPU threads. Raises as build_engine_from_config does, and UnfitDevice if
+    require_kernels and Triton's kernels or CUDA graphs do not run.
     """
-    for name, number in (("threads", threads), ("num_gpus", num_gpus)):
-        if type(number) is not int or number < 1:
-            raise ConfigError(f"{name}: must be an integer, 1 or more, got {number!r}.")
 
     def make() -> EngineBundle:
         start = StartLog()
-        if engines.require_kernels:  # before the weights are read
+        if require_kernels:  # before the weights are read
             check_device(model)
             _refuse_fallbacks({"kernels": why_not(torch.device(device_type(model)))})
         torch.set_num_threads(min(threads, max(os.cpu_count() or 1, torch.get_num_threads())))
-        prefill_tokens = auto_prefill_tokens if engines.prefill_tokens == "auto" else engines.prefill_tokens
-        args = EngineArgs(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus)
         pair = build_engine_from_config(model, speculative, args, start)
         with start.part("first steps", "taking the first steps"):
             warm_up(pair.engine)
-        if engines.require_kernels:
+        if require_kernels:
             _refuse_fallbacks(pair.engine.fallbacks)
         start.ready()
         return pair
@@ -168,17 +159,18 @@ def plan_memory(
     if args.kv_tokens != "auto":
         _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
     tokens = args.prefill_tokens_on(causal_lm.device.type)
-    plan = MemoryPlan.of_models(causal_lm, weights, speculative, args.slots, args.kv_tokens, lengths, tokens)
+    settings = args.slots, args.kv_tokens, lengths, tokens, args.gpu_share
+    plan = MemoryPlan.of_models(causal_lm, weights, speculative, *settings)
     log.log(logging.INFO if plan.memory else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
     return plan
 
 
 def _check_kv_tokens(kv_tokens: int | None, tree_columns: int) -> None:
     """Refuse a KV cache in which not even a short sequence fits with its tree."""
-    least = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
-    if kv_tokens is not None and kv_tokens < least:
+    minimum = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
+    if kv_tokens is not None and kv_tokens < minimum:
         raise ConfigError(
-            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {least} or "
+            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {minimum} or "
             "more, or speculative.max_nodes to less"
         )
 
@@ -202,9 +194,9 @@ def _engine_of(
     if target.device.type == "cpu":
         _place_in_huge_pages([causal_lm, weights])
         tune_malloc()
-        most_rows = slots * (1 if plain else 1 + speculative.max_nodes)
-        with start.part("kernels", f"making kernels for passes of up to {min(most_rows, WARM_ROWS)} rows"):
-            _warm_up_kernels([causal_lm, weights], most_rows)
+        max_rows = slots * (1 if plain else 1 + speculative.max_nodes)
+        with start.part("kernels", f"making kernels for passes of up to {min(max_rows, WARM_ROWS)} rows"):
+            _warm_up_kernels([causal_lm, weights], max_rows)
     switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
     drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
@@ -250,10 +242,10 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 
     On a CPU `on` runs padded passes of fixed shapes without being faster, for tests.
     """
-    wish = os.environ.get(GRAPHS)
-    if wish not in (None, "off", "on"):
-        raise ConfigError(f"{GRAPHS}: {wish!r} is neither 'off' nor 'on'")
-    if wish is None and target.device.type != "cuda":
+    setting = os.environ.get(GRAPHS)
+    if setting not in (None, "off", "on"):
+        raise ConfigError(f"{GRAPHS}: {setting!r} is neither 'off' nor 'on'")
+    if setting is None and target.device.type != "cuda":
         return None
     if (reason := unsupported_reason(target, drafter)) is not None:
         level = logging.WARNING if target.device.type == "cuda" else logging.INFO

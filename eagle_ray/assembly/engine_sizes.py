@@ -15,6 +15,7 @@ from typing import Any
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
@@ -64,7 +65,7 @@ class EngineArgs:
         kv_tokens: of all slots together; None lets every slot be full, and auto fills the memory.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
-        num_gpus: over which the target is placed.
+        num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
     """
 
     slots: int | Auto = "auto"
@@ -72,7 +73,18 @@ class EngineArgs:
     kv_tokens: int | Auto | None = "auto"
     guaranteed: int | None = None
     prefill_tokens: int | Mapping[str, int] = field(default_factory=lambda: PREFILL_TOKENS)
-    num_gpus: int = 1
+    num_gpus: float = 1
+
+    @classmethod
+    def of_worker(cls, engines: EnginesConfig, num_gpus: float) -> EngineArgs:
+        """Return the arguments of a worker's engine. num_gpus: the worker's; 0 on CPUs."""
+        prefill_tokens = engines.AUTO_PREFILL_TOKENS if engines.prefill_tokens == "auto" else engines.prefill_tokens
+        return cls(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus or 1)
+
+    @property
+    def gpu_share(self) -> float:
+        """Return the share of its first GPU's memory that the engine may take."""
+        return min(self.num_gpus, 1)
 
     def within(self, limits: ModelLimits) -> EngineArgs:
         """Return the arguments with the lengths of a target, if none are set."""
@@ -139,8 +151,8 @@ class SequenceLengths:
         """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
         if kv_tokens is None:
             return self.max_model_len
-        held = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
-        return min(self.max_model_len, max(held, self.guaranteed or self.max_model_len))
+        fitting = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
+        return min(self.max_model_len, max(fitting, self.guaranteed or self.max_model_len))
 
     def _positions(self, tokens: int) -> int:
         return -(-(min(self.max_model_len, tokens) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE

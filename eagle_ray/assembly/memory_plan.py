@@ -62,6 +62,16 @@ class DeviceMemory:
     others_room: int = 0
     on_gpu: bool = True
 
+    @classmethod
+    def of_gpu(cls, device: torch.device, share: float, loaded: int, others_room: int = 0) -> DeviceMemory:
+        """Return the memory of an engine that has a share of a GPU and has loaded this many bytes of weights there.
+
+        Engines with the other shares may have taken theirs, or not yet.
+        """
+        free, total = torch.cuda.mem_get_info(device)
+        of_share = int(share * total)
+        return cls(of_share, min(free + loaded, of_share), others_room)
+
     @property
     def reserve(self) -> int:
         """Return the bytes of a card that no worker plans with."""
@@ -116,10 +126,12 @@ class MemoryPlan:
         kv_tokens: int | Auto | None,
         lengths: SequenceLengths,
         prefill_tokens: int,
+        gpu_share: float = 1,
     ) -> MemoryPlan:
         """Return the plan of an engine over models in memory. A GPU's pass is run and measured if a setting is auto.
 
-        Raises UnfitDevice if not even one sequence fits.
+        gpu_share: of its GPU's memory; engines of other workers have the rest. Raises UnfitDevice if not even one
+        sequence fits.
         """
         device, parts = causal_lm.device, parts_of(weights)
         shape = causal_lm.config.get_text_config(decoder=True)
@@ -134,9 +146,8 @@ class MemoryPlan:
         else:
             of_pass = _estimated_pass(shape, dtype.itemsize, prefill_tokens)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
         others_room = weight_bytes(causal_lm, outside=device)
-        memory = DeviceMemory(total, free + target - others_room + draft, others_room)
+        memory = DeviceMemory.of_gpu(device, gpu_share, target - others_room + draft, others_room)
         try:
             return cls.of(sizes, lengths, target, draft, of_pass, memory).sized(slots, kv_tokens)
         except EngineError as error:

@@ -78,7 +78,7 @@ def load_target(
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
-        _dispatch(causal_lm, args.num_gpus, reserved, is_firm=args.kv_tokens != "auto")
+        _dispatch(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":

@@ -42,10 +42,10 @@ class WorkerPlan:
         accelerator_type: kind of its GPUs, or None for any.
     """
 
-    min_workers: int
-    max_workers: int
-    num_gpus: float
-    threads: int
+    min_workers: int = 1
+    max_workers: int = 1
+    num_gpus: float = 0
+    threads: int = 1
     accelerator_type: str | None = None
 
     @classmethod
@@ -159,9 +159,9 @@ def _plan(
 
 def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes with this kind of GPU. Raises ClusterUnfit that names the kinds that the cluster has."""
-    found = [node for node in nodes if ACCELERATOR + kind in node]
-    if found:
-        return found
+    matching = [node for node in nodes if ACCELERATOR + kind in node]
+    if matching:
+        return matching
     kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
     there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
     raise ClusterUnfit(

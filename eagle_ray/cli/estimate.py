@@ -72,7 +72,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     log.info("loading the models for the estimate")
     process = process_bytes("cuda" if workers.num_gpus else "cpu")
     began = time.monotonic()
-    bundle = build_engine_bundle(config, workers.threads)
+    bundle = build_engine_bundle(config, workers)
     load_s = time.monotonic() - began
 
     slots = bundle.engine.scheduler.num_slots

@@ -15,7 +15,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from eagle_ray.config.shard import MAX_SHARDS, check_shard
+from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
@@ -336,6 +337,8 @@ class EnginesConfig(StrictModel):
         endpoint.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
+
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = PREFILL_TOKENS  # what auto is, by type of device
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     slots: Literal["auto"] | PositiveInt = Field(

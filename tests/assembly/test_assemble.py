@@ -16,7 +16,6 @@ from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, EngineArgs
 from eagle_ray.assembly.hub import check_models, model_limits
 from eagle_ray.assembly.placement import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
@@ -184,17 +183,10 @@ def test_a_device_that_is_not_there_is_refused():
             refuse(ModelConfig(device="cuda"))
 
 
-@pytest.mark.parametrize(("threads", "num_gpus", "name"), [(-1, 1, "threads"), (0, 1, "threads"), (1, 0, "num_gpus")])
-def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
-    with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
-        build_in_thread(ModelConfig(), PLAIN, EnginesConfig(slots=1), num_gpus, threads)
-
-
 def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
     """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
     model = ModelConfig(device="cpu", max_model_len=64)
-    engines = EnginesConfig(slots=2, require_kernels=True)
-    asked = model, PLAIN, engines, 1, 1
+    asked = model, PLAIN, EngineArgs(2), 1, True
     with (
         monkeypatch.context() as patched,
         pytest.raises(UnfitDevice, match=r"kernels are off \(cpu is no CUDA device\)"),
@@ -205,7 +197,7 @@ def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
     monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
     with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
         build_in_thread(*asked)
-    assert build_in_thread(model, PLAIN, EnginesConfig(slots=2), 1, 1).engine.fallbacks
+    assert build_in_thread(model, PLAIN, EngineArgs(2), 1).engine.fallbacks
 
 
 def test_a_missing_head_is_asked_for():

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly import placement
-from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
 from eagle_ray.assembly.placement import load_draft, load_target
-from eagle_ray.config import SpeculativeConfig, load_config
+from eagle_ray.config import ExecutionConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.loader import load_config as target_config
@@ -94,6 +94,24 @@ def test_on_a_cpu_auto_is_what_it_was():
 def test_a_model_too_large_is_refused_with_what_would_help():
     with pytest.raises(EngineError, match=r"the GPU has 24 GB, of which weights take 22\.0 GB; .*gpus_per_actor"):
         card(24, weights=22 * GB).sized(*AUTO)
+
+
+def test_engines_that_share_a_gpu_plan_within_their_shares(monkeypatch):
+    """The first one starts on an empty card, the second one when the first has taken its half."""
+    halves = []
+    for free in (84 * GB, 42 * GB):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - 4 * GB, 85 * GB))
+        halves.append(DeviceMemory.of_gpu(torch.device("cuda"), 0.5, loaded=4 * GB))
+    assert [half.total for half in halves] == [42.5 * GB] * 2
+    assert [half.room for half in halves] == pytest.approx([0.9 * 42.5 * GB, 42 * GB - 0.1 * 42.5 * GB])
+    whole = DeviceMemory.of_gpu(torch.device("cuda"), 1, loaded=4 * GB)
+    assert (whole.total, whole.free) == (85 * GB, 42 * GB)
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(0, 1), (0.5, 0.5), (1, 1), (2, 1)])
+def test_a_worker_of_a_part_of_a_gpu_has_that_share(num_gpus, share):
+    args = EngineArgs.of_worker(ExecutionConfig(slots=3), num_gpus)
+    assert (args.slots, args.gpu_share) == (3, share)
 
 
 @pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])

@@ -18,6 +18,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
@@ -47,7 +48,7 @@ def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
 
 def arguments_of(config: JobConfig) -> tuple:
     output = StoragePath.of(config.output.path)
-    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, 1
+    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, WorkerPlan()
 
 
 @contextmanager
@@ -278,8 +279,8 @@ ALONE = """
 import pickle, sys
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.engine_process import EngineProcess
-config, run, carried, threads, batch = pickle.load(sys.stdin.buffer)
-worker = EngineProcess(config, run, carried, threads, on_log=repr)
+config, run, carried, plan, batch = pickle.load(sys.stdin.buffer)
+worker = EngineProcess(config, run, carried, plan, on_log=repr)
 worker.wait_until_ready()
 import asyncio
 table = asyncio.run(worker.answer(batch))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
@@ -25,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    service = Service.start(load_serve_config(None, env={}, overrides=SETTINGS), threads=1)
+    service = Service.start(load_serve_config(None, env={}, overrides=SETTINGS), WorkerPlan())
     yield service
     service.close()
 

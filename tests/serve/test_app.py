@@ -7,6 +7,7 @@ import json
 import pyarrow as pa
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import ServeConfig
@@ -39,7 +40,7 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
     try:
         requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
         answers: pa.Table = asyncio.run(worker.answer(requests))

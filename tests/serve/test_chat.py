@@ -6,6 +6,7 @@ import json
 import pytest
 
 from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
@@ -33,7 +34,7 @@ def qwen(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "qwen3.jinja"
     template.write_text(QWEN3)
     settings = SETTINGS | {"model.chat_template": str(template), "sampling.max_tokens": 400}
-    service = Service.start(load_serve_config(None, env={}, overrides=settings), threads=1)
+    service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
     yield service
     service.close()
 

@@ -10,6 +10,7 @@ import signal
 import pyarrow as pa
 import torch
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError, UnfitDevice
@@ -25,7 +26,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its actor over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], plan: WorkerPlan):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
@@ -37,7 +38,7 @@ class FragileWorker(Worker):
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)
         self._is_buggy = config.name == IS_BUGGY
-        super().__init__(config, run, carried, threads)
+        super().__init__(config, run, carried, plan)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         prompts = [row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None]

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.completeness import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
@@ -120,7 +121,7 @@ def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]
     task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
     try:
         with log_while_waiting("decoding them"):
-            return ray.get(task.remote(config, run, chosen, workers.threads))
+            return ray.get(task.remote(config, run, chosen, workers))
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
@@ -129,8 +130,10 @@ def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]
         raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 
 
-def _check(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
+def _check(
+    config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], plan: WorkerPlan
+) -> dict[str, dict[str, Any]]:
     with start_cache(run):
-        comparison = BaselineComparison(config, threads)
+        comparison = BaselineComparison(config, plan)
     checks = {"baseline_rows": comparison.measure, "verify_rows": comparison.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}

@@ -4,7 +4,7 @@ The speed-up is measured fairly: both engines decode the same rows in the same s
 both warmed up, in turns of alternating order, so that a machine that slows down slows both. The prefix cache is
 reset between turns. The drafting engine starts untrained, as in a new worker, so its learning counts against it.
 
-    comparison = BaselineComparison(config, threads=2)
+    comparison = BaselineComparison(config, WorkerPlan(threads=2))
     comparison.measure(rows)["speed_up"]
 """
 
@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sampling_batch import SamplingBatch
@@ -55,8 +56,8 @@ class ChosenRow:
 class BaselineComparison:
     """Loads the models. Raises as build_engine_bundle does."""
 
-    def __init__(self, config: JobConfig, threads: int):
-        bundle = build_engine_bundle(config, threads)
+    def __init__(self, config: JobConfig, plan: WorkerPlan):
+        bundle = build_engine_bundle(config, plan)
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self._draft_engine = bundle.engine
         graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
