@@ -19,9 +19,10 @@ from eagle_ray.cli.validate import validate
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor import model_checks
-from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.devices import PlannedWorkers, workers
 from eagle_ray.doctor.model_checks import memory, pair_here
+from eagle_ray.doctor.run_checks import findings_text
+from eagle_ray.doctor.system import Finding
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.conftest import PAIR
