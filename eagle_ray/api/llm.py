@@ -26,8 +26,7 @@ import torch
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_ray.api.prompts import Prompts, prompt_requests
-from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.arguments import EMBEDDED, EngineSettings, Prompts, engine_config, prompt_requests, sampling_config
 from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.assembly.assemble import build_in_thread
 from eagle_ray.assembly.engine_sizes import EngineArgs
