@@ -22,27 +22,21 @@ TENSOR_PACKAGES = {"attention", "core", "engine", "kernels", "kv", "methods", "m
 ALLOWED = {"most_common", "FileNotFoundError", "NotFound", "PackageNotFoundError", "LocalEntryNotFoundError"}
 ALLOWED |= {"held_out", "HeldOutResult", "MAX_HELD_OUT_SHARE", "held_out_prompts", "held_out_tau"}
 PENDING = """
-api
-assembly
 attention
 batch
 cli
 config
 core
-doctor
 engine
 evaluation
-gguf
 kernels
 kv
-lm_eval.py
 methods
 models
 requests
 runs
 sampling
 serve
-smollm2.py
 storage
 text
 training

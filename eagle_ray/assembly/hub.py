@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from eagle_ray.assembly.engine_sizes import ModelLimits
+from eagle_ray.assembly.smollm2 import SMOLLM2, target_directory
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
@@ -27,7 +28,6 @@ from eagle_ray.methods.method import draft_requirement, reads_draft
 from eagle_ray.methods.registry import check_weights, has_own_vocab
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
-from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.datastore import check_datastore
 from eagle_ray.storage.model_store import fetch_model
@@ -192,13 +192,13 @@ def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> di
     wanted = [("target", model.target, download_metadata)]
     if reads_draft(speculative.method, model.drafts):
         wanted += [("draft", name, download) for name in model.drafts]
-    found = {}
+    unavailable = {}
     for part, name, find in wanted:
         try:
             find(name, part)
         except ModelUnavailable as error:
-            found[part] = error
-    return found
+            unavailable[part] = error
+    return unavailable
 
 
 def _target_config(model: ModelConfig) -> Any:

@@ -1,7 +1,7 @@
 """Load a target and its draft, and place a target on several GPUs: consecutive layers on each, the rest on the first.
 
     place_layers([2, 2, 2, 2], room=[3, 9])      # [0, 1, 1, 1]: each device is filled to about the same share
-    dispatch(model, devices, places)
+    dispatch(model, devices, device_of_layer)
 
 The first device keeps the embeddings, the lm_head, the KV cache of every layer and the draft head, so a step's own
 tensors stay together: a layer elsewhere sends its queries, keys and values there to attend.
@@ -167,13 +167,13 @@ def _dispatch(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) 
     sizes = layer_sizes(causal_lm)
     room[0] = max(0, room[0] - (reserved if is_firm else min(reserved, room_beside(sizes, room))))
     try:
-        places = place_layers(sizes, room)
+        device_of_layer = place_layers(sizes, room)
     except EngineError as error:
         raise UnfitDevice(
             f"execution.gpus_per_actor: {error}. Set it to more, execution.kv_tokens to less, or take a smaller or a "
             "quantised model."
         ) from error
-    dispatch(causal_lm, devices, places)
+    dispatch(causal_lm, devices, device_of_layer)
 
 
 def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
@@ -182,19 +182,19 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     sizes: bytes of the layers. room: bytes available for them on each device. Every device is filled to about the
     same share. Raises EngineError if they do not fit.
     """
-    total, places, used = sum(sizes), [], [0] * len(room)
+    total, device_of_layer, used = sum(sizes), [], [0] * len(room)
     device, share = 0, total / max(1, sum(room))
     for i, size in enumerate(sizes):
         while device < len(room) - 1 and _is_full(used[device], size, share * room[device], room[device]):
             device += 1
         used[device] += size
-        places.append(device)
+        device_of_layer.append(device)
         if used[device] > room[device]:
             raise EngineError(
                 f"the target's layers take {total:,} bytes and do not fit into {', '.join(f'{r:,}' for r in room)} "
                 f"(layer {i} of {len(sizes)} is the first that has no room)"
             )
-    return places
+    return device_of_layer
 
 
 def room_beside(sizes: Sequence[int], room: Sequence[int]) -> int:
@@ -217,15 +217,15 @@ def other_size(model: PreTrainedModel) -> int:
     return _size(model) - sum(layer_sizes(model))
 
 
-def dispatch(model: PreTrainedModel, devices: Sequence[torch.device | str], places: Sequence[int]) -> None:
-    """Move the model in place, layer i to devices[places[i]]; hooks move the activations."""
+def dispatch(model: PreTrainedModel, devices: Sequence[torch.device | str], device_of_layer: Sequence[int]) -> None:
+    """Move the model in place, layer i to devices[device_of_layer[i]]; hooks move the activations."""
     layers, first = decoder_layers(model), devices[0]
     for name, child in model.base_model.named_children():
         if name != "layers":
             child.to(first)
-    for layer, place in zip(layers, places, strict=True):
-        layer.to(devices[place])
-        layer.register_forward_pre_hook(_bring_to(devices[place]), with_kwargs=True)
+    for layer, number in zip(layers, device_of_layer, strict=True):
+        layer.to(devices[number])
+        layer.register_forward_pre_hook(_bring_to(devices[number]), with_kwargs=True)
     model.get_output_embeddings().to(first)
     model.base_model.get_submodule("norm").register_forward_pre_hook(_bring_to(first), with_kwargs=True)
 

