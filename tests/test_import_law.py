@@ -67,7 +67,7 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
 MAX_IMPORTS_OF_A_STEP = 12  # of the four that batch.driver.run calls in turn
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
-    "assembly.assemble": 24,
+    "assembly.assemble": 23,
     "cli.main": 27,
     "cli.validate": 24,
     "engine.engine": 22,

@@ -19,7 +19,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 
 from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.assembly.smollm2 import SMOLLM2, target_directory
-from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
@@ -157,6 +157,13 @@ def model_limits(model: ModelConfig) -> ModelLimits:
 
 def _context_before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
+
+
+def cpu_model_len(config: JobConfig) -> int:
+    """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
+    limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
+    lengths = limits.lengths(speculative, execution.kv_tokens)
+    return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])
 
 
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:

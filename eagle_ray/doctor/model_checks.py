@@ -16,7 +16,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
-from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
+from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.model_memory import plan_checkpoint, process_bytes
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError
@@ -96,7 +97,7 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
     lengths = limits.lengths(speculative, execution.kv_tokens)
     models = here.config, here.target, here.drafts, here.shape, device, dtype
     try:
-        plan = MemoryPlan.of_checkpoint(*models, lengths, there, process_bytes(device))
+        plan = plan_checkpoint(*models, lengths, there, process_bytes(device))
     except EngineError as error:
         return Finding("memory", "the weights cannot be looked at", problem=str(error))
     if plan is None:

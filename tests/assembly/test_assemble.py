@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.assembly import assemble as pair_module
-from eagle_ray.assembly import costs, placement
+from eagle_ray.assembly import costs, load_models
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, build_in_thread
 from eagle_ray.assembly.costs import cost_key
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, EngineArgs
 from eagle_ray.assembly.hub import check_models, model_limits
-from eagle_ray.assembly.placement import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
@@ -193,7 +193,7 @@ def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
     ):
         patched.setattr(pair_module, "build_engine_from_config", None)
         build_in_thread(*asked)
-    monkeypatch.setattr(pair_module, "why_not", lambda device: None)
+    monkeypatch.setattr(load_models, "why_not", lambda device: None)
     monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
     with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
         build_in_thread(*asked)
@@ -228,8 +228,8 @@ def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_cali
 def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
     passes = []
-    monkeypatch.setattr(placement, "run_linears", lambda model, num_rows: passes.append(num_rows))
-    monkeypatch.setattr(placement, "tune_num_threads", lambda run: run())
+    monkeypatch.setattr(load_models, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(load_models, "tune_num_threads", lambda run: run())
     load_target(ModelConfig(device="cpu"), EngineArgs(slots))
     assert passes == [rows]
 

@@ -9,8 +9,9 @@ from torch import nn
 from eagle_ray.assembly import placement
 from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
-from eagle_ray.assembly.placement import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
+from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.model_memory import plan_checkpoint, plan_memory, profile_pass
 from eagle_ray.config import ExecutionConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
@@ -123,11 +124,11 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
     monkeypatch.setattr(placement, "other_size", lambda model: int(4.2 * GB))
     placed = []
     monkeypatch.setattr(placement, "dispatch", lambda model, devices, places: placed.append(places))
-    placement._dispatch(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    placement.spread(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
     on_first = placed[0].count(0) * 1.71 + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
     with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
-        placement._dispatch(nn.Identity(), 2, int(103 * GB), is_firm=True)
+        placement.spread(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
 def test_it_says_what_it_is():
@@ -217,9 +218,9 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
         drafts = [download("embedded:tiny", part)] if part else []
         lengths = SequenceLengths.of(config.speculative, 256, 256)
         shape = target_config(target)
-        planned = MemoryPlan.of_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
+        planned = plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
         causal_lm = load_target(config.model)
         weights = load_draft(config.model, config.speculative, causal_lm) if part else None
-        loaded = MemoryPlan.of_models(causal_lm, weights, config.speculative, "auto", "auto", lengths, 512)
+        loaded = plan_memory(causal_lm, weights, config.speculative, EngineArgs(max_model_len=256))
         assert planned == replace(loaded, draft=planned.draft), method
         assert planned.draft == pytest.approx(loaded.draft, rel=0.01)  # tables of tokens are no weights
