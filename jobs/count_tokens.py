@@ -23,7 +23,7 @@ from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.draft_vocab import write_draft_vocab
-from eagle_ray.storage.datastore import columns_of
+from eagle_ray.storage.checked_parquet import columns_of
 from eagle_ray.text.tokenizer import Tokenizer
 
 

@@ -24,17 +24,17 @@ from pydantic_core import PydanticUndefined
 from eagle_ray.config import JobConfig, TrainConfig
 from eagle_ray.config.job import SamplingConfig
 from eagle_ray.config.serve import ServeConfig
-from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, Parameter
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, Parameter
 from eagle_ray.requests.refused import REFUSED, Refused
 from eagle_ray.requests.row_schema import output_schema
 
 ROOT = Path(__file__).resolve().parents[1]
-DOORS = {
-    Door.JOB: "job, row",
-    Door.PYTHON: "SamplingParams",
-    Door.CHAT: "chat",
-    Door.COMPLETIONS: "completions",
-    Door.RESPONSES: "responses",
+APIS = {
+    Api.JOB: "job, row",
+    Api.PYTHON: "SamplingParams",
+    Api.CHAT: "chat",
+    Api.COMPLETIONS: "completions",
+    Api.RESPONSES: "responses",
 }  # and what heads their columns; batch files have those of their lines' urls
 EXAMPLE = ROOT / "configs" / "example.yaml"
 EXAMPLE_COLUMN = 33  # of comments
@@ -82,13 +82,13 @@ def key_rows(model: type[BaseModel], section: str = "") -> Iterator[str]:
 
 
 def parameters_page() -> str:
-    heads = "".join(f" {head} |" for head in DOORS.values())
+    heads = "".join(f" {head} |" for head in APIS.values())
     lines = [
         "# What a request may say",
         f"{MADE} One row for each parameter: where it may stand (a dot), its value in a job or else where it first may "
         "stand, its default there, and what it does.",
-        f"| parameter |{heads} value | default | |\n|---|{'---|' * len(DOORS)}---|---|---|\n"
-        + "\n".join(parameter_row(row) for row in {**SAMPLING, **CHAT, **BODY}.values() if row.doors & DOORS.keys()),
+        f"| parameter |{heads} value | default | |\n|---|{'---|' * len(APIS)}---|---|---|\n"
+        + "\n".join(parameter_row(row) for row in {**SAMPLING, **CHAT, **BODY}.values() if row.apis & APIS.keys()),
         "## Parameters of other systems",
         "They are refused by name, unless their value asks for nothing: null, an empty one, or one of these.",
         "| parameter | asks for nothing | otherwise |\n|---|---|---|\n" + "\n".join(map(refused_row, REFUSED.values())),
@@ -97,10 +97,10 @@ def parameters_page() -> str:
 
 
 def parameter_row(row: Parameter) -> str:
-    door = next(door for door in DOORS if door in row.doors)
-    places = "".join(" · |" if door in row.doors else " |" for door in DOORS)
+    api = next(api for api in APIS if api in row.apis)
+    places = "".join(" · |" if api in row.apis else " |" for api in APIS)
     default = "" if row.default is None else f"`{escaped(json.dumps(row.default))}`"
-    return f"| `{row.name}` |{places} {escaped(row.kind_at(door).form)} | {default} | {escaped(row.about)} |"
+    return f"| `{row.name}` |{places} {escaped(row.kind_at(api).form)} | {default} | {escaped(row.about)} |"
 
 
 def refused_row(row: Refused) -> str:

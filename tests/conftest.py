@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from eagle_ray.batch.driver.ray_environment import LOCAL, LOOPBACK_VARIABLES, prepare_ray_environment
 from eagle_ray.batch.worker.spare_engine import SpareEngine
-from eagle_ray.config import JobConfig, load_config
+from tests.support.jobs import TESTS, MakeJob, small_job
 from tests.support.messages import messages  # noqa: F401
+from tests.support.s3 import bucket, outside, s3_server  # noqa: F401
 
-TESTS = Path(__file__).parent
 WITH_RAY = (
     "batch/",
     "cli/test_demo.py",
@@ -44,12 +42,10 @@ WITHOUT_RAY = (
     "batch/test_spare_engine.py",
     "batch/test_worker",
 )
-PAIR = TESTS / "goldens" / "pair_fit"  # vocabulary 512, no tokenizer
 if not torch.cuda.is_available():  # tests/kernels: Triton looks at it when it is imported, which torch may do any time
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.update(LOOPBACK_VARIABLES)  # before any test module imports Ray, which reads it then
 torch.set_num_threads(1)  # small matrices: more threads only wait for each other
-MakeJob = Callable[..., JobConfig]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -128,37 +124,3 @@ def spare_engine(directory: Path) -> Iterator[None]:
 def make_job(tmp_path: Path) -> MakeJob:
     """small_job in the test's own directory: make_job(rows, **{"sampling.n": 2})."""
     return partial(small_job, tmp_path)
-
-
-def small_job(directory: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> JobConfig:
-    """A job over the goldens' pair, from directory/in.jsonl to directory/out. rows: written to it, where given."""
-    if rows is not None:
-        (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    defaults = {
-        "input.path": str(directory / "in.jsonl"),
-        "output.path": str(directory / "out"),
-        "model.target": str(PAIR / "target"),
-        "model.draft": str(PAIR / "draft"),
-        "speculative.max_nodes": 8,
-        "speculative.max_depth": 3,
-        "speculative.top_k": 4,
-        "sampling.max_tokens": 12,
-        "execution.slots": 4,
-        "logging.progress_every_s": 1.0,
-    }
-    return load_config(None, env={}, overrides=defaults | settings)
-
-
-def exit_code(config: JobConfig, retry_errors: bool = False) -> int:
-    """Run a job as the command does and return the exit code."""
-    from eagle_ray.batch.driver.run import run_to_end
-
-    return run_to_end(config, retry_errors).outcome.code
-
-
-def token_rows(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """Requests of token ids; every third is longer."""
-    return [
-        {"id": f"q{i}", "prompt_token_ids": [1 + (i * 37 + k * k) % 500 for k in range(3 + 9 * (i % 3 == 0))]}
-        for i in range(start, start + count)
-    ]

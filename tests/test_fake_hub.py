@@ -10,8 +10,8 @@ from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
-from tests.conftest import PAIR
-from tests.support.fake_hub import hub
+from tests.support.checkpoints import hub
+from tests.support.jobs import PAIR
 
 E3 = PAIR.parent / "pair_e3"
 

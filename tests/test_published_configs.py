@@ -9,8 +9,8 @@ import pytest
 
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
-from tests.cli.test_main import CONFIG
 from tests.support.tokenizers import write_tokenizer
+from tests.support.toy_models import TARGET_JSON
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("eagle[23]-*.yaml"))
 NODES = {"70b": 48, "72b": 48, "33b": 48, "32b": 48, "13b": 50, "14b": 50, "8b": 60, "7b": 60, "4b": 60, "1.7b": 60}
@@ -59,7 +59,7 @@ def job(tmp_path: Path, target: str, draft: str) -> list[str]:
 
 def test_where_only_the_head_is_out_of_reach_the_prompts_are_looked_at(no_hub, tmp_path, capsys):
     write_tokenizer(tmp_path / "target")
-    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET_JSON))
     assert cli.main(job(tmp_path, str(tmp_path / "target"), "org/head")) == 0
     shown = capsys.readouterr().out
     assert "| <|bos|><|user|>Hi<|end|><|assistant|>" in shown

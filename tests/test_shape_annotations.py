@@ -21,7 +21,7 @@ with install_import_hook(packages, "beartype.beartype"):
     from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.requests.parameters import SamplingParams
     from eagle_ray.tree.accept import VerifyResult
-    from tests.engine.test_drafters import METHODS, engine_for
+    from tests.support.engines import DRAFT_METHODS, engine_for
     from tests.support.toy_models import head, head3, llama, llama_engine, run
 
 import torch
@@ -37,7 +37,7 @@ for tree in ((0, 0, 0), (6, 3, 3)):
     long = list(range(3, 83))
     run(llama_engine(3, *tree, kv_tokens=192, prefill_tokens=30), [long, long, [4] * 30], params)
 run(llama_engine(2, 6, 3, 3, weights=head3(), num_hidden_layers=7), [[5, 6, 7], [8]], params[:2])
-for method in METHODS:
+for method in DRAFT_METHODS:
     run(engine_for(method, 2, max_nodes=6, max_depth=3), [[5, 6, 7], [8]], params[:2])
 every = "eagle2+ngram+suffix+recycling+lookahead"
 tree = dict(max_nodes=6, max_depth=3, top_k=3, budget="uniform")

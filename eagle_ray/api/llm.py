@@ -32,9 +32,9 @@ from eagle_ray.assembly.assemble import build_in_thread
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError, EngineError, RequestError
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.requests.answers import python_form, token_logprobs
 from eagle_ray.requests.output_rows import answer_reader

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, Logprobs, Spell, python_form, token_logprobs

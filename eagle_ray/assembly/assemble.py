@@ -39,10 +39,11 @@ from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import GRAPHS, CudaGraphRunner, unsupported_reason
+from eagle_ray.engine.verify import unsupported_reason
 from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.method import AUTO
 from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel

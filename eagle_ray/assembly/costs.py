@@ -9,10 +9,10 @@ import torch
 
 from eagle_ray.attention.backend import backend_name
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.counters import choice_text
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
-from eagle_ray.engine.counters import choice_text
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.combine.trial import MethodTrial

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
-from eagle_ray.core.slot_limits import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import OWN_PLANNERS

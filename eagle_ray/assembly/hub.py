@@ -29,9 +29,9 @@ from eagle_ray.methods.registry import check_weights, has_own_vocab
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.storage.cache_directory import cache_home
-from eagle_ray.storage.datastore import check_datastore
-from eagle_ray.storage.model_store import fetch_model
-from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
+from eagle_ray.storage.checked_parquet import check_datastore
+from eagle_ray.storage.model_files import fetch_model
+from eagle_ray.storage.store import NotAllowed, NotFound, NotSupported, StorageError
 from eagle_ray.text.tokenizer import ChatTemplateError, Tokenizer
 
 ASSETS = Path(__file__).parents[1] / "assets"

@@ -19,9 +19,9 @@ from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
 from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.model_memory import reserved_bytes
 from eagle_ray.assembly.placement import spread
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.method import reads_draft

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.worker_plan import MAX_SLOTS, Auto
 from eagle_ray.core.errors import EngineError
-from eagle_ray.core.slot_limits import MAX_SLOTS, Auto
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.report.text import counted, gib
 

@@ -19,16 +19,16 @@ from torch import nn
 
 from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.memory_plan import KV_MARGIN, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.core.slot_limits import PREFILL_TOKENS, usual_slots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
 from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 
 log = logging.getLogger("eagle_ray")
 
@@ -159,7 +159,7 @@ def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_to
     slots = list(range(PROFILE_PROMPTS))
     for slot in slots:
         target.cache.blocks.reserve(slot, each)
-    prompts = PrefillBatch.of(slots, [[0] * each for _ in slots], target.device)
+    prompts = PromptBatch.of(slots, [[0] * each for _ in slots], target.device)
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
     with torch.inference_mode():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from eagle_ray.config import ExecutionConfig
-from eagle_ray.config.job import ActorRange
+from eagle_ray.config.job import ActorRange, EnginesConfig
 from eagle_ray.config.serve import ServingConfig
 from eagle_ray.report.text import counted
 from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
@@ -28,6 +28,9 @@ ROUNDING = 1e-6  # three thirds of a GPU are one
 ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
 RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 
+CPU_SLOTS, MAX_SLOTS = 16, 256  # that `auto` gives an engine
+PREFILL_TOKENS = EnginesConfig.AUTO_PREFILL_TOKENS
+Auto = Literal["auto"]
 Node = Mapping[str, float]  # a node's resources by Ray's names, such as CPU and GPU
 
 
@@ -214,3 +217,8 @@ def _too_few_gpus(settings: _Settings, gpus: Sequence[float], num_gpus: float, r
         f"{settings.gpus_key}: {num_gpus:g} GPUs of one node, and no node has as many ({by_node}). Set it to "
         f"{max(gpus):g}, or run it on nodes with {num_gpus:g} GPUs."
     )
+
+
+def usual_slots(slots: int | Auto, on_gpu: bool) -> int:
+    """Return the slots to count on where the worker's card cannot be seen: the setting, or the most that auto gives."""
+    return slots if slots != "auto" else MAX_SLOTS if on_gpu else CPU_SLOTS

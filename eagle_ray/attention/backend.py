@@ -25,10 +25,10 @@ from eagle_ray.tree.draft_tree import pack_ancestors
 def tree_metadata(
     kv_cache: KVCache,
     batch: DecodeSlots,
-    cells: Int[Tensor, " R"],
+    slot_mapping: Int[Tensor, " R"],
     ancestors: Bool[Tensor, "B N M"] | Int[Tensor, "B N words"],
     depths: Int[Tensor, "B N"],
-    column_depths: Int[Tensor, "B M"],
+    position_depths: Int[Tensor, "B M"],
     row_of: Int[Tensor, "B N"] | None = None,
     unpack: Int[Tensor, " R"] | None = None,
     first: Int[Tensor, " B"] | None = None,
@@ -42,15 +42,17 @@ def tree_metadata(
         seq: the tree of each row, -1 for padding rows; None if there are none.
     """
     if uses_cpp(kv_cache):
-        parts = (cells, ancestors, depths, column_depths, unpack, first)
+        parts = (slot_mapping, ancestors, depths, position_depths, unpack, first)
         return CpuMetadata.of_trees(kv_cache, batch, *parts)
     if not uses_triton(kv_cache):
-        return TreeMetadata(kv_cache, batch, cells, ancestors, depths, column_depths, row_of, unpack, first, sizes)
+        return TreeMetadata(
+            kv_cache, batch, slot_mapping, ancestors, depths, position_depths, row_of, unpack, first, sizes
+        )
     num_nodes = depths.shape[1]
     words = ancestors if ancestors.dtype == torch.int64 else pack_ancestors(ancestors)
     seq = unpack // num_nodes if seq is None and unpack is not None else seq
     rows = None if seq is None else PackedRows.of(seq, len(depths), num_nodes if row_of is None else None)
-    return TritonTreeMetadata(kv_cache, batch, cells, words, depths, column_depths, rows, first)
+    return TritonTreeMetadata(kv_cache, batch, slot_mapping, words, depths, position_depths, rows, first)
 
 
 def prefill_metadata(

@@ -16,11 +16,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface
 
-from eagle_ray.attention.attention_groups import AttentionGroup, group_sequences
-from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.attention.attention_groups import (
+    AttentionGroup,
+    GQAPacking,
+    fold_rectangle,
+    group_sequences,
+    unfold_rectangle,
+)
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels.torch_ops import rotated
+from eagle_ray.core.device import to_device
+from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
 
 ATTENTION = "eagle_ray"
@@ -130,8 +135,8 @@ class TreeMetadata(Projected):
     those in ancestors[b, i]. Sequences of very different lengths or tree sizes attend in groups.
 
     Attributes:
-        cells: slot_mapping: where the cache stores each of the R rows.
-        depths, column_depths: depths of rows and of tree positions; a position is length + depth (for sliding windows).
+        slot_mapping: where the cache stores each of the R rows.
+        depths, position_depths: of rows and of tree positions; a position is length + depth (for sliding windows).
         row_of: the packed row of (b, i); None if rows are the rectangle B x N.
         unpack: its inverse, b * N + i of each row.
         first: first visible position of each sequence; None is 0.
@@ -140,29 +145,29 @@ class TreeMetadata(Projected):
 
     cache: KVCache
     batch: DecodeSlots
-    cells: Int[Tensor, " R"]
+    slot_mapping: Int[Tensor, " R"]
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
-    column_depths: Int[Tensor, "B M"]
+    position_depths: Int[Tensor, "B M"]
     row_of: Int[Tensor, "B N"] | None = None
     unpack: Int[Tensor, " R"] | None = None
     first: Int[Tensor, " B"] | None = None
     sizes: list[int] | None = None
-    _companies: list[AttentionGroup] = field(init=False)
+    _attention_groups: list[AttentionGroup] = field(init=False)
     _groups: list[TreeGroup] = field(init=False)
-    _foldings: dict[tuple[int, int], GQAPacking] = field(default_factory=dict)
+    _packings: dict[tuple[int, int], GQAPacking] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         batch, num_nodes = self.depths.shape
         if self.batch.bound is None:
             sizes = self.sizes or [num_nodes] * batch
-            self._companies = group_sequences(self.batch.host_lengths, sizes, self.cache.num_layers)
+            self._attention_groups = group_sequences(self.batch.host_lengths, sizes, self.cache.num_layers)
         else:
-            self._companies = [AttentionGroup(list(range(batch)), num_nodes)]
-        self._groups = [self._group(company) for company in self._companies]
+            self._attention_groups = [AttentionGroup(list(range(batch)), num_nodes)]
+        self._groups = [self._group(group) for group in self._attention_groups]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
         heads, kv_heads = query.shape[1], key.shape[1]
         if self.row_of is None and len(self._groups) == 1:
             folded = fold_rectangle(query, len(self.ancestors), kv_heads)
@@ -173,26 +178,28 @@ class TreeMetadata(Projected):
 
     def _gqa_packing(self, heads: int, kv_heads: int) -> GQAPacking:
         """Return the packing of query heads, computed once per pass."""
-        if (heads, kv_heads) not in self._foldings:
+        if (heads, kv_heads) not in self._packings:
             row_of, unpack = self.row_of, self.unpack
             if row_of is None or unpack is None:
                 unpack = torch.arange(self.depths.numel(), device=self.depths.device)
                 row_of = unpack.view_as(self.depths)
-            self._foldings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._companies)
-        return self._foldings[heads, kv_heads]
+            self._packings[heads, kv_heads] = GQAPacking.of(row_of, unpack, heads, kv_heads, self._attention_groups)
+        return self._packings[heads, kv_heads]
 
     def _group(self, group: AttentionGroup) -> TreeGroup:
         batch, first = self.batch, self.first
-        ancestors, depths, column_depths = self.ancestors, self.depths, self.column_depths
-        if len(self._companies) > 1:
+        ancestors, depths, position_depths = self.ancestors, self.depths, self.position_depths
+        if len(self._attention_groups) > 1:
             index = to_device(group.members, self.depths.device)
             batch = self.batch.select(group.members)
-            ancestors, depths, column_depths = (x.index_select(0, index) for x in (ancestors, depths, column_depths))
+            ancestors, depths, position_depths = (
+                x.index_select(0, index) for x in (ancestors, depths, position_depths)
+            )
             first = None if first is None else first.index_select(0, index)
         if self.sizes is not None:
             size = group.size
-            ancestors, depths, column_depths = ancestors[:, :size, :size], depths[:, :size], column_depths[:, :size]
-        return TreeGroup(self.cache, batch, ancestors, depths, column_depths, first)
+            ancestors, depths, position_depths = ancestors[:, :size, :size], depths[:, :size], position_depths[:, :size]
+        return TreeGroup(self.cache, batch, ancestors, depths, position_depths, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,22 +229,22 @@ class TreeGroup:
     batch: DecodeSlots
     ancestors: Bool[Tensor, "B N M"]
     depths: Int[Tensor, "B N"]
-    column_depths: Int[Tensor, "B M"]
+    position_depths: Int[Tensor, "B M"]
     first: Int[Tensor, " B"] | None
-    num_columns: int = field(init=False)  # T: columns that any row may see, known on the host
+    num_positions: int = field(init=False)  # T: positions that any row may see, known on the host
     _where: slice | Tensor = field(init=False)
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
     _unseen: dict[int | None, Bool[Tensor, "B 1 T 1"] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        num_tree_columns = self.ancestors.shape[2]
-        self.num_columns = self.cache.num_positions(self.batch, num_tree_columns)
-        self._where = self.cache.block_index(self.batch, num_tree_columns)
+        num_tree_positions = self.ancestors.shape[2]
+        self.num_positions = self.cache.num_positions(self.batch, num_tree_positions)
+        self._where = self.cache.block_index(self.batch, num_tree_positions)
 
     def attend(
         self, rows: Float[Tensor, "B kv_heads GN d"], attention: AttentionParams
     ) -> Float[Tensor, "B kv_heads GN dv"]:
-        keys, values = self.cache.read(attention.layer, self._where, self.num_columns)
+        keys, values = self.cache.read(attention.layer, self._where, self.num_positions)
         mask = self._mask(rows.shape[2] // self.ancestors.shape[1], attention.window, rows.dtype)
         unseen = self._unseen[attention.window]
         if unseen is not None:  # unused positions may hold infinities, which 0 times and a mask added to are NaN
@@ -259,16 +266,16 @@ class TreeGroup:
 
     def _visible(self, window: int | None) -> Bool[Tensor, "B N T"]:
         lengths = self.batch.lengths[:, None]
-        column = torch.arange(self.num_columns, device=lengths.device)
-        in_tree = column - lengths
+        position = torch.arange(self.num_positions, device=lengths.device)
+        in_tree = position - lengths
         last = self.ancestors.shape[2] - 1
         index = in_tree.clamp(0, last)
         seen = self.ancestors.gather(2, index[:, None].expand(-1, self.ancestors.shape[1], -1))
-        committed = in_tree < 0 if self.first is None else (in_tree < 0) & (column >= self.first[:, None])
+        committed = in_tree < 0 if self.first is None else (in_tree < 0) & (position >= self.first[:, None])
         seen = (seen & ((in_tree >= 0) & (in_tree <= last))[:, None]) | committed[:, None]
         if window is None:
             return seen
-        key_position = torch.where(in_tree < 0, column, lengths + self.column_depths.gather(1, index))
+        key_position = torch.where(in_tree < 0, position, lengths + self.position_depths.gather(1, index))
         return seen & ((lengths + self.depths)[:, :, None] - key_position[:, None] < window)
 
 
@@ -320,9 +327,11 @@ def causal_attention(
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=gqa
         )
-    most = max(MAX_SCORES // (query.shape[0] * query.shape[1] * length), 1)
-    if num_rows > most:
-        return torch.cat([_causal_slice(query, key, value, attention, i, most) for i in range(0, num_rows, most)], 2)
+    max_rows = max(MAX_SCORES // (query.shape[0] * query.shape[1] * length), 1)
+    if num_rows > max_rows:
+        return torch.cat(
+            [_causal_slice(query, key, value, attention, i, max_rows) for i in range(0, num_rows, max_rows)], 2
+        )
     position = torch.arange(length, device=query.device)
     distance = position[length - num_rows :, None] - position
     seen = (distance >= 0) & (distance < (attention.window or length))

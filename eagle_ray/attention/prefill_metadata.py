@@ -3,15 +3,21 @@
     rows      c0 c0 c0 | c1 c1          R rows of all chunks
     keys      k0 k0 k0 k0 k0 | k1 k1    T positions that the chunks see, gathered from the cache if any has a context
 
-On a GPU all chunks attend in one launch per layer (`varlen.py`); elsewhere, and where that does not apply, one by one.
+On a GPU all chunks attend in one launch per layer, by torch's variable-length flash attention; elsewhere, and where
+that does not apply, one by one.
 Triton's kernel of trees reads a context by block table. So with it short chunks that have a context attend as chains,
 and so do all chunks where torch's flash attention does not apply: nothing of these is gathered.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,8 +25,7 @@ from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Projected, Rotary, causal_attention
 from eagle_ray.attention.triton_attention import CHAIN_ROWS, attend_trees, chain_trees, rotate_and_write, uses_triton
-from eagle_ray.attention.varlen import DTYPES, PackedLengths, supports_varlen, varlen_attention
-from eagle_ray.core.async_copy import copy_to_device
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.kernels.tree_metadata import KernelTrees
 from eagle_ray.kv.kv_cache import KVCache
 
@@ -42,7 +47,7 @@ class PrefillMetadata(Projected):
         starts: position of each chunk's first row, on the host.
         lengths: rows of each chunk, on the host.
         chain_rows: most rows of a chunk with a context that attends as chains.
-        cells: where the cache stores each row.
+        slot_mapping: where the cache stores each row.
     """
 
     cache: KVCache
@@ -51,7 +56,7 @@ class PrefillMetadata(Projected):
     starts: list[int]
     lengths: list[int]
     chain_rows: int = CHAIN_ROWS
-    cells: Int[Tensor, " R"] = field(init=False)
+    slot_mapping: Int[Tensor, " R"] = field(init=False)
     _chained: tuple[int, ...] = field(init=False)  # chunks that attend as chains
     _chained_rows: Int[Tensor, " C"] | None = field(default=None, init=False)  # None is all
     _gathered: GatheredChunks | None = field(default=None, init=False)  # the other chunks
@@ -69,10 +74,10 @@ class PrefillMetadata(Projected):
             gathered = GatheredChunks(self.cache, *self._select(others))
             self._gathered = gathered
             if not self._chained:
-                self.cells = gathered.own
+                self.slot_mapping = gathered.own
                 return
         ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
-        self.cells = _cells(self.cache, self.slots, self.starts, ends)
+        self.slot_mapping = _slot_mapping(self.cache, self.slots, self.starts, ends)
         if others:
             self._chained_rows, self._gathered_rows = self._rows_of(self._chained), self._rows_of(others)
 
@@ -83,7 +88,7 @@ class PrefillMetadata(Projected):
         return sum(chunks.num_seen) if chunks is not None and chunks.has_context else 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
         rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         return self._attend(query[0].transpose(0, 1), rows, attention).transpose(0, 1)[None]
 
@@ -92,7 +97,7 @@ class PrefillMetadata(Projected):
     ) -> Float[Tensor, "R heads*d"]:
         if not uses_triton(self.cache):
             return Projected.attend_projected(self, qkv, rotary, shape)
-        query = rotate_and_write(self.cache, self.cells, qkv, rotary, shape)
+        query = rotate_and_write(self.cache, self.slot_mapping, qkv, rotary, shape)
         return self._attend(query, None, shape.rule).flatten(1)
 
     def _attend(
@@ -138,7 +143,7 @@ class PrefillMetadata(Projected):
     def _rows_of(self, chunks: tuple[int, ...]) -> Int[Tensor, " N"]:
         """Return the rows of these chunks among those of the pass."""
         each = torch.arange(sum(self.lengths)).split(self.lengths)
-        return copy_to_device(torch.cat([each[i] for i in chunks]), self.cells.device)
+        return copy_to_device(torch.cat([each[i] for i in chunks]), self.slot_mapping.device)
 
 
 @dataclass(slots=True)
@@ -164,8 +169,8 @@ class GatheredChunks:
     def __post_init__(self) -> None:
         ends = [start + n for start, n in zip(self.starts, self.lengths, strict=True)]
         self.num_seen = [end - first for end, first in zip(ends, self.firsts, strict=True)]
-        self.own = _cells(self.cache, self.slots, self.starts, ends)
-        self.seen = _cells(self.cache, self.slots, self.firsts, ends) if self.has_context else self.own
+        self.own = _slot_mapping(self.cache, self.slots, self.starts, ends)
+        self.seen = _slot_mapping(self.cache, self.slots, self.firsts, ends) if self.has_context else self.own
         self._packed = PackedLengths.of(self.lengths, self.num_seen, self.own.device)
 
     @property
@@ -186,27 +191,27 @@ class GatheredChunks:
             together = varlen_attention(query, *parts, self._packed, attention)
             if together is not None:
                 return together
-        queries, cells = query.split(self.lengths), self.seen.split(self.num_seen)
+        queries, slot_mapping = query.split(self.lengths), self.seen.split(self.num_seen)
         seen: Iterable[tuple[Tensor, Tensor]]
         if rows is None:
-            seen = (self._read(attention.layer, places) for places in cells)  # one at a time
+            seen = (self._read(attention.layer, indices) for indices in slot_mapping)  # one at a time
         else:
             keys, values = rows
             seen = zip(keys.split(self.num_seen), values.split(self.num_seen), strict=True)
         return torch.cat([_one_by_one(part, *both, attention) for part, both in zip(queries, seen, strict=True)])
 
-    def _read(self, layer: int, cells: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-        keys, values = (flat.index_select(0, cells) for flat in self.cache.layer(layer))
+    def _read(self, layer: int, slot_mapping: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+        keys, values = (flat.index_select(0, slot_mapping) for flat in self.cache.layer(layer))
         return keys, values
 
 
-def _cells(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:
-    """Return the cells of each slot's positions from its start up to its end."""
+def _slot_mapping(cache: KVCache, slots: list[int], starts: list[int], ends: list[int]) -> Int[Tensor, " N"]:
+    """Return where the cache stores each slot's positions, from its start up to its end."""
     device = cache.keys.device
     counts = [end - start for start, end in zip(starts, ends, strict=True)]
-    columns = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    positions = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     each = torch.tensor(slots).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
-    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(torch.cat(columns), device))
+    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(torch.cat(positions), device))
 
 
 def _one_by_one(
@@ -217,3 +222,88 @@ def _one_by_one(
 ) -> Float[Tensor, "N heads dv"]:
     query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
     return causal_attention(query, keys, values, attention)[0].transpose(0, 1)
+
+
+log = logging.getLogger("eagle_ray")
+DTYPES = (torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+OPTIONS = {"enable_gqa": True, "num_splits": 1}  # one split: a sequence's numbers do not depend on the batch
+_failure: list[str] = []  # what torch refused, if it did
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLengths:
+    """How B sequences lie in packed rows and packed positions.
+
+    Attributes:
+        row_ends, key_ends: int32, cumulative numbers, from 0 on.
+        max_rows, max_keys: of one sequence.
+    """
+
+    row_ends: Int[Tensor, " B1"]
+    key_ends: Int[Tensor, " B1"]
+    max_rows: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, num_rows: list[int], num_keys: list[int], device: torch.device | str) -> PackedLengths:
+        ends = [list(accumulate(counts, initial=0)) for counts in (num_rows, num_keys)]
+        row_ends, key_ends = to_device(ends, device, torch.int32)
+        return cls(row_ends, key_ends, max(num_rows), max(num_keys))
+
+
+def supports_varlen(query: Float[Tensor, "R heads d"], value_dim: int, attention: AttentionParams) -> bool:
+    """Return whether this layer's rows can attend in one launch."""
+    if _failure or query.device.type != "cuda" or query.dtype not in DTYPES:
+        return False
+    if not query.shape[2] == value_dim <= LARGEST_DIM:
+        return False
+    return attention.softcap is None and attention.sinks is None and _options(attention.window) is not None
+
+
+def varlen_attention(
+    query: Float[Tensor, "R heads d"],
+    keys: Float[Tensor, "T kv_heads d"],
+    values: Float[Tensor, "T kv_heads d"],
+    packed: PackedLengths,
+    attention: AttentionParams,
+) -> Float[Tensor, "R heads d"] | None:
+    """Return causal attention of each sequence's rows to its own positions, or None if this torch refuses it.
+
+        packed = PackedLengths.of([3, 2], [5, 2], "cuda")           # 3 rows over 5 positions, 2 rows over 2
+        out = varlen_attention(query, keys, values, packed, attention)
+
+    Row i of N over T positions sees the first T - N + i + 1 of them (causal, aligned at the end). Not by block table:
+    torch's flash attention wants blocks of 256 positions, ours have 32. Source: torch.nn.attention.varlen.
+    torch's releases differ in what they take: a head size, fewer key heads. From the first refusal on prompts attend
+    one by one, which is logged once.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = _options(attention.window)
+    if options is None:
+        return None
+    ends = packed.row_ends, packed.key_ends, packed.max_rows, packed.max_keys
+    try:
+        out = varlen_attn(query, keys, values, *ends, scale=attention.scaling, **options)
+        return cast(Tensor, out)  # a pair only if one asks for log-sums
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
+            raise
+        _failure.append((str(error).strip() or type(error).__name__).splitlines()[0])
+        log.warning("prompts attend one by one from now on, not in one launch: %s", _failure[0])
+        return None
+
+
+@cache
+def _options(window: int | None) -> dict[str, Any] | None:
+    """Return what this torch's varlen_attn has to be told of a causal window, or None if it cannot do it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {name: value for name, value in OPTIONS.items() if name in known}
+    if "window_size" in known:
+        return options | {"window_size": (-1 if window is None else window - 1, 0)}
+    return options | {"is_causal": True} if window is None and "is_causal" in known and "scale" in known else None

@@ -15,11 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.attention.metadata import AttentionParams, AttentionShape, Rotary
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels import tile_config
+from eagle_ray.core.device import to_device
 from eagle_ray.kernels.availability import use_triton, why_not
-from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
+from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, unsupported_heads
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.draft_tree import NODES_PER_WORD, pack_ancestors
 
@@ -37,12 +36,12 @@ def uses_triton(kv_cache: KVCache) -> bool:
 def why_no_triton(kv_cache: KVCache) -> str | None:
     """Return why passes over this cache do not use Triton's attention, or None."""
     keys, values = kv_cache.keys, kv_cache.values
-    return why_not(keys.device) or tile_config.why_not(keys.dtype, keys.shape[-1], values.shape[-1])
+    return why_not(keys.device) or unsupported_heads(keys.dtype, keys.shape[-1], values.shape[-1])
 
 
 @cache
 def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    reason = tile_config.why_not(dtype, key_dim, value_dim)
+    reason = unsupported_heads(dtype, key_dim, value_dim)
     if reason is not None:
         log.warning("portable attention, not Triton's: %s", reason)
     return reason is None
@@ -52,16 +51,16 @@ def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 class TritonTreeMetadata:
     """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
 
-    words: of each tree's rows, over M tree columns. rows: where each tree's are among R, None for the rectangle B x N.
+    words: of each tree's rows, over M tree positions. rows: where each tree's are among R; None for the rectangle.
     batch: its host_lengths are read as a bound on the lengths and nothing else.
     """
 
     cache: KVCache
     batch: DecodeSlots
-    cells: Int[Tensor, " R"]
+    slot_mapping: Int[Tensor, " R"]
     words: Int[Tensor, "B N words"]
     depths: Int[Tensor, "B N"]
-    column_depths: Int[Tensor, "B M"]
+    position_depths: Int[Tensor, "B M"]
     rows: PackedRows | None = None
     first: Int[Tensor, " B"] | None = None
     _trees: KernelTrees = field(init=False)
@@ -73,21 +72,21 @@ class TritonTreeMetadata:
             table=self.cache.blocks.block_table,
             words=self.words.contiguous(),
             depths=self.depths,
-            column_depths=self.column_depths,
+            position_depths=self.position_depths,
             rows=self.rows,
             first=self.first,
-            most_columns=self.cache.blocks.null_position,
+            max_positions=self.cache.blocks.null_position,
             longest=self.batch.max_length,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        self.cache.write(attention.layer, self.cells, key[0], value[0])
+        self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
         return self._attend(query[0], attention)[None]
 
     def attend_projected(
         self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
     ) -> Float[Tensor, "R heads*d"]:
-        query = rotate_and_write(self.cache, self.cells, qkv, rotary, shape)
+        query = rotate_and_write(self.cache, self.slot_mapping, qkv, rotary, shape)
         return self._attend(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
 
     def _attend(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
@@ -113,10 +112,10 @@ def chain_trees(
     for slot, first, start, length in zip(slots, firsts, starts, lengths, strict=True):
         cuts = range(0, length, CHAIN_ROWS)
         chains += [(slot, first, start + cut, min(CHAIN_ROWS, length - cut)) for cut in cuts]
-    columns = [list(column) for column in zip(*chains, strict=True)]
-    at, visible, bases, counts = to_device(columns, device)
-    size, batch = max(columns[3]), len(chains)
-    seq = torch.arange(batch, device=device).repeat_interleave(counts, output_size=sum(columns[3]))
+    parts = [list(part) for part in zip(*chains, strict=True)]
+    at, visible, bases, counts = to_device(parts, device)
+    size, batch = max(parts[3]), len(chains)
+    seq = torch.arange(batch, device=device).repeat_interleave(counts, output_size=sum(parts[3]))
     depths = torch.arange(size, device=device).expand(batch, -1)
     mask = pack_ancestors(torch.ones(size, size, dtype=torch.bool, device=device).tril())
     return KernelTrees(
@@ -125,21 +124,25 @@ def chain_trees(
         table=cache.blocks.block_table,
         words=mask.expand(batch, -1, -1).contiguous(),
         depths=depths,
-        column_depths=depths,
+        position_depths=depths,
         rows=PackedRows.of(seq, batch),
         first=visible if any(firsts) else None,
-        most_columns=cache.blocks.null_position,
-        longest=max(columns[2]),
+        max_positions=cache.blocks.null_position,
+        longest=max(parts[2]),
     )
 
 
 def rotate_and_write(
-    cache: KVCache, cells: Int[Tensor, " R"], qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
+    cache: KVCache,
+    slot_mapping: Int[Tensor, " R"],
+    qkv: Float[Tensor, "R width"],
+    rotary: Rotary,
+    shape: AttentionShape,
 ) -> Float[Tensor, "R heads d"]:
     """Write a merged projection's keys, normed and rotated, and values to the cache; return its queries, like keys."""
     from eagle_ray.kernels.fused_layer import rotate_and_write as launch
 
     keys, values = cache.layer(shape.layer)
     norms = (shape.q_norm, shape.k_norm, shape.norm_eps)
-    launch(qkv, keys, values, cells, rotary.cosine, rotary.sine, *norms)
+    launch(qkv, keys, values, slot_mapping, rotary.cosine, rotary.sine, *norms)
     return qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.heads]

@@ -1,1 +1,1 @@
-"""The eagle-ray command: main.py and one module per command."""
+"""The eagle-ray command: main.py, modules with the commands' flags, and those that do the work."""

@@ -23,7 +23,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run_summary import GROUP_BY
+from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.errors import ConfigError, RequestError
@@ -101,7 +101,7 @@ def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPro
     count: Counter[str] = Counter()
     for request in requests_of(plan_input(config)):
         task = str(request.carried.get(GROUP_BY) or NO_TASK)
-        ask = partial(_asked, request, config, text)
+        ask = partial(_sequence_of, request, config, text)
         if per_task is not None and count[task] == per_task:
             continue
         try:
@@ -113,15 +113,15 @@ def _questions(config: JobConfig, per_task: int | None) -> Iterator[BenchmarkPro
         yield BenchmarkPrompt(task, ask)
 
 
-def _asked(request: Request, config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
+def _sequence_of(request: Request, config: JobConfig, text: Tokenizer | None) -> engine_sequence.Sequence:
     [sequence] = sequences_of(request, config, text, n=1)
     return sequence
 
 
 def _longest(questions: Sequence[BenchmarkPrompt]) -> int:
     """Return the tokens of the longest prompt with its output: the size of the engines' caches."""
-    asked = [question.ask() for question in questions]
-    return max(len(sequence.prompt_ids) + sequence.sampling.token_limit for sequence in asked)
+    sequences = [question.ask() for question in questions]
+    return max(len(sequence.prompt_ids) + sequence.sampling.token_limit for sequence in sequences)
 
 
 def _with_log(turns: Iterator[Round], temperature: float, num_ways: int) -> Iterator[Round]:

@@ -175,13 +175,13 @@ def job_seconds(sampled: Sequence[SampledRow], num_rows: int, workers: int, slot
     if rows_per_worker > MAX_SIMULATED:
         return scaled([sum(row.slot_s) for row in sampled], rows_per_worker / slots)
     draw = random.Random(0)
-    found = []
+    seconds = []
     for _ in range(RESAMPLES):
         pool = draw.choices(sampled, k=len(sampled))
-        found.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
-    found.sort()
+        seconds.append(drain_time([s for row in draw.choices(pool, k=rows_per_worker) for s in row.slot_s], slots))
+    seconds.sort()
     edge = round(0.025 * RESAMPLES)
-    return [statistics.fmean(found), found[edge], found[-1 - edge]]
+    return [statistics.fmean(seconds), seconds[edge], seconds[-1 - edge]]
 
 
 def drain_time(slot_s: Sequence[float], slots: int) -> float:
@@ -202,8 +202,8 @@ def scaled(values: Sequence[float], factor: float) -> list[float]:
 def _drawn(plan: InputPlan, number: int, seed: int) -> list[Request]:
     """Return this many rows, or all, in random order."""
     draw = random.Random(seed)
-    places = set(draw.sample(range(plan.num_rows), min(number, plan.num_rows)))
-    rows = [row for i, row in enumerate(requests_of(plan)) if i in places]
+    drawn = set(draw.sample(range(plan.num_rows), min(number, plan.num_rows)))
+    rows = [row for i, row in enumerate(requests_of(plan)) if i in drawn]
     draw.shuffle(rows)
     return rows
 

@@ -21,16 +21,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.cli.report_run import record_of
+from eagle_ray.batch.driver.status import state_of
 from eagle_ray.config.records import CountedRowsRecord
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.core.start_log import stdout_errors
-from eagle_ray.requests.answers import COLUMNS, Spell, line_of
+from eagle_ray.requests.answers import COLUMNS, Spell, output_line
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.runs.layout import SUCCESS, SUMMARY, data_of, read_derived_record
+from eagle_ray.runs.layout import SUCCESS, SUMMARY, data_of, read_derived_record, read_inputs
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables, stored_schema
-from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath
 
 ROWS_AT_ONCE = 256
@@ -43,7 +42,7 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
     to: openai-batch or csv. partial: export an unfinished run as far as it is. overwrite: replace an existing
     target, unless it is the run's own file. Raises ConfigError, and OutputDamaged for a file that cannot be read.
     """
-    record, data = record_of(run), data_of(run)
+    record, data = state_of(run).record, data_of(run)
     if target is not None:
         _check_free(target, run, record, overwrite)
     if not partial and not (run / SUCCESS).exists():
@@ -103,7 +102,7 @@ def _batch_lines(data: StoragePath, model: dict[str, Any]) -> Iterator[str]:
                 f"--to openai-batch: the request {rows[0]['request_id']!r} has several turns, and a line of that "
                 "format holds one answer. Export the run with --to csv."
             )
-        yield json.dumps(line_of(rows, spell), ensure_ascii=False) + "\n"
+        yield json.dumps(output_line(rows, spell), ensure_ascii=False) + "\n"
 
 
 def _csv_lines(data: StoragePath) -> Iterator[str]:

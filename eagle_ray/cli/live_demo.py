@@ -14,7 +14,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
-from eagle_ray.batch.driver.run_summary import GROUP_BY
+from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
@@ -60,8 +60,8 @@ class LiveQuestion:
         self._request, self._config, self._text = request, config, text
         self.category = str(request.carried.get(GROUP_BY))
         assert request.messages is not None, "the demo's rows have messages"
-        asked = str(template_messages(request.messages)[-1]["content"])
-        self.shown = asked if len(asked) <= SHOWN_CHARACTERS else f"{asked[:SHOWN_CHARACTERS]} ..."
+        last_message = str(template_messages(request.messages)[-1]["content"])
+        self.shown = last_message if len(last_message) <= SHOWN_CHARACTERS else f"{last_message[:SHOWN_CHARACTERS]} ..."
 
     def ask(self) -> engine_sequence.Sequence:
         return sequences_of(self._request, self._config, self._text, n=1)[0]
@@ -110,12 +110,12 @@ def _turns(
     timing.warm_up(lambda name: [shortened(questions[0].ask(), WARM_UP_TOKENS)])
     for question in questions:
         write(f"\n--- {question.category}: {question.shown}\n")
-        turn = timing.round(partial(_asked, question, text, write), question.category)
+        turn = timing.round(partial(_sequence_for, question, text, write), question.category)
         write(f"\n    [{_line(turn)}]\n")
         yield turn
 
 
-def _asked(question: LiveQuestion, text: Tokenizer, write: Write, name: str) -> list[engine_sequence.Sequence]:
+def _sequence_for(question: LiveQuestion, text: Tokenizer, write: Write, name: str) -> list[engine_sequence.Sequence]:
     """Return the question as a new sequence, whose answer is written if it is of our own method."""
     sequence = question.ask()
     sequence.listener = AnswerPrinter(sequence, text, write if name == OURS else _hide)
@@ -186,5 +186,8 @@ def _picture(turns: Sequence[Round], trees: Sequence[RecordedTree | None], text:
     tree, output_ids = max(known, key=lambda pair: len(pair[0].accepted(pair[1])))
     path = set(tree.accepted(output_ids))
     columns = zip(tree.tokens, tree.parents, tree.values, tree.verified, strict=True)
-    nodes = [PictureNode(text.decode([t]), above, p, kept, i in path) for i, (t, above, p, kept) in enumerate(columns)]
+    nodes = [
+        PictureNode(text.decode([t]), above, p, is_verified, i in path)
+        for i, (t, above, p, is_verified) in enumerate(columns)
+    ]
     return tree_picture(nodes)

@@ -4,37 +4,39 @@ The rows, the tokenizer and the checks are the job's own, so that what passes he
 that is not on this machine, while the hub does not answer, everything else is checked and the report says what was not.
 
     print(validate(load_config("configs/demo.yaml")))      # input    96 rows in 1 file ...
+
+The grammars of all rows are compiled, each once, within a time limit. A grammar is known by the columns that say what
+an output must be. Those of tools are compiled with the first rows only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.assembly.hub import check_models, cpu_model_len, load_tokenizer, model_limits, unavailable_models
 from eagle_ray.assembly.load_models import check_device, runs_on_gpu
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of, row_settings_line
-from eagle_ray.batch.driver.job_manifest import check_no_foreign_data
-from eagle_ray.batch.driver.job_plan import plan_first_run
+from eagle_ray.batch.driver.job_manifest import preview_output
+from eagle_ray.batch.driver.job_plan import plan_for_validation
 from eagle_ray.batch.driver.ray_environment import LOCAL, resolve_address, temporary_directory
-from eagle_ray.batch.reader.carried_columns import CarriedColumn
-from eagle_ray.cli.grammar_check import check_grammars
-from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
+from eagle_ray.batch.reader.input_columns import CarriedColumn
+from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
 from eagle_ray.core.sequence import check_length, check_token_ids
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.requests.parameters import FORMS
+from eagle_ray.requests.parameters import FORMS, SamplingParams, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
-from eagle_ray.runs.layout import check_not_sharded, data_of, output_of, wrap_os_errors
-from eagle_ray.runs.output_index import OutputIndex, own_files
-from eagle_ray.runs.recorded_inputs import read_inputs
-from eagle_ray.runs.run import Run
-from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.storage.path import StoragePath
+from eagle_ray.runs.layout import output_of, wrap_os_errors
+from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from eagle_ray.text.tokenizer import Tokenizer
 
 FIRST_ROWS = 100
@@ -42,6 +44,8 @@ UNSEEN = {
     "target": "prompts, their lengths, the chat template and whether the head fits were not looked at",
     "draft": "whether it fits the target was not looked at",
 }
+CHECK_TIMEOUT_S = 60.0  # of all grammars together; one may take as long as it may in the job
+MAX_SHOWN = 20  # grammars that do not compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class CheckedRow:
 
 def validate(config: JobConfig) -> str:
     """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
-    plan = plan_first_run(config).input
+    plan = plan_for_validation(config).input
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
         check_device(config.model)
@@ -81,7 +85,7 @@ def validate(config: JobConfig) -> str:
     good = [row for row in rows if row.error is None]
     grammars = _grammars(plan, config, seen)
     first = _first_prompt(good, seen)
-    sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(config)]
+    sections = [_input(plan), _rows(rows, len(good)), *grammars, first, _model(config), _output(plan, config)]
     if rows and not good:
         raise ConfigError("no row can be answered\n" + _rows(rows, 0))
     return "\n".join([*sections, *(f"unseen   {error}: {UNSEEN[part]}" for part, error in unseen.items())])
@@ -162,36 +166,97 @@ def _model(config: JobConfig) -> str:
     return f"model    {config.model.target}, {draft}, method {config.speculative.method}"
 
 
-def _output(config: JobConfig) -> str:
+def _output(plan: InputPlan, config: JobConfig) -> str:
     """Check whether the output is writable, and report what a run would find there. Leaves no file."""
     output = output_of(config)
     with wrap_os_errors(output):
         output.check_writable()
     try:
-        if config.execution.shard is None:
-            check_not_sharded(output)
-        return f"output   {output} can be written; {_found_there(output, config)}"
+        return f"output   {output} can be written; {preview_output(plan, config)}"
     except OutputDamaged:  # the outcome is that of every other command
         raise
-    except JobError as error:  # of another program
+    except JobError as error:  # of another program, job or input
         raise ConfigError(f"output.path: {error}") from None
 
 
-def _found_there(output: StoragePath, config: JobConfig) -> str:
-    if config.output.if_exists == "overwrite":
-        return f"a run would replace the {len(own_files(data_of(output)))} files there"
-    record = Run.inspect(output).manifest
-    if record is None:
-        return _new_there(output, config)
-    if config.output.if_exists == "fail":
-        raise ConfigError(f"output.path: {output} holds run {record['run_id']} and output.if_exists is fail")
-    if keys := changed_keys(upgrade_config(record["config"]), recorded(config)):
-        raise ConfigError(f"output.path: {output} belongs to another configuration, which differs in {', '.join(keys)}")
-    read_inputs(output, record)
-    OutputIndex.read(data_of(output))
-    return f"a run would resume run {record['run_id']}"
+@dataclass
+class BadGrammar:
+    """A grammar that does not compile. first: the location of the first row that has it. num_rows: that have it."""
+
+    first: str
+    field: str
+    error: str
+    num_rows: int = 1
+
+    def __str__(self) -> str:
+        others = "" if self.num_rows == 1 else f" ({self.num_rows} rows have it)"
+        return f"{self.first}: {self.field}: {self.error}{others}"
 
 
-def _new_there(output: StoragePath, config: JobConfig) -> str:
-    check_no_foreign_data(output)
-    return f"a run would start it as configuration {config_hash(config)}"
+@dataclass
+class GrammarCheck:
+    """What was found.
+
+    Attributes:
+        num_rows: rows with a grammar.
+        num_compiled: distinct grammars that were tried.
+        num_skipped: rows whose grammar was not tried, for time was up.
+        bad: by the grammar's digest.
+    """
+
+    num_rows: int = 0
+    num_compiled: int = 0
+    num_skipped: int = 0
+    bad: dict[bytes, BadGrammar] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return the lines of the report; none without grammars."""
+        if not self.num_rows:
+            return []
+        verdict = f"{len(self.bad)} do not compile" if self.bad else "all compile"
+        lines = [f"grammars {self.num_compiled} in {self.num_rows} rows, {verdict}"]
+        shown = list(self.bad.values())[:MAX_SHOWN]
+        lines += [f"         {bad}" for bad in shown]
+        if len(self.bad) > len(shown):
+            lines.append(f"         and {len(self.bad) - len(shown)} others")
+        if self.num_skipped:
+            limit = f"within {CHECK_TIMEOUT_S:g} s"
+            lines.append(f"         those of {self.num_skipped} rows were not compiled {limit}: the job will")
+        return lines
+
+
+def check_grammars(requests: Iterable[Request], config: JobConfig, compiler: GrammarCompiler) -> GrammarCheck:
+    """Compile every grammar that the job or its rows name, each once. Bad rows are left out."""
+    check = GrammarCheck()
+    tried: set[bytes] = set()
+    defaults = config.sampling.model_dump(include=set(FORMS))
+    deadline = time.monotonic() + CHECK_TIMEOUT_S
+    for request in requests:
+        own = {name: request.sampling[name] for name in FORMS if request.sampling.get(name)}
+        if request.error is not None or not (own or any(defaults.values())):
+            continue
+        values = merged_values(defaults, {name: request.sampling.get(name) for name in FORMS})
+        if (spec := GrammarSpec.of(SamplingParams.of_checked(values))) is None:  # {"type": "text"}
+            continue
+        check.num_rows += 1
+        key = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).digest()
+        if key in tried:
+            if key in check.bad:
+                check.bad[key].num_rows += 1
+        elif time.monotonic() > deadline:
+            check.num_skipped += 1
+        else:
+            tried.add(key)
+            check.num_compiled += 1
+            try:
+                compiler.start(spec)
+            except RequestError as error:
+                check.bad[key] = BadGrammar(request.location, _field_of(own, defaults), str(error))
+    return check
+
+
+def _field_of(own: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return the column or the key that holds the grammar."""
+    if own:
+        return f"column {next(iter(own))!r}"
+    return "sampling." + next(name for name in FORMS if defaults[name])

@@ -14,13 +14,9 @@ from eagle_ray.config.job import (
     RestartsConfig,
     SamplingConfig,
     SpeculativeConfig,
-    changed_keys,
-    config_hash,
-    flatten_config,
-    recorded,
-    upgrade_config,
 )
 from eagle_ray.config.load import load_config, load_serve_config, load_train_config
+from eagle_ray.config.records import changed_keys, config_hash, flatten_config, recorded, upgrade_config
 from eagle_ray.config.serve import ServeConfig, ServingConfig
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Configuration of a batch job: its keys, their defaults, and the keys that a resumed run compares.
+"""Configuration of a batch job: its keys and their defaults.
 
 The description of a field completes the sentence "must be ...". The reference and the error messages both use it.
 
@@ -10,8 +10,6 @@ The description of a field completes the sentence "must be ...". The reference a
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,18 +23,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationError,
     ValidationInfo,
     create_model,
     field_validator,
     model_validator,
 )
 
-from eagle_ray.config.shard import MAX_SHARDS, check_shard
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
-from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Group, Parameter, names_in, two_forms
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
 from eagle_ray.text.chat_options import (
@@ -52,6 +47,9 @@ PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
+SLURM = "slurm"  # of execution.shard: index and count are those of the array's task
+MAX_SHARDS = 9999
+_SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
 Names = Annotated[list[Name], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
@@ -231,7 +229,7 @@ class SpeculativeConfig(StrictModel):
 
 def _section_field(row: Parameter) -> tuple[Any, Any]:
     """Return the key of a row of the table, as pydantic makes fields."""
-    kind = row.kind_at(Door.JOB)
+    kind = row.kind_at(Api.JOB)
     return Annotated[Any, PlainValidator(kind.check)], Field(default=row.default, description=kind.form)
 
 
@@ -240,7 +238,7 @@ def _given(section: type[BaseModel], data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     rows = {**SAMPLING, **CHAT}
-    kinds = {name: rows[name].kind_at(Door.CHAT) for name in section.model_fields}
+    kinds = {name: rows[name].kind_at(Api.CHAT) for name in section.model_fields}
     return {name: value for name, value in data.items() if name not in kinds or not kinds[name].is_nothing(value)}
 
 
@@ -338,7 +336,8 @@ class EnginesConfig(StrictModel):
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
 
-    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = PREFILL_TOKENS  # what auto is, by type of device
+    # Prompt tokens of a step if prefill_tokens is auto, by type of device; on a CPU twice as many are hardly faster.
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = {"cpu": 512, "cuda": 4096}
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     slots: Literal["auto"] | PositiveInt = Field(
@@ -351,6 +350,22 @@ class EnginesConfig(StrictModel):
         default="auto", description=f"auto or a number of prompt tokens in a step, 16 to {MAX_PREFILL_TOKENS}"
     )
     require_kernels: bool = Field(default=False, description="true or false")
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return index (from 1) and count. Raises ValueError if the text is not i/n with i at most n."""
+    match = _SHARD.fullmatch(text)
+    index, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= index <= count <= MAX_SHARDS:
+        raise ValueError(f"{text!r} is not i/n with i from 1 to n, and n at most {MAX_SHARDS}")
+    return index, count
+
+
+def check_shard(text: str) -> str:
+    """Return the text if it names a shard, or SLURM. Raises ValueError."""
+    if text != SLURM:
+        parse_shard(text)
+    return text
 
 
 class RestartsConfig(StrictModel):
@@ -486,74 +501,3 @@ def allowed_text(description: str, details: Sequence[Mapping[str, Any]]) -> str:
     forms = [error.form for error in errors if isinstance(error, WrongValue)]
     limits = [int(detail["ctx"]["lt"]) - 1 for detail in details if detail["type"] == "less_than"]
     return forms[0] if forms else f"{description}, at most {limits[0]}" if limits else description
-
-
-# A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.
-_NOT_COMPARED = (
-    "name",
-    "execution",
-    "logging",
-    "report",
-    "on_finish",
-    "input.path",
-    "input.limit",
-    "input.allow_empty",
-    "input.allow_unfinished",
-    "input.on_unknown",
-    "output.path",
-    "output.if_exists",
-    "output.compression",
-)
-
-
-def recorded(config: JobConfig) -> dict[str, Any]:
-    """Return the configuration for ``_run.json``, without on_finish: its URL and arguments may be secret."""
-    return config.model_dump(mode="json", exclude={"on_finish"})
-
-
-def config_hash(config: JobConfig) -> str:
-    """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory."""
-    compared = _compared(config.model_dump(mode="json"))
-    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def upgrade_config(dump: dict) -> dict:
-    """Return an older release's configuration dump with this release's keys. Missing keys get their defaults.
-
-    A dump that this release cannot validate is returned unchanged.
-    """
-    sections = {name: dict(section) if isinstance(section, dict) else section for name, section in dump.items()}
-    try:
-        for name in ("output", "logging"):
-            sections.get(name, {}).pop("format", None)  # they had one value
-        speculative = sections.get("speculative", {})
-        if "coupled" in speculative:
-            speculative["ranking"] = "coupled" if speculative.pop("coupled") else "calibrated"
-        return JobConfig.model_validate(sections).model_dump(mode="json")
-    except (ValidationError, AttributeError, TypeError):  # such as a section that is a number
-        return dump
-
-
-def changed_keys(old: dict, new: dict) -> list[str]:
-    """Return the sorted dotted keys that a resume compares and that differ between two configuration dumps.
-
-    Both arguments are results of ``JobConfig.model_dump(mode="json")``.
-    """
-    before, after = _compared(old), _compared(new)
-    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-
-
-def _compared(dump: dict) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in flatten_config(dump).items()
-        if not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
-    }
-
-
-def flatten_config(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested sections to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves

@@ -20,10 +20,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.config.job import JobConfig, allowed_text
+from eagle_ray.config.job import SLURM, JobConfig, allowed_text
 from eagle_ray.config.models import check_model_names, check_target_name, resolve_paths
 from eagle_ray.config.serve import ServeConfig
-from eagle_ray.config.shard import SLURM, slurm_shard
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.strict_json import is_utf8
@@ -100,6 +99,23 @@ def _with_slurm_shard(config: JobConfig, env: Mapping[str, str]) -> JobConfig:
     return config.model_copy(update={"execution": config.execution.model_copy(update={"shard": shard})})
 
 
+def slurm_shard(env: Mapping[str, str]) -> str:
+    """Return the shard of this task of a SLURM array, for example ``2/3`` for task 1 of ``--array=0-2``.
+
+    Raises ValueError if there is no array, or if its task ids have gaps: a task could not know its place then.
+    """
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
+    if missing := [name for name in names if not env.get(name, "").isdecimal()]:
+        raise ValueError(f"{', '.join(missing)} is not set to a number. Start it in a SLURM array, or give i/n.")
+    task, first, last, count = (int(env[name]) for name in names)
+    if last - first + 1 != count:
+        raise ValueError(
+            f"the array has {count} tasks from {first} to {last}, with gaps. Use --array=0-N without a step, or give "
+            "i/n."
+        )
+    return f"{task - first + 1}/{count}"
+
+
 def load_serve_config(
     path: str | os.PathLike | None,
     sets: Iterable[str] = (),
@@ -141,8 +157,8 @@ def load_train_config(
 def _with_absolute(section: Section, *names: str) -> Section:
     """Return the section with these keys as absolute paths, if they name files or directories that exist."""
     values = {name: os.path.expanduser(value) for name in names if (value := getattr(section, name))}
-    found = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
-    return section.model_copy(update=found)
+    absolute = {name: os.path.abspath(value) for name, value in values.items() if os.path.exists(value)}
+    return section.model_copy(update=absolute)
 
 
 def _refuse_keys(settings: list[ConfigSetting]) -> None:

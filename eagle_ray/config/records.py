@@ -1,4 +1,4 @@
-"""What the JSON records of an output directory must hold before anything acts on them.
+"""What the JSON records of an output directory must hold before anything acts on them, and the configuration in them.
 
 Each model names the values that this package reads, with strict types. Other keys are allowed, because a newer minor
 version may write more.
@@ -7,10 +7,14 @@ version may write more.
     Traceback (most recent call last):
         ...
     ValueError: count: Input should be a valid integer
+
+A resumed run compares its configuration with the recorded one (`changed_keys`), which may be an older release's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from datetime import datetime
 from itertools import pairwise
 from typing import Annotated, Any
@@ -26,6 +30,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from eagle_ray.config.job import JobConfig
 
 
 def _check_time(text: str) -> str:
@@ -252,3 +258,74 @@ def check_record(kind: RecordKind, value: Any) -> None:
         place = ".".join(map(str, first["loc"]))
         reason = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
         raise ValueError(": ".join(filter(None, [place, reason]))) from None
+
+
+# A resumed run may change these keys: they affect neither the tokens of a row nor how the row is stored.
+_NOT_COMPARED = (
+    "name",
+    "execution",
+    "logging",
+    "report",
+    "on_finish",
+    "input.path",
+    "input.limit",
+    "input.allow_empty",
+    "input.allow_unfinished",
+    "input.on_unknown",
+    "output.path",
+    "output.if_exists",
+    "output.compression",
+)
+
+
+def recorded(config: JobConfig) -> dict[str, Any]:
+    """Return the configuration for ``_run.json``, without on_finish: its URL and arguments may be secret."""
+    return config.model_dump(mode="json", exclude={"on_finish"})
+
+
+def config_hash(config: JobConfig) -> str:
+    """Return 16 hex digits that hash the compared keys. Jobs with equal hashes may share an output directory."""
+    compared = _compared(config.model_dump(mode="json"))
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def upgrade_config(dump: dict) -> dict:
+    """Return an older release's configuration dump with this release's keys. Missing keys get their defaults.
+
+    A dump that this release cannot validate is returned unchanged.
+    """
+    sections = {name: dict(section) if isinstance(section, dict) else section for name, section in dump.items()}
+    try:
+        for name in ("output", "logging"):
+            sections.get(name, {}).pop("format", None)  # they had one value
+        speculative = sections.get("speculative", {})
+        if "coupled" in speculative:
+            speculative["ranking"] = "coupled" if speculative.pop("coupled") else "calibrated"
+        return JobConfig.model_validate(sections).model_dump(mode="json")
+    except (ValidationError, AttributeError, TypeError):  # such as a section that is a number
+        return dump
+
+
+def changed_keys(old: dict, new: dict) -> list[str]:
+    """Return the sorted dotted keys that a resume compares and that differ between two configuration dumps.
+
+    Both arguments are results of ``JobConfig.model_dump(mode="json")``.
+    """
+    before, after = _compared(old), _compared(new)
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+def _compared(dump: dict) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in flatten_config(dump).items()
+        if not any(key == free or key.startswith(free + ".") for free in _NOT_COMPARED)
+    }
+
+
+def flatten_config(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves

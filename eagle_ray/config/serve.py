@@ -29,7 +29,6 @@ from eagle_ray.config.job import (
     SpeculativeConfig,
     StrictModel,
 )
-from eagle_ray.core.slot_limits import SERVE_PREFILL_TOKENS
 
 
 class BatchesConfig(StrictModel):
@@ -72,7 +71,7 @@ class ServingConfig(EnginesConfig):
     drain_s: seconds that a stopping replica continues its running requests.
     """
 
-    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = SERVE_PREFILL_TOKENS
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = {"cpu": 512, "cuda": 1024}  # running streams wait for them
 
     host: Name = Field(default="127.0.0.1", description="an address of this machine, such as 127.0.0.1 or 0.0.0.0")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="a port, 1 to 65535")

@@ -1,4 +1,4 @@
-"""What one step works on: DecodeBatch, the sequences that decode, and PrefillChunk, a part of one prompt."""
+"""What one step works on: DecodeBatch, the sequences that decode, and PromptChunk, a part of one prompt."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PromptChunk:
     """Tokens [start, end) of one sequence's prompt, to be computed in this step.
 
     Attributes:
@@ -78,11 +78,11 @@ class DecodeSlots:
     def max_length(self) -> int:
         return self.bound if self.bound is not None else max(self.host_lengths)
 
-    def shifted(self, columns: int) -> DecodeSlots:
-        """Return the same slots with `columns` more tokens in each."""
-        bound = None if self.bound is None else self.bound + columns
+    def shifted(self, num_tokens: int) -> DecodeSlots:
+        """Return the same slots with `num_tokens` more tokens in each."""
+        bound = None if self.bound is None else self.bound + num_tokens
         return DecodeSlots(
-            self.slots, self.lengths + columns, self.host_slots, [n + columns for n in self.host_lengths], bound
+            self.slots, self.lengths + num_tokens, self.host_slots, [n + num_tokens for n in self.host_lengths], bound
         )
 
 

@@ -38,9 +38,9 @@ class UnfitDevice(ConfigError):
     """This worker's devices cannot run the engine that is asked for; those of another worker may."""
 
 
-def shortened(text: str, most: int = 200) -> str:
+def shortened(text: str, max_chars: int = 200) -> str:
     """Return the text, or its beginning and its length if it has more characters than `most`."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
 
 
 def one_line(error: BaseException) -> str:

@@ -14,11 +14,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
-from eagle_ray.core.graph_protocol import Kind, PaddedInput
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.requests.parameters import SamplingParams
 
+Kind = tuple[bool, bool, bool, bool]
+"""Whether any sequence is sampled, and whether any needs top-p, top-k, min-p."""
 ALL_KINDS: Kind = (True, True, True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedInput:
+    """A tensor that stands in the first corner of a larger one. fill: what is in the rest of that.
+
+    is_fixed: the tensor is never changed in place, so that the one that was given last need not be copied again.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    fill: float = 0
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +81,12 @@ class SamplingBatch:
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
         """Return what `bound` takes, padded to a number of sequences with greedy ones."""
-        columns = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
+        tensors = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
-        shapes = [(num_sequences, *x.shape[1:]) for x in columns]
+        shapes = [(num_sequences, *x.shape[1:]) for x in tensors]
         return [
-            PaddedInput(column, shape, fill, is_fixed=True)
-            for column, shape, fill in zip(columns, shapes, fills, strict=True)
+            PaddedInput(tensor, shape, fill, is_fixed=True)
+            for tensor, shape, fill in zip(tensors, shapes, fills, strict=True)
         ]
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls, singles_of
@@ -184,8 +184,8 @@ class Sequence:
         if self.sampling.stop_token_ids:
             ends = ends.union(self.sampling.stop_token_ids)
         stops = [i + 1 for i in range(start, len(self.output_ids)) if self.output_ids[i] in ends][:1]
-        if self.stop_check is not None and (kept := self.stop_check(self.output_ids)) is not None:
-            stops.append(kept)
+        if self.stop_check is not None and (num_retained := self.stop_check(self.output_ids)) is not None:
+            stops.append(num_retained)
         if stops and min(stops) <= self.max_tokens:
             return min(stops), "stop"
         if len(self.output_ids) >= self.max_tokens:
@@ -252,8 +252,8 @@ def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> Non
     if not isinstance(prompt_ids, list):
         raise RequestError("bad_type", f"prompt_ids must be a list of integers, got {_shown(prompt_ids)}")
     if not set(map(type, prompt_ids)) <= {int}:
-        i, stranger = next((i, token) for i, token in enumerate(prompt_ids) if type(token) is not int)
-        raise RequestError("bad_type", f"prompt_ids[{i}] must be a token id, an integer, got {_shown(stranger)}")
+        i, unknown = next((i, token) for i, token in enumerate(prompt_ids) if type(token) is not int)
+        raise RequestError("bad_type", f"prompt_ids[{i}] must be a token id, an integer, got {_shown(unknown)}")
     num_prompt = len(prompt_ids)
     if num_prompt == 0:
         raise RequestError("prompt_empty", "the prompt has no tokens: give at least one")
@@ -265,6 +265,6 @@ def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> Non
         )
     low, high = min(prompt_ids), max(prompt_ids)
     if low < 0 or high >= vocab_size:
-        stranger = low if low < 0 else high
-        raise RequestError("bad_token_id", f"token id {stranger} is not in the target's vocabulary of {vocab_size}")
+        unknown = low if low < 0 else high
+        raise RequestError("bad_token_id", f"token id {unknown} is not in the target's vocabulary of {vocab_size}")
     sequence.max_tokens = min(sequence.sampling.token_limit, max_model_len - num_prompt)

@@ -50,9 +50,9 @@ class Stdout(io.TextIOWrapper):
     @classmethod
     def over(cls, stdout: io.TextIOWrapper) -> Stdout:
         """Return one that writes where this one does."""
-        found = cls(stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering)
-        found.before = stdout
-        return found
+        wrapper = cls(stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering)
+        wrapper.before = stdout
+        return wrapper
 
     def write(self, text: str, /) -> int:
         with stdout_errors():

@@ -25,9 +25,9 @@ from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.doctor.system import Finding, free_memory, num_cores
-from eagle_ray.engine.graphs import GRAPHS
-from eagle_ray.kernels import tile_config
 from eagle_ray.kernels.availability import CHOICE, why_not
+from eagle_ray.kernels.tree_metadata import unsupported_heads
+from eagle_ray.models.graphs import GRAPHS
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.models.supported_models import head_dims
@@ -161,7 +161,7 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_requi
 
     shape: the target's configuration. is_required: execution.require_kernels.
     """
-    missing = why_not(torch.device(device)) or tile_config.why_not(dtype, *head_dims(shape))
+    missing = why_not(torch.device(device)) or unsupported_heads(dtype, *head_dims(shape))
     softcap, sinks = getattr(shape, "attn_logit_softcapping", None), shape.model_type == "gpt_oss"
     why = [name for name, there in (("its soft-cap", softcap), ("its sinks", sinks)) if there]
     portable = "matmul, softmax, matmul" if why else "scaled_dot_product_attention"

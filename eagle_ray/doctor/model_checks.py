@@ -26,7 +26,7 @@ from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import auto_dtype, load_config
 from eagle_ray.report.text import gib
-from eagle_ray.storage.storage_errors import StorageError
+from eagle_ray.storage.store import StorageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ from functools import partial
 
 import torch
 
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.models.runtime import release_memory
 from eagle_ray.sampling.grammar import MAX_COMPILING
@@ -181,8 +181,8 @@ class StepLoop:
                 return True
             if order is None:
                 return False
-            obey, call = order
-            obey(call)
+            handle, call = order
+            handle(call)
 
     def _fail_all(self, error: EngineError) -> None:
         """Fail all requests in flight and those that arrived too late."""

@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
 
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
-from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 
@@ -98,20 +98,6 @@ class ScriptedPlanner:
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
-
-
-class ProxyPlanner(ScriptedPlanner):
-    """Plans as a planner with a fixed plan does, for the set number of sequences."""
-
-    def __init__(self, planner: Planner) -> None:
-        super().__init__()
-        self._always = planner
-
-    def plan(self, batch: DecodeBatch) -> DraftPlan:
-        return self._always.plan(batch)
-
-    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        return self._always.allocate(draft, plan, batch)
 
 
 class TimeBudget:
@@ -235,11 +221,11 @@ class CalibrationSizes:
 
         A batch size is repeated before the next one begins, since new sequences have to compute their prompts.
         """
-        most_rows = 0
+        largest_rows = 0
         for size in [*(n for n in BUCKETS if n < self.num_slots and n & (n - 1) == 0), self.num_slots]:
-            nodes = [n for n in self._nodes_of(size) if n == SMALL_TREE or n * size > most_rows]
+            nodes = [n for n in self._nodes_of(size) if n == SMALL_TREE or n * size > largest_rows]
             steps = [*self._steps_of(size), *self._trees_of(size, nodes)]
-            most_rows = max(most_rows, *(step.batch_size * step.num_nodes for step in steps))
+            largest_rows = max(largest_rows, *(step.batch_size * step.num_nodes for step in steps))
             for turn in range(REPLAYS):
                 yield from steps
                 if turn < CATCH_UP_TURNS:
@@ -314,8 +300,8 @@ def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
     steps and of the draft before them have to fit. On a GPU no more pairs may wait than a replayed draft reads, since
     a pass of their own would read the others.
     """
-    most = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
-    return max(min(CATCH_UP_STEPS, most), 1)
+    limit = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
+    return max(min(CATCH_UP_STEPS, limit), 1)
 
 
 class CalibrationRun:
@@ -365,8 +351,8 @@ class CalibrationRun:
         find shared blocks in its cache, so there each sequence has its own prompt, and fewer sequences run if they
         do not fit.
         """
-        length, most = context_sizes(self._engine.scheduler, self._distinct_prompts)
-        batch_size = min(tree.batch_size, most)
+        length, limit = context_sizes(self._engine.scheduler, self._distinct_prompts)
+        batch_size = min(tree.batch_size, limit)
         self._context_steps = [CalibrationSetting(batch_size, 1, 0, 0), replace(tree, batch_size=batch_size)]
         plain, tree = self._context_steps
         for step in [plain] if tree in self._shallow else [plain, tree]:  # the machine may have been busier before
@@ -477,8 +463,8 @@ class CalibrationRun:
 
     def _add(self, length: int) -> None:
         self._num_added += 1
-        most = self._engine.max_model_len
-        length = max(min(length, max(most // 2, most - SHORT_OUTPUT)), 1)
+        limit = self._engine.max_model_len
+        length = max(min(length, max(limit // 2, limit - SHORT_OUTPUT)), 1)
         first = self._num_added if self._distinct_prompts else 0
         prompt = [(first + 7 * i) % self._engine.target.vocab_size for i in range(length)]
         params = SamplingParams(temperature=self.temperature, max_tokens=SHORT_OUTPUT, ignore_eos=True)

@@ -34,24 +34,20 @@ import numpy as np
 import torch
 
 from eagle_ray.attention.backend import num_gathered
-from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.core.async_copy import DeviceToHost
-from eagle_ray.core.decode_batch import DecodeBatch, PrefillChunk
+from eagle_ray.core.counters import AcceptanceStats, EngineCounters
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import DeviceToHost, StepTimer
 from eagle_ray.core.errors import RequestError, one_line
 from eagle_ray.core.sequence import Sequence, SequenceStatus, check_length, start_controls
-from eagle_ray.core.step_timer import StepTimer
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.engine.counters import EngineCounters
-from eagle_ray.engine.grammar_drafts import GrammarChains
-from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
-from eagle_ray.engine.pending_step import PendingStep
-from eagle_ray.engine.prefill import PendingPrefill, Prefiller
+from eagle_ray.engine.controlled_sequences import GrammarChains
+from eagle_ray.engine.prefill import Prefill, Prefiller
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.engine.step_output import StepOutput, UnflushedStats
-from eagle_ray.engine.top_logprobs import ranked, record_outputs
-from eagle_ray.engine.verify import Verifier
+from eagle_ray.engine.step import DecodeStep, StepOutput, UnflushedStats, paired, record_outputs
+from eagle_ray.engine.verify import Verifier, fallbacks
 from eagle_ray.methods.drafter import Draft, Drafter
-from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
@@ -70,7 +66,7 @@ class Engine:
         prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences. On a CPU twice as
             many are hardly faster.
         graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must support it
-            (`engine.graphs.unsupported_reason`).
+            (`engine.verify.unsupported_reason`).
         grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.
 
@@ -102,14 +98,14 @@ class Engine:
         self.mixed_prefill = graphs is None
         self.is_intact = True
         blocks = target.cache.blocks
-        tree_columns = blocks.capacity - max_model_len
+        tree_positions = blocks.capacity - max_model_len
         gathered = partial(num_gathered, target.cache)
-        self.scheduler = Scheduler(blocks, prefill_tokens, tree_columns, target.device, target.eos_ids, gathered)
+        self.scheduler = Scheduler(blocks, prefill_tokens, tree_positions, target.device, target.eos_ids, gathered)
         self.prefiller = Prefiller(target, drafter)
         self.verifier = Verifier(target, graphs, bounds)
         self.counters = EngineCounters(target.cache.num_slots)
         drafter.use_graphs(graphs, bounds.max_depth)
-        self._pending: PendingStep | None = None  # launched ahead, not read yet
+        self._pending: DecodeStep | None = None  # launched ahead, not read yet
         self._postponed: tuple[list[Sequence], DraftPlan] | None = None  # planned ahead, but not launched
         self._num_recorded = 0
         self._unflushed = UnflushedStats(target.cache.num_slots, bounds.max_depth)
@@ -147,7 +143,7 @@ class Engine:
         self._finish_prefill(prefill)
         if ahead is not None:
             self._pending = ahead()
-            self._sync_lengths(self._pending)
+            self._pending.sync_lengths(self.drafter)
 
         finished = self._retire()
         self.counters.busy_s += time.monotonic() - started
@@ -231,7 +227,7 @@ class Engine:
 
     # Launch: what the device is given to do.
 
-    def _launch(self) -> tuple[PendingStep | None, PendingPrefill | None]:
+    def _launch(self) -> tuple[DecodeStep | None, Prefill | None]:
         """Return this step and its prompt chunks, both launched. The step may have been launched ahead."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.has_running:
@@ -242,34 +238,27 @@ class Engine:
             self._unflushed.flush_all()  # a preempted sequence may return to another slot
         batch = self.scheduler.batch() if self.mixed_prefill else None
         if batch is not None:
-            return self._launch_batch(batch, *self._chunks())
+            return self._launch_step(batch, self._next_prefill())
 
         self._finish_prefill(self._launch_prefill())  # sequences whose prompt ends here decode in this step
         batch = self.scheduler.batch()
-        return (None, None) if batch is None else self._launch_batch(batch, [], False)
+        return (None, None) if batch is None else self._launch_step(batch, None)
 
-    def _launch_batch(
-        self, batch: DecodeBatch, chunks: list[PrefillChunk], will_draft: bool
-    ) -> tuple[PendingStep, PendingPrefill | None]:
-        """Launch a step, with prompt chunks in the same pass of the target.
-
-        Args:
-            will_draft: see Prefiller.finish.
-        """
-        prompts = self.prefiller.prompts(chunks) if chunks else None
-        batch = replace(batch, num_prefill_rows=sum(chunk.num_tokens for chunk in chunks))
+    def _launch_step(self, batch: DecodeBatch, prefill: Prefill | None) -> tuple[DecodeStep, Prefill | None]:
+        """Launch a step, with prompt chunks in the same pass of the target."""
+        batch = batch if prefill is None else replace(batch, num_prefill_rows=prefill.num_rows)
         timer = StepTimer(self.target.device)
         plan, draft = self._draft(batch)
-        pending, output = self._start_verify(batch, plan, draft, timer, prompts)()
-        if output is None or prompts is None:
-            return pending, None
+        step, output = self._start_verify(batch, plan, draft, timer, prefill)()
+        if output is None or prefill is None:
+            return step, None
 
         now = time.monotonic()
-        prefill = self.prefiller.finish(chunks, prompts, output, will_draft)
+        self.prefiller.finish(prefill, output)
         seconds = time.monotonic() - now
         timer.leave_out(seconds)
         self.counters.prefill_s += seconds
-        return pending, prefill
+        return step, prefill
 
     def _next_plan(self, batch: DecodeBatch) -> DraftPlan:
         """Return the plan of these sequences that could not be launched ahead, or a new one."""
@@ -292,11 +281,11 @@ class Engine:
 
     @property
     def _max_chain(self) -> int:
-        """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`grammar_drafts`)."""
+        """Return the most tokens that a grammar drafts: none if steps are replayed or on a GPU (`GrammarChains`)."""
         on_host = self.graphs is None and torch.device(self.target.device).type == "cpu"
         return self.bounds.depth if on_host else 0
 
-    def _launch_ahead(self, pending: PendingStep, prefill: PendingPrefill | None) -> Callable[[], PendingStep] | None:
+    def _launch_ahead(self, pending: DecodeStep, prefill: Prefill | None) -> Callable[[], DecodeStep] | None:
         """Launch the step after `pending`, or return None if it must wait until `pending` is read.
 
         Returns a function that launches the rest of the step, once `pending` and the prompts are read: if a sequence
@@ -326,36 +315,37 @@ class Engine:
         return lambda: step
 
     def _start_verify(
-        self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, timer: StepTimer, prompts: PrefillBatch | None = None
-    ) -> Callable[[], tuple[PendingStep, PrefillOutput | None]]:
+        self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, timer: StepTimer, prefill: Prefill | None = None
+    ) -> Callable[[], tuple[DecodeStep, TargetOutput | None]]:
         """Allocate rows and verify them. Return a function that launches what is left and the copy to the host."""
         timer.mark()
         planner, allocation = self.planner, self._allocate(draft, plan, batch)
+        prompts = None if prefill is None else prefill.batch
         started = self.verifier.start(self.drafter, batch, draft, allocation, timer.mark, prompts)
 
-        def finish() -> tuple[PendingStep, PrefillOutput | None]:
+        def finish() -> tuple[DecodeStep, TargetOutput | None]:
             output = started.finish()
             copy = DeviceToHost(output.record[: len(batch)], *(output.tops or ()))
             timer.mark()
             self.drafter.on_verified(output.result)
             parts = batch, plan, draft, allocation, started.shape, output.result, copy, timer
-            return PendingStep(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
+            return DecodeStep(planner, *parts, self._has_recorded(), self._level_rows(batch, plan)), output.prompted
 
         return finish
 
-    def _launch_prefill(self) -> PendingPrefill | None:
+    def _launch_prefill(self) -> Prefill | None:
         """Launch this step's prompt chunks in a pass of their own."""
         now = time.monotonic()
-        chunks, will_draft = self._chunks()
-        if not chunks:
+        prefill = self._next_prefill()
+        if prefill is None:
             return None
-        prefill = self.prefiller.run(chunks, will_draft)
+        self.prefiller.run(prefill)
         self.counters.num_prefill_passes += 1
         self.counters.prefill_s += time.monotonic() - now
         return prefill
 
-    def _chunks(self) -> tuple[list[PrefillChunk], bool]:
-        """Return this step's prompt chunks, and whether the drafter reads them now or only when it drafts."""
+    def _next_prefill(self) -> Prefill | None:
+        """Return the pass over this step's prompt chunks, not launched yet, or None if there are none."""
         now = time.monotonic()
         chunks = self.scheduler.chunks()
         will_draft = self._will_draft
@@ -366,7 +356,7 @@ class Engine:
             sequence.draft_forwards += self.drafter.prefill_passes if will_draft else 0
             self.counters.num_prefill_tokens += chunk.num_tokens
             self.counters.num_reused_tokens += chunk.num_reused
-        return chunks, will_draft
+        return self.prefiller.prefill_of(chunks, will_draft) if chunks else None
 
     def _has_recorded(self) -> bool:
         """Return whether a graph was recorded since the last launch."""
@@ -382,22 +372,20 @@ class Engine:
 
     # Finish: what the host does with the results.
 
-    def _finish(self, pending: PendingStep, num_prompt_tokens: int, followed: bool) -> None:
+    def _finish(self, pending: DecodeStep, num_prompt_tokens: int, followed: bool) -> None:
         """Read a step's results and pass them to its sequences and its planner.
 
         Args:
             followed: another step was launched after it.
         """
-        record, *tops = pending.copy.arrays()
-        pending.timer.arrived()
-        num_accepted = self._commit(pending, StepOutput.of(record, pending.shape.max_depth), tops)
+        num_accepted = self._commit(pending, *pending.read())
         seconds = pending.timer.read(followed)
         self.counters.prefill_s += seconds.verify * pending.prefill_fraction
         outcome = pending.outcome(num_accepted, num_prompt_tokens, seconds)
         self._count_outcome(outcome)
         self._observe(pending.planner, outcome)
 
-    def _commit(self, pending: PendingStep, output: StepOutput, tops: list[np.ndarray]) -> int:
+    def _commit(self, pending: DecodeStep, output: StepOutput, tops: list[np.ndarray]) -> int:
         """Append each running sequence's tokens. Return the number of accepted drafts, without those past an end.
 
         Drafts of sequences that finished before count, since their acceptance still informs the planner.
@@ -421,32 +409,19 @@ class Engine:
                     sequence.listener()
                 continue
             if sequence.sampling.wants_logprobs:
-                likeliest = ranked(*(column[i].tolist() for column in tops))[: len(tokens)] if tops else []
+                likeliest = paired(*(values[i].tolist() for values in tops))[: len(tokens)] if tops else []
                 record_outputs(sequence, output.logprobs[i, : len(tokens)].tolist(), likeliest)
-            num_kept = self._append(sequence, tokens)
-            num_accepted -= len(tokens) - max(num_kept, 1)
+            num_appended = self._append(sequence, tokens)
+            num_accepted -= len(tokens) - max(num_appended, 1)
         return num_accepted
 
-    def _sync_lengths(self, pending: PendingStep) -> None:
-        """Note the lengths of a step that was launched before they were known, and tell the drafter."""
-        sequences = pending.batch.sequences
-        lengths = [sequence.num_cached for sequence in sequences]
-        pending.num_cached = sum(lengths)
-        if not pending.plan.is_drafting:
-            return
-        running = [i for i, sequence in enumerate(sequences) if sequence.status is SequenceStatus.RUNNING]
-        num_pairs = self.drafter.mark_consumed([sequences[i].slot for i in running], [lengths[i] for i in running])
-        pending.draft = replace(pending.draft, num_catch_up=num_pairs)
-
-    def _finish_prefill(self, prefill: PendingPrefill | None) -> None:
+    def _finish_prefill(self, prefill: Prefill | None) -> None:
         """Append the first token of each sequence whose prompt has ended."""
         if prefill is None:
             return
         now = time.monotonic()
-        for first in prefill.read():
-            first.sequence.first_token_at = time.monotonic()
-            record_outputs(first.sequence, [first.logprob], [first.top])
-            self._append(first.sequence, [first.token])
+        for sequence, token in prefill.read():
+            self._append(sequence, [token])
         self.counters.prefill_s += time.monotonic() - now
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> int:
@@ -456,12 +431,12 @@ class Engine:
         is_finished = sequence.status is SequenceStatus.FINISHED
         if is_finished:
             sequence.finished_at = time.monotonic()
-        num_kept = len(tokens) - num_discarded
-        if sequence.listener is not None and num_kept:
+        num_appended = len(tokens) - num_discarded
+        if sequence.listener is not None and num_appended:
             if is_finished or sequence.has_live_stats:
                 self._unflushed.flush(sequence)
             sequence.listener()
-        return num_kept
+        return num_appended
 
     def _retire(self) -> list[Sequence]:
         """Free the slots of sequences that finished and return the sequences."""

@@ -17,17 +17,21 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.engine.calibrate import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
     CalibrationRun,
     CalibrationSetting,
-    ProxyPlanner,
+    ScriptedPlanner,
     calibration_mode,
 )
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.tree.draft_plan import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 
@@ -53,6 +57,20 @@ def capture_fixed(engine: Engine) -> None:
         _run(graphs, [partial(_take, bench, steps, i) for i in range(len(steps))])
 
 
+class ProxyPlanner(ScriptedPlanner):
+    """Plans as a planner with a fixed plan does, for the set number of sequences."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__()
+        self._always = planner
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self._always.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._always.allocate(draft, plan, batch)
+
+
 def _graphs(engine: Engine) -> CudaGraphRunner:
     assert engine.graphs is not None, "an engine without graphs records nothing"
     return engine.graphs
@@ -60,13 +78,13 @@ def _graphs(engine: Engine) -> CudaGraphRunner:
 
 def _passes(engine: Engine, graphs: CudaGraphRunner) -> Iterator[Callable[[], None]]:
     """Yield what records each pass: short contexts first, the largest pass of a kind first, for its memory."""
-    verifier, drafter = engine.verifier, engine.drafter
+    replayed, drafter = engine.verifier.replayed, engine.drafter
     plain = graphs.sizes(graphs.batch_size, graphs.num_slots)
     trees = graphs.tree_passes(engine.bounds.max_nodes)
     for bound in graphs.contexts:
         for params in _params(graphs):
-            yield from (partial(verifier.record_plain, drafter, size, bound, params) for size in plain)
-            yield from (partial(verifier.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
+            yield from (partial(replayed.record_plain, drafter, size, bound, params) for size in plain)
+            yield from (partial(replayed.record_trees, drafter, n, rows, bound, params) for n, rows in trees)
             yield from drafter.recordings(engine.bounds.top_k, bound, params)
 
 
@@ -115,9 +133,10 @@ def _steps(engine: Engine, graphs: CudaGraphRunner, bench: CalibrationRun) -> It
                 yield length, params.temperature, batch_size
 
 
-def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, most: int) -> list[int]:
+def _batch_sizes(graphs: CudaGraphRunner, num_nodes: int, max_sequences: int) -> list[int]:
     """Return a batch size for each set of passes that trees of num_nodes nodes ask for, the largest first."""
     passes = {
-        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n for n in range(1, most + 1)
+        (graphs.batch_size(n), graphs.draft_size(n), graphs.num_rows(n * num_nodes)): n
+        for n in range(1, max_sequences + 1)
     }
     return sorted(passes.values(), reverse=True)

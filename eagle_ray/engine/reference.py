@@ -126,8 +126,8 @@ def forced_token(output_ids: list[int], budget: int | None, reasoning: Reasoning
     if budget is None or (reasoning.openings and not openings):
         return None
     thought = tuple(output_ids[min(map(len, openings), default=0) :])
-    places = range(len(thought))
-    is_closed = any(thought[i : i + len(ids)] == ids for ids in reasoning.closings for i in places)
+    starts = range(len(thought))
+    is_closed = any(thought[i : i + len(ids)] == ids for ids in reasoning.closings for i in starts)
     if is_closed or len(thought) < budget:
         return None
     closing = reasoning.closings[0]

@@ -20,8 +20,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from eagle_ray.attention.prefill_metadata import MAX_GATHERED
-from eagle_ray.core.async_copy import copy_to_device, to_device
-from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PrefillChunk
+from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots, PromptChunk
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_batch import SamplingBatch, SamplingTable
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
@@ -38,7 +38,7 @@ class Scheduler:
 
     Args:
         prefill_tokens: maximum prompt tokens per step.
-        tree_columns: positions past a sequence's cached tokens that a drafting step may write; a plain step writes one.
+        tree_positions: past a sequence's cached tokens, those that a drafting step may write; a plain step writes one.
         eos_ids: tokens that end a sequence.
         num_gathered: positions that a chunk of n rows behind a context makes each layer gather; None gathers nothing.
     """
@@ -47,14 +47,14 @@ class Scheduler:
         self,
         blocks: BlockManager,
         prefill_tokens: int,
-        tree_columns: int,
+        tree_positions: int,
         device: torch.device | str = "cpu",
         eos_ids: frozenset[int] = frozenset(),
         num_gathered: Callable[[int, int], int] | None = None,
     ):
         self.num_slots = blocks.num_slots
         self.num_preemptions = 0
-        self._blocks, self._prefill_tokens, self._tree_columns = blocks, prefill_tokens, tree_columns
+        self._blocks, self._prefill_tokens, self._tree_positions = blocks, prefill_tokens, tree_positions
         self._device = device
         self._params = SamplingTable(self.num_slots, device, eos_ids)
         self._num_gathered = num_gathered or (lambda context, num_rows: 0)
@@ -63,8 +63,8 @@ class Scheduler:
         self._ending: list[Sequence] = []  # their slots are free, and their last step is not read yet
         self._free = sorted(range(self.num_slots), reverse=True)
         self._partial: Sequence | None = None  # its prompt is partly computed
-        self._max_held = 0  # steps that a prompt waits for others
-        self._num_held = 0  # steps that one has waited
+        self._max_wait_steps = 0  # steps that a prompt waits for others
+        self._num_wait_steps = 0  # steps that one has waited
         self._full = self.num_slots  # sequences in a full batch: slots, or fewer if KV blocks were short
         self._last_new = 0  # tokens that were computed of the last prompt admitted
         self._sampling: tuple[list[Sequence], SamplingBatch] | None = None
@@ -80,22 +80,22 @@ class Scheduler:
     @property
     def max_solo_length(self) -> int:
         """Return the length up to which a sequence that runs alone can draft to its end."""
-        return self._blocks.num_blocks * self._blocks.size - self._tree_columns
+        return self._blocks.num_blocks * self._blocks.size - self._tree_positions
 
     def max_concurrent(self, tokens: int) -> int:
         """Return how many sequences of up to `tokens` tokens can run at once with KV blocks for their trees."""
         blocks = self._blocks
-        each = blocks.blocks_for(tokens + self._tree_columns) + 1  # and the block that `_admit` leaves for each
+        each = blocks.blocks_for(tokens + self._tree_positions) + 1  # and the block that `_admit` leaves for each
         return min(self.num_slots, blocks.num_blocks // min(each, blocks.blocks_for(blocks.capacity)))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestError if it could not be finished even alone."""
-        columns, size = len(sequence.prompt_ids) + sequence.max_tokens, self._blocks.size
-        if self._blocks.blocks_for(columns) > self._blocks.num_blocks:
+        num_positions, size = len(sequence.prompt_ids) + sequence.max_tokens, self._blocks.size
+        if self._blocks.blocks_for(num_positions) > self._blocks.num_blocks:
             raise RequestError(
                 "kv_space",
                 f"the prompt of {len(sequence.prompt_ids)} tokens and its {sequence.max_tokens} output tokens need "
-                f"{self._blocks.blocks_for(columns) * size} tokens of KV space and there are "
+                f"{self._blocks.blocks_for(num_positions) * size} tokens of KV space and there are "
                 f"{self._blocks.num_blocks * size}: raise execution.kv_tokens or lower max_tokens",
             )
         self._waiting.add(sequence)
@@ -113,13 +113,13 @@ class Scheduler:
         They wait while the batch lacks less than one GROUP_SHARE-th of its sequences, and while the prompts that it
         has room for, each as long as the last one, do not fill a step's prefill budget.
         """
-        self._max_held = GROUP_STEPS
+        self._max_wait_steps = GROUP_STEPS
 
     def reserve_or_preempt(self) -> int:
         """Reserve blocks for what this step may write; drop trees, then preempt the youngest, until they suffice.
         Return how many were preempted.
         """
-        if self._reserve(self._decoding(), self._tree_columns):
+        if self._reserve(self._decoding(), self._tree_positions):
             return 0
         before = self.num_preemptions
         for sequence in self._decoding():
@@ -127,15 +127,15 @@ class Scheduler:
         while not self._reserve(self._decoding(), 1):
             self._preempt(list(self._running.values())[-1])
         for sequence in self._decoding():
-            self._reserve([sequence], self._tree_columns)
+            self._reserve([sequence], self._tree_positions)
         return self.num_preemptions - before
 
-    def chunks(self) -> list[PrefillChunk]:
+    def chunks(self) -> list[PromptChunk]:
         """Return the prompt chunks of this step. Waiting sequences are admitted while the prefill budget lasts."""
-        chunks: list[PrefillChunk] = []
+        chunks: list[PromptChunk] = []
         if self._partial is None and self._holds_back():
             return chunks
-        self._num_held, self._full = 0, self.num_slots
+        self._num_wait_steps, self._full = 0, self.num_slots
         budget, gathered = self._prefill_tokens, 0
         while budget and (partial := self._partial or self._admit()) is not None:
             context = partial.num_prefilled
@@ -157,7 +157,7 @@ class Scheduler:
         at, length_at, roots, remaining_at = to_device(
             [slots, lengths, [s.root for s in sequences], remaining], self._device
         )
-        lacking = self._blocks.num_missing(slots, [n + self._tree_columns for n in lengths])
+        lacking = self._blocks.num_missing(slots, [n + self._tree_positions for n in lengths])
         can_draft = tuple(np.flatnonzero(lacking == 0).tolist())
         return DecodeBatch(
             sequences,
@@ -169,14 +169,14 @@ class Scheduler:
             None if len(can_draft) == len(sequences) else can_draft,
         )
 
-    def next_batch(self, batch: DecodeBatch, result: VerifyResult, most_tokens: int) -> DecodeBatch | None:
+    def next_batch(self, batch: DecodeBatch, result: VerifyResult, max_new_tokens: int) -> DecodeBatch | None:
         """Return the batch after a step of `batch` whose result only the device knows.
 
         Sequences that had finished before that step, or certainly finish in it, are left out. One that happens to
         finish in it still occupies a row. Returns None if no sequence is left or if KV blocks may not suffice.
 
         Args:
-            most_tokens: the most tokens that one sequence can get from that step.
+            max_new_tokens: the most tokens that one sequence can get from that step.
         """
         members = [
             i for i, s in enumerate(batch.sequences) if s.status is SequenceStatus.RUNNING and s.remaining_tokens > 1
@@ -186,8 +186,8 @@ class Scheduler:
         num_cached = np.array([s.num_cached for s in sequences], dtype=np.int64)
         remaining = np.array([s.remaining_tokens for s in sequences], dtype=np.int64)
         lasts = num_cached + remaining - 1  # cached before the last possible token
-        bounds = np.minimum(num_cached + most_tokens, lasts)
-        if not members or not self._blocks.reserve_each(slots, bounds + self._tree_columns):
+        bounds = np.minimum(num_cached + max_new_tokens, lasts)
+        if not members or not self._blocks.reserve_each(slots, bounds + self._tree_positions):
             return None
         self._blocks.sync_table()
         at, rows, last_at = copy_to_device(torch.from_numpy(np.stack([slots, members, lasts])), self._device)
@@ -198,7 +198,7 @@ class Scheduler:
             DecodeSlots(at, lengths, slots.tolist(), bounds.tolist(), int(bounds.max())),
             result.tokens[rows, accepted],
             self._sampling_of(sequences),
-            (remaining - most_tokens).tolist(),
+            (remaining - max_new_tokens).tolist(),
             (batch.remaining_on_device[rows] - accepted - 1).clamp(min=1),
             None,
         )
@@ -217,8 +217,8 @@ class Scheduler:
         lengths = [s.num_to_prefill for s in joining]
         if not members:
             return batch
-        columns = [length + self._tree_columns for length in lengths]
-        if not self._blocks.reserve_each([s.slot for s in joining], columns):
+        num_positions = [length + self._tree_positions for length in lengths]
+        if not self._blocks.reserve_each([s.slot for s in joining], num_positions):
             return None
         self._blocks.sync_table()
         slots = [*batch.at.host_slots, *(s.slot for s in joining)]
@@ -276,8 +276,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every slot is free or holds exactly one sequence, and likewise for blocks."""
-        held = sorted([*self._free, *self._running])
-        assert held == list(range(self.num_slots)), f"slots {held} of {self.num_slots}"
+        used = sorted([*self._free, *self._running])
+        assert used == list(range(self.num_slots)), f"slots {used} of {self.num_slots}"
         assert all(sequence.slot == slot for slot, sequence in self._running.items())
         waiting = (NO_SLOT, SequenceStatus.WAITING)
         assert all((sequence.slot, sequence.status) == waiting for sequence in self._waiting)
@@ -290,9 +290,9 @@ class Scheduler:
         """Return the running sequences whose prompts are computed, oldest first."""
         return [s for s in self._running.values() if s.status is SequenceStatus.RUNNING]
 
-    def _reserve(self, sequences: list[Sequence], columns: int) -> bool:
-        """Reserve `columns` positions past the cached tokens of all sequences and return True, or of none."""
-        return self._blocks.reserve_each([s.slot for s in sequences], [s.num_cached + columns for s in sequences])
+    def _reserve(self, sequences: list[Sequence], num_positions: int) -> bool:
+        """Reserve `num_positions` positions past the cached tokens of all sequences and return True, or of none."""
+        return self._blocks.reserve_each([s.slot for s in sequences], [s.num_cached + num_positions for s in sequences])
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -302,12 +302,12 @@ class Scheduler:
 
     def _holds_back(self) -> bool:
         """Return whether the first waiting sequence waits for others in this step."""
-        if not self._max_held or not len(self._waiting):
+        if not self._max_wait_steps or not len(self._waiting):
             return False
         num_missing = self._full - len(self._running)
         is_group = num_missing * GROUP_SHARE >= self._full or num_missing * self._last_new >= self._prefill_tokens
-        self._num_held += num_missing > 0
-        return not is_group and self._num_held <= self._max_held
+        self._num_wait_steps += num_missing > 0
+        return not is_group and self._num_wait_steps <= self._max_wait_steps
 
     def _admit(self) -> Sequence | None:
         """Admit and return the first waiting sequence if there are blocks for its tokens and a tree.
@@ -320,9 +320,9 @@ class Scheduler:
         sequence, slot = self._waiting.first(), self._free[-1]
         spare = self._blocks.num_growing
         reused = 0 if sequence.sampling.wants_prompt_logprobs else self._blocks.attach_prefix(slot, sequence.prompt_ids)
-        columns = sequence.num_to_prefill + self._tree_columns
-        if self._blocks.blocks_needed(slot, columns) + spare <= self._blocks.num_available:
-            self._blocks.reserve(slot, columns)
+        num_positions = sequence.num_to_prefill + self._tree_positions
+        if self._blocks.blocks_needed(slot, num_positions) + spare <= self._blocks.num_available:
+            self._blocks.reserve(slot, num_positions)
         elif self._running:
             self._blocks.free(slot)
             self._full = len(self._running)
@@ -336,7 +336,7 @@ class Scheduler:
         self._running[slot] = self._partial = sequence
         return sequence
 
-    def _next_chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
+    def _next_chunk(self, sequence: Sequence, budget: int) -> PromptChunk:
         """Return the sequence's next chunk. After its last chunk the sequence decodes."""
         start = sequence.num_prefilled
         end = min(start + budget, sequence.num_to_prefill)
@@ -346,7 +346,7 @@ class Scheduler:
         if is_last:
             sequence.status, self._partial = SequenceStatus.RUNNING, None
             self._params.set(sequence.slot, sequence.sampling)
-        return PrefillChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
+        return PromptChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""

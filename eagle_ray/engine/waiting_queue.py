@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.kv.prefix_cache import split_blocks
+from eagle_ray.kv.block_manager import split_blocks
 
 DRAINING_SHARE = 0.25  # of the largest window; with 0.5 four workers took 1.5 % longer, with this 2.2 % less
 PRIOR_ROWS = 2  # finished sequences of a category that count as much as the mean of all

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence
 from eagle_ray.evaluation.timing import Round, Timing, shortened, total

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run on a device, and the reason if they do not.
+"""Whether Triton's kernels run on a device, and the reason if they do not; `launch`, by which they run.
 
 EAGLE_RAY_KERNELS=portable turns them off. On a CPU they run only with EAGLE_RAY_KERNELS=triton and
 TRITON_INTERPRET=1, in Triton's interpreter, as in tests. A kernel that cannot be compiled later turns them off for the
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from traceback import walk_tb
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 CHOICE = "EAGLE_RAY_KERNELS"
 CAPABILITY = (8, 0)  # older GPUs have neither bf16 nor asynchronous copies
@@ -103,6 +104,39 @@ def _why_not_cuda(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is under {CAPABILITY[0]}.{CAPABILITY[1]}"
-    from eagle_ray.kernels.smoke_test import failure_reason
+    return _smoke_test(device)
 
-    return failure_reason(device)
+
+def _smoke_test(device: torch.device) -> str | None:
+    """Compile and run the smallest kernel; return the error, or None. It fails, for example, without a C compiler."""
+    import triton
+
+    from eagle_ray.kernels.jit_functions import double
+
+    numbers = torch.ones(16, device=device)
+    try:
+        launch(double, (1,))(numbers, SIZE=16)
+    except Exception as error:  # whatever Triton, its compilers or the driver raise
+        text = str(error).strip() or type(error).__name__
+        return f"Triton {triton.__version__} fails here: {text.splitlines()[-1]}"
+    return None if numbers.sum().item() == 32 else f"Triton {triton.__version__} computes wrong numbers here"
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Launch on the device of the first tensor argument. On a CPU, where Triton interprets, nothing changes.
+
+        launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
+
+    Triton launches on CUDA's current device, whatever device the arguments are on. So on a GPU other than the first, or
+    with a target on several GPUs, a kernel could run on one device with another's memory.
+    """
+
+    def launched(*args: Any, **constants: Any) -> None:
+        device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))
+        if device < 0 or device == torch.cuda.current_device():
+            kernel[grid](*args, **constants)
+            return
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+
+    return launched

@@ -62,7 +62,7 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenColumns:
+class SeenPositions:
     """The cached positions of its sequence that each of R rows attends to.
 
     Row r sees positions begin[r] .. end[r] - 1 of its slot, then position trunk[r] + j for each j that mask[r]
@@ -119,32 +119,32 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
 
 def rotate_and_write(
     qkv: Float[Tensor, "R width"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads d"],
-    cells: Int[Tensor, " R"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads d"],
+    slot_mapping: Int[Tensor, " R"],
     cosine: Float[Tensor, "R half"],
     sine: Float[Tensor, "R half"],
     q_norm: Float[Tensor, " d"] | None = None,
     k_norm: Float[Tensor, " d"] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate the queries in place, and store rotated keys and values in their cells; both normed first if asked.
+    """Rotate the queries in place, and store rotated keys and values at their indices; both normed first if asked.
 
     qkv: queries, keys and values of a row, one head after the other, contiguous.
     """
     kv_heads, dim = keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    tensors = (qkv, keys, values, cells, cosine, sine, q_norm, k_norm)
+    tensors = (qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm)
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
     _run("rotate_and_write", qkv.dtype, *pointers, eps, *sizes)
 
 
 def attend(
-    seen: SeenColumns,
+    seen: SeenPositions,
     query: Float[Tensor, "R heads d"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads dv"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads dv"],
     rule: ScoreRule,
 ) -> Float[Tensor, "R heads dv"]:
     """Return the attention of each row over the positions that it sees; 0 for a row that sees none.
@@ -175,12 +175,12 @@ def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
     library = _library()
     if library is None:
         return None
-    found = {}
+    loaded = {}
     for name, signature in SIGNATURES.items():
         function = getattr(library, f"{name}_{DTYPES[dtype]}")
         function.argtypes, function.restype = signature, None
-        found[name] = function
-    return found
+        loaded[name] = function
+    return loaded
 
 
 @cache

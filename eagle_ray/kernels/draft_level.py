@@ -15,8 +15,8 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ranked, score_of, token_of
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import ranked, score_of, token_of
 
 WORD_BITS: tl.constexpr = tl.constexpr(64)
 LARGEST_LOGIT: tl.constexpr = tl.constexpr(16.0)  # as in methods/calibration.py
@@ -99,7 +99,7 @@ def _calibrated(scores, is_first, fitted):
 def _append_level(
     levels, tokens, scores, own, parameters, num_fitted, temperatures, ends,
     frontier_nodes, frontier_values, tree_tokens, tree_parents, tree_values, tree_own,
-    words, next_tokens, next_rows, offered, kept_scores,
+    words, next_tokens, next_rows, offered, offered_scores,
     num_nodes, max_batch, max_width, max_words,
     NUM: tl.constexpr, CHILDREN: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, ENDS: tl.constexpr,
     NODES: tl.constexpr, NEXT: tl.constexpr,
@@ -127,32 +127,32 @@ def _append_level(
     tl.store(tree_parents + place, above, mask=real)
     tl.store(tree_values + place, values, mask=real)
     tl.store(tree_own + place, tl.where(its_own == its_own, its_own, -float("inf")), mask=real)
-    kept = (level * max_batch + row) * (max_width * CHILDREN) + node
-    tl.store(offered + kept, token, mask=real)
-    tl.store(kept_scores + kept, score, mask=real)
+    place = (level * max_batch + row) * (max_width * CHILDREN) + node
+    tl.store(offered + place, token, mask=real)
+    tl.store(offered_scores + place, score, mask=real)
 
     for end in tl.static_range(ENDS):
         values = tl.where(token == tl.load(ends + row * ENDS + end), -float("inf"), values)
     keys = ranked(values, node.to(tl.int64), real)
-    column = tl.arange(0, NEXT)
+    lane = tl.arange(0, NEXT)
     index, best = tl.full((NEXT,), 0, tl.int64), tl.full((NEXT,), -float("inf"), tl.float32)
     for i in tl.static_range(WIDTH):
         highest = tl.max(keys)
-        index = tl.where(column == i, token_of(highest), index)
-        best = tl.where(column == i, score_of(highest), best)
+        index = tl.where(lane == i, token_of(highest), index)
+        best = tl.where(lane == i, score_of(highest), best)
         keys = tl.where(keys == highest, _TAKEN, keys)
-    is_next = column < WIDTH
+    is_next = lane < WIDTH
     parent_row = index // CHILDREN
     tl.debug_barrier()  # the frontier is read before it is written
-    own_place = level * WIDTH + column
+    own_place = level * WIDTH + lane
     for word in tl.static_range(WORDS):
         seen = tl.load(words + (row * max_width + parent_row) * max_words + word, mask=is_next & (level > 0), other=0)
         bit = tl.where(own_place // WORD_BITS == word, tl.full((), 1, tl.int64) << (own_place % WORD_BITS), 0)
         tl.debug_barrier()
-        tl.store(words + (row * max_width + column) * max_words + word, seen | bit, mask=is_next)
+        tl.store(words + (row * max_width + lane) * max_words + word, seen | bit, mask=is_next)
     chosen = tl.load(tokens + row * (NUM * CHILDREN) + index, mask=is_next, other=0)
-    tl.store(frontier_values + row * max_width + column, best, mask=is_next)
-    tl.store(frontier_nodes + row * max_width + column, index + start, mask=is_next)
-    following = ((level + 1) * max_batch + row) * max_width + column
+    tl.store(frontier_values + row * max_width + lane, best, mask=is_next)
+    tl.store(frontier_nodes + row * max_width + lane, index + start, mask=is_next)
+    following = ((level + 1) * max_batch + row) * max_width + lane
     tl.store(next_tokens + following, chosen, mask=is_next)
     tl.store(next_rows + following, parent_row, mask=is_next)

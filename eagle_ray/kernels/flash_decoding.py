@@ -22,7 +22,7 @@ VARYING = [
     "num_parts",
     "words",
     "depths",
-    "column_depths",
+    "position_depths",
     "slots",
     "table",
     "seq",
@@ -35,23 +35,23 @@ VARYING = [
     "num_nodes",
     "num_rows",
     "num_words",
-    "num_columns",
-    "most_columns",
+    "num_positions",
+    "max_positions",
     "table_width",
     "depth_pitch",
-    "column_pitch",
+    "position_pitch",
 ]  # compiled once, whatever their values and alignment
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
     query, keys, values, out, parts, tops, sinks, scaling, softcap,
-    lengths, first, window, num_parts, words, depths, column_depths, slots, table,
+    lengths, first, window, num_parts, words, depths, position_depths, slots, table,
     seq, starts, counts, tile_trees, tile_begins, per_tree, num_trees, num_nodes, num_rows, num_words,
-    num_columns, most_columns, table_width, depth_pitch, column_pitch, query_head, query_row,
+    num_positions, max_positions, table_width, depth_pitch, position_pitch, query_head, query_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PAD_DK: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one tile of rows: its share of the output, or the output if there is only one part."""
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -66,7 +66,7 @@ def attend(
         if tree >= num_trees:
             return
         start, count = tl.load(starts + tree).to(tl.int32), tl.load(counts + tree).to(tl.int32)
-    length, low, part_tiles, used = _span(lengths, first, window, tree, num_parts, BLOCK_N, LEAST_TILES)
+    length, low, part_tiles, used = _span(lengths, first, window, tree, num_parts, BLOCK_N, MIN_TILES)
     if part >= used:
         return
 
@@ -76,7 +76,7 @@ def attend(
     row = (start + node).to(tl.int64)
     words += (tree * num_nodes + node) * num_words
     depths += tree * depth_pitch + node
-    column_depths += tree * column_pitch
+    position_depths += tree * position_pitch
     q = _gathered(query + row * query_row + head * query_head, real, DK, PAD_DK, WIDE)
     acc = tl.zeros((BLOCK_M, PAD_DV), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -91,36 +91,36 @@ def attend(
     values += kv_head * DV
     begin, end = low // BLOCK_N + part * part_tiles, length // BLOCK_N
     begin, end = begin * BLOCK_N, tl.minimum(begin + part_tiles, end) * BLOCK_N
-    last = tl.minimum(length + num_columns, most_columns)
+    last = tl.minimum(length + num_positions, max_positions)
     if (first is not None) or (window is not None):
         clear = low
         if window is not None:
             deepest = tl.max(tl.load(depths, mask=real, other=0), 0).to(tl.int32)
             clear = tl.maximum(low, length + deepest - window + 1)
-        for column in tl.range(begin, tl.minimum(end, clear), BLOCK_N, num_stages=1):
-            columns = column + tl.arange(0, BLOCK_N)  # all of them committed
-            there = columns >= low
+        for position in tl.range(begin, tl.minimum(end, clear), BLOCK_N, num_stages=1):
+            positions = position + tl.arange(0, BLOCK_N)  # all of them committed
+            there = positions >= low
             seen = there[None, :]
             if window is not None:
-                seen &= _in_window(columns, length, real, depths, window)
+                seen &= _in_window(positions, length, real, depths, window)
             acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, columns, seen, there, scaling, softcap,
+                acc, top, total, q, keys, values, blocks, positions, seen, there, scaling, softcap,
                 KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
             )  # fmt: skip
         begin = tl.maximum(begin, tl.cdiv(clear, BLOCK_N) * BLOCK_N)
-    for column in range(begin, end, BLOCK_N):
+    for position in range(begin, end, BLOCK_N):
         acc, top, total = _step(
-            acc, top, total, q, keys, values, blocks, column + tl.arange(0, BLOCK_N), None, None, scaling, softcap,
+            acc, top, total, q, keys, values, blocks, position + tl.arange(0, BLOCK_N), None, None, scaling, softcap,
             KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
         )  # fmt: skip
     if part == used - 1:
-        for column in tl.range(length // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=1):
-            columns = column + tl.arange(0, BLOCK_N)
+        for position in tl.range(length // BLOCK_N * BLOCK_N, last, BLOCK_N, num_stages=1):
+            positions = position + tl.arange(0, BLOCK_N)
             seen, there = _seen(
-                columns, length, low, real, words, num_words, depths, column_depths, num_columns, window
+                positions, length, low, real, words, num_words, depths, position_depths, num_positions, window
             )
             acc, top, total = _step(
-                acc, top, total, q, keys, values, blocks, columns, seen, there & (columns < last), scaling, softcap,
+                acc, top, total, q, keys, values, blocks, positions, seen, there & (positions < last), scaling, softcap,
                 KV_HEADS, DK, DV, PAD_DK, PAD_DV, BLOCK_SIZE, WIDE,
             )  # fmt: skip
 
@@ -139,17 +139,17 @@ def attend(
 @triton.jit(do_not_specialize=VARYING)
 def combine(
     out, parts, tops, lengths, first, window, num_parts, seq, per_tree, num_nodes, num_rows,
-    HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr,
-    MOST_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, PAD_DV: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one head of one row by their sums; zeros for a padding row."""
     row, head = tl.program_id(0), tl.program_id(1)
     tree = row // num_nodes if per_tree > 0 else tl.load(seq + row).to(tl.int32)
-    _, _, _, used = _span(lengths, first, window, tl.maximum(tree, 0), num_parts, BLOCK_N, LEAST_TILES)
+    _, _, _, used = _span(lengths, first, window, tl.maximum(tree, 0), num_parts, BLOCK_N, MIN_TILES)
     used = tl.where(tree < 0, 0, used)
     stride = num_rows.to(tl.int64) * HEADS
     where = row * HEADS + head
-    every = tl.arange(0, MOST_PARTS)
+    every = tl.arange(0, MAX_PARTS)
     top = tl.max(tl.load(tops + where + every * stride, mask=every < used, other=float("-inf")), 0)
     dims = tl.arange(0, PAD_DV)
     acc = tl.zeros((PAD_DV,), tl.float32)
@@ -157,8 +157,8 @@ def combine(
     for done in range(0, used, TOGETHER):
         part = done + tl.arange(0, TOGETHER)
         weight = tl.exp2(tl.load(tops + where + part * stride, mask=part < used, other=float("-inf")) - top)
-        places = (where + part * stride)[:, None] * DV + dims[None, :]
-        each = tl.load(parts + places, mask=(part < used)[:, None] & (dims < DV)[None, :], other=0.0)
+        numbers_at = (where + part * stride)[:, None] * DV + dims[None, :]
+        each = tl.load(parts + numbers_at, mask=(part < used)[:, None] & (dims < DV)[None, :], other=0.0)
         acc += tl.sum(each * weight[:, None], 0)
         total += tl.sum(weight, 0)
     result = acc / tl.where(total > 0, total, 1.0)
@@ -166,7 +166,7 @@ def combine(
 
 
 @triton.jit
-def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, LEAST_TILES: tl.constexpr):
+def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
     """Return the committed positions, the first visible one, the tiles of a part, and the number of parts with work."""
     length = tl.load(lengths + tree).to(tl.int32)
     low = length * 0
@@ -175,27 +175,27 @@ def _span(lengths, first, window, tree, num_parts, BLOCK_N: tl.constexpr, LEAST_
     if window is not None:
         low = tl.maximum(low, length - window + 1)
     num_tiles = tl.maximum(length // BLOCK_N - low // BLOCK_N, 0)
-    part_tiles = tl.maximum(tl.cdiv(num_tiles, num_parts), LEAST_TILES)
+    part_tiles = tl.maximum(tl.cdiv(num_tiles, num_parts), MIN_TILES)
     return length, low, part_tiles, tl.maximum(tl.cdiv(num_tiles, part_tiles), 1)
 
 
 @triton.jit
 def _step(
-    acc, top, total, query, keys, values, blocks, columns, seen, there, scaling, softcap,
+    acc, top, total, query, keys, values, blocks, positions, seen, there, scaling, softcap,
     KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PAD_DK: tl.constexpr, PAD_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys and values. seen: None if every row sees the whole tile.
 
-    there: columns that some row sees. The others are zeros: 0 times what an unused position holds may be NaN.
+    there: positions that some row sees. The others are zeros: 0 times what an unused position holds may be NaN.
     """
     if there is None:
-        block = tl.load(blocks + columns // BLOCK_SIZE)
+        block = tl.load(blocks + positions // BLOCK_SIZE)
     else:
-        block = tl.load(blocks + columns // BLOCK_SIZE, mask=there, other=0)
-    cells = (block * BLOCK_SIZE + columns % BLOCK_SIZE) * KV_HEADS
-    k = _gathered(keys + cells * DK, there, DK, PAD_DK, WIDE)
-    v = _gathered(values + cells * DV, there, DV, PAD_DV, WIDE)
+        block = tl.load(blocks + positions // BLOCK_SIZE, mask=there, other=0)
+    slot_mapping = (block * BLOCK_SIZE + positions % BLOCK_SIZE) * KV_HEADS
+    k = _gathered(keys + slot_mapping * DK, there, DK, PAD_DK, WIDE)
+    v = _gathered(values + slot_mapping * DV, there, DV, PAD_DV, WIDE)
     scores = _capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scaling, softcap)
     if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
@@ -204,17 +204,17 @@ def _step(
     if seen is not None:  # a row may have seen nothing yet
         base = tl.where(new == float("-inf"), 0.0, new)
     weights = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(top - base)
-    total = total * kept + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+    share = tl.exp2(top - base)
+    total = total * share + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * share[:, None], input_precision="ieee")
     return acc, new, total
 
 
 @triton.jit
-def _gathered(places, there, DIM: tl.constexpr, PAD_DIM: tl.constexpr, WIDE: tl.constexpr):
+def _gathered(numbers_at, there, DIM: tl.constexpr, PAD_DIM: tl.constexpr, WIDE: tl.constexpr):
     """Load rows of DIM numbers, zeros if masked. WIDE: as fp32, since Triton's interpreter cannot multiply bf16."""
     dims = tl.arange(0, PAD_DIM)
-    numbers = places[:, None] + dims[None, :]
+    numbers = numbers_at[:, None] + dims[None, :]
     if there is None:
         rows = tl.load(numbers) if DIM == PAD_DIM else tl.load(numbers, mask=(dims < DIM)[None, :], other=0.0)
     else:
@@ -234,25 +234,25 @@ def _capped(scores, scaling, softcap):
 
 
 @triton.jit
-def _seen(columns, length, low, real, words, num_words, depths, column_depths, num_columns, window):
+def _seen(positions, length, low, real, words, num_words, depths, position_depths, num_positions, window):
     """Return which rows see which positions: committed ones from low on, tree positions by their bits, windows by
     positions. And which positions any row may see, without regard to windows.
     """
-    in_tree = columns - length
+    in_tree = positions - length
     word = tl.min(in_tree, 0) >> 6
     bits = words + word
     lower = tl.load(bits, mask=real & (word >= 0) & (word < num_words), other=0)
     upper = tl.load(bits + 1, mask=real & (word >= -1) & (word < num_words - 1), other=0)
     is_lower, shift = (in_tree >> 6) == word, (in_tree & 63).to(tl.int64)
     bits = tl.where(is_lower[None, :], lower[:, None], upper[:, None])
-    committed = (in_tree < 0) & (columns >= low)
+    committed = (in_tree < 0) & (positions >= low)
     seen = (((bits >> shift[None, :]) & 1) != 0) | committed[None, :]
     union = tl.where(is_lower, tl.reduce(lower, 0, _or), tl.reduce(upper, 0, _or))
     used_by_any = (((union >> shift) & 1) != 0) | committed
     if window is not None:
-        inside = (in_tree >= 0) & (in_tree < num_columns)
-        column_depth = tl.load(column_depths + in_tree, mask=inside, other=0).to(tl.int32)
-        seen &= _in_window(tl.where(in_tree < 0, columns, length + column_depth), length, real, depths, window)
+        inside = (in_tree >= 0) & (in_tree < num_positions)
+        position_depth = tl.load(position_depths + in_tree, mask=inside, other=0).to(tl.int32)
+        seen &= _in_window(tl.where(in_tree < 0, positions, length + position_depth), length, real, depths, window)
     return seen, used_by_any
 
 
@@ -282,5 +282,5 @@ def _clear(
     dims = tl.arange(0, PAD_DV)
     nothing = tl.zeros((BLOCK_M, PAD_DV), out.dtype.element_ty)
     for i in range(GROUP):
-        places = (row.to(tl.int64) * HEADS + head + i)[:, None] * DV + dims[None, :]
-        tl.store(out + places, nothing, mask=padding[:, None] & (dims < DV)[None, :])
+        numbers_at = (row.to(tl.int64) * HEADS + head + i)[:, None] * DV + dims[None, :]
+        tl.store(out + numbers_at, nothing, mask=padding[:, None] & (dims < DV)[None, :])

@@ -1,8 +1,9 @@
-"""The small operations of a decoder layer on a GPU, one launch each: what kernels/torch_ops.py computes.
+"""The small operations of a decoder layer on a GPU, one launch each: what kernels/layer_ops.py computes with torch.
 
     normed = add_rms_norm(residual, delta, weight, eps)             # residual += delta, in place
-    rotate_and_write(qkv, keys, values, cells, cosine, sine)        # heads normed and rotated, keys and values cached
+    rotate_and_write(qkv, keys, values, slot_mapping, cosine, sine)  # heads normed and rotated, keys and values cached
     out = silu_mul(gate_up)
+    commit(keys, values, table, slots, lengths, nodes)              # accepted paths to their final positions
 
 Every row is computed by itself, in fp32, so its numbers do not depend on the batch. Results are rounded to the rows'
 dtype where torch rounds them: after the sum, after the norm of a head, and at the end.
@@ -16,9 +17,10 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.launch import launch
+from eagle_ray.kernels.availability import launch
 
 SLICE = 1024  # numbers of a row of the MLP that one program computes
+CACHE_SLICE = 1024  # numbers of a position's keys or values that one program moves
 NUMBERS_PER_WARP = 512
 
 
@@ -46,23 +48,23 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
 
 def rotate_and_write(
     qkv: Float[Tensor, "R width"],
-    keys: Float[Tensor, "cells kv_heads d"],
-    values: Float[Tensor, "cells kv_heads d"],
-    cells: Int[Tensor, " R"],
+    keys: Float[Tensor, "indices kv_heads d"],
+    values: Float[Tensor, "indices kv_heads d"],
+    slot_mapping: Int[Tensor, " R"],
     cosine: Float[Tensor, "R half"],
     sine: Float[Tensor, "R half"],
     q_norm: Float[Tensor, " d"] | None = None,
     k_norm: Float[Tensor, " d"] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values at its cell.
+    """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values.
 
     qkv: query heads, then key heads, then value heads. q_norm, k_norm: both or neither.
     """
     kv_heads, dim = keys.shape[1:]
     num_heads = qkv.shape[1] // dim
     launch(_rotate_and_write, (len(qkv), num_heads))(
-        qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv.stride(0),
+        qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm, eps, qkv.stride(0),
         HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
     )  # fmt: skip
@@ -99,7 +101,7 @@ def _silu_mul(gate_up, out, gate_row, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_and_write(
-    qkv, keys, values, cells, cosine, sine, q_norm, k_norm, eps, qkv_row,
+    qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm, eps, qkv_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -110,11 +112,11 @@ def _rotate_and_write(
     upper = tl.load(source + HALF, mask=real, other=0.0)
     target = source
     if head >= HEADS + KV_HEADS:
-        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
-        target = values + cell * (2 * HALF) + place
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
+        target = values + index * (2 * HALF) + place
     elif head >= HEADS:
-        cell = tl.load(cells + row).to(tl.int64) * KV_HEADS + head - HEADS
-        target = keys + cell * (2 * HALF) + place
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS
+        target = keys + index * (2 * HALF) + place
     if head < HEADS + KV_HEADS:
         a, b = lower.to(tl.float32), upper.to(tl.float32)
         if q_norm is not None:
@@ -130,3 +132,69 @@ def _rotate_and_write(
         upper = (b * c + a * s).to(qkv.dtype.element_ty)
     tl.store(target, lower, mask=real)
     tl.store(target + HALF, upper, mask=real)
+
+
+def commit(
+    keys: Float[Tensor, "layers blocks size kv_heads dk"],
+    values: Float[Tensor, "layers blocks size kv_heads dv"],
+    table: Int[Tensor, "S W"],
+    slots: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    nodes: Int[Tensor, "B D1"],
+) -> None:
+    """Move the keys and values of accepted paths to their final positions, for all layers, in one launch.
+
+    Node i of a tree is at position length + i, and the j-th node of the accepted path belongs at length + j. Nodes rise
+    along a path, so the j-th one is never left of its target: moved in path order, no position is written before it was
+    read. A program moves one slice of a position's numbers along the whole path, and each of its threads reads and
+    writes the same numbers of every position, so programs do not depend on each other's writes.
+
+    keys, values: contiguous. nodes: as VerifyResult.accepted_nodes.
+    """
+    num_layers, _, size = keys.shape[:3]
+    widths = [part[0, 0, 0].numel() for part in (keys, values)]
+    slices = triton.cdiv(max(widths), CACHE_SLICE)
+    nodes = nodes.contiguous()
+    launch(move, (len(slots), num_layers, slices))(
+        keys, values, keys.stride(0), values.stride(0), *widths, table, table.stride(0), slots, lengths, nodes,
+        nodes.shape[1], SIZE=size, SLICE=CACHE_SLICE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["path_length"])
+def move(
+    keys,
+    values,
+    key_layer,  # from one layer to the next
+    value_layer,
+    key_width,  # numbers of a position
+    value_width,
+    table,
+    table_stride,
+    slots,
+    lengths,
+    nodes,
+    path_length,
+    SIZE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    row, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    numbers = tl.program_id(2) * SLICE + tl.arange(0, SLICE)
+    blocks, length = table + tl.load(slots + row) * table_stride, tl.load(lengths + row)
+    keys += layer * key_layer + numbers
+    values += layer * value_layer + numbers
+    place = 1  # the root stands where it belongs
+    while place < path_length:
+        node = tl.load(nodes + row * path_length + place)
+        if node > place:
+            source, target = _cache_index(blocks, length + node, SIZE), _cache_index(blocks, length + place, SIZE)
+            key = tl.load(keys + source * key_width, mask=numbers < key_width)
+            tl.store(keys + target * key_width, key, mask=numbers < key_width)
+            value = tl.load(values + source * value_width, mask=numbers < value_width)
+            tl.store(values + target * value_width, value, mask=numbers < value_width)
+        place += 1
+
+
+@triton.jit
+def _cache_index(blocks, position, SIZE: tl.constexpr):
+    return tl.load(blocks + position // SIZE) * SIZE + position % SIZE

@@ -1,17 +1,16 @@
-"""The small operations of a decoder layer where Triton may run: fused_layer.py, or torch_ops.py where it does not.
+"""The small operations of a decoder layer: one launch each by fused_layer.py where Triton runs, elsewhere by torch.
 
-Asked at each call, since kernels that fail are turned off while an engine runs.
+kernels/cpu_ops.py computes these in C++ on a CPU. Whether Triton runs is asked at each call, since kernels that fail
+are turned off while an engine runs.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.kernels import torch_ops
 from eagle_ray.kernels.availability import use_triton
 
 
@@ -19,17 +18,29 @@ def add_rms_norm(
     residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
 ) -> Float[Tensor, "R H"]:
     """Add delta to residual in place and return the RMSNorm of the sum."""
-    return _ops(residual.device).add_rms_norm(residual, delta, weight, eps)
+    if use_triton(residual.device):
+        from eagle_ray.kernels import fused_layer
+
+        return fused_layer.add_rms_norm(residual, delta, weight, eps)
+    if delta is not None:
+        residual += delta
+    return F.rms_norm(residual, weight.shape, weight, eps)
 
 
 def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     """Return SiLU(gate) * up, where each row holds gate and then up."""
-    return _ops(gate_up.device).silu_mul(gate_up)
+    if use_triton(gate_up.device):
+        from eagle_ray.kernels import fused_layer
+
+        return fused_layer.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
-def _ops(device: torch.device) -> ModuleType:
-    if not use_triton(device):
-        return torch_ops
-    from eagle_ray.kernels import fused_layer
-
-    return fused_layer
+def rotated(
+    x: Float[Tensor, "R heads d"], cosine: Float[Tensor, "R half"], sine: Float[Tensor, "R half"]
+) -> Float[Tensor, "R heads d"]:
+    """Rotate pairs (i, i + d/2) of each head by the row's angles, in fp32."""
+    a, b = x.float().chunk(2, -1)
+    c, s = cosine[:, None], sine[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)

@@ -1,6 +1,6 @@
 """The target's picks of all rows, greedy and sampled, straight from logits of any width.
 
-    tokens = pick(logits, temperature, top_k, top_p, min_p, seed, seq, positions)
+    tokens = sample_rows(logits, temperature, top_k, top_p, min_p, seed, seq, positions)
 
 A row is read by as many programs as it has parts of BLOCK tokens, so that one row of a large vocabulary keeps a whole
 GPU busy; nothing of a row's length is written. Equal to sampling/sampler.py but for rounding: noise differs by 1e-6
@@ -18,20 +18,19 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.gumbel import gumbel, log, noise_key
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.sort_key import ORDER_BITS, ranked, token_of
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import ORDER_BITS, gumbel, log, noise_key, ranked, token_of
 from eagle_ray.kernels.topk_topp import (
     DIGIT,
     DIGITS,
     TOP_K,
     TOP_P,
-    kept_ties,
     load_row,
     narrow,
     order_of,
     peak,
     peak_of,
+    retained_ties,
     scores_of,
     settle,
     ties,
@@ -41,7 +40,7 @@ BLOCK = 2048  # tokens of a part
 _TOP_P: tl.constexpr = tl.constexpr(TOP_P)
 
 
-def pick(
+def sample_rows(
     logits: Float[Tensor, "R V"],
     temperature: Float[Tensor, " B"],
     top_k: Int[Tensor, " B"] | None,
@@ -84,9 +83,9 @@ class SampleRows:
         return torch.empty(self.grid, dtype=dtype, device=self.input[0].device)
 
     def peaks(self) -> Float[Tensor, "R parts"]:
-        found = self.scratch(torch.float32)
-        launch(peak, self.grid)(*self.input, found, self.num_parts, BLOCK=BLOCK)
-        return found
+        peaks = self.scratch(torch.float32)
+        launch(peak, self.grid)(*self.input, peaks, self.num_parts, BLOCK=BLOCK)
+        return peaks
 
     def narrowed(
         self, kind: int, limits: Tensor, peaks: Tensor | None, floors_k: Int[Tensor, " R"] | None
@@ -146,26 +145,26 @@ def draw(
     row, part = tl.program_id(0), tl.program_id(1)
     i = tl.load(seq + row)
     temperature = tl.load(temperatures + i)
-    tokens, kept, x = load_row(logits, stride, row, part, vocab, BLOCK)
+    tokens, retained, x = load_row(logits, stride, row, part, vocab, BLOCK)
     if temperature > 0:
         scores = scores_of(x, temperature)
         orders = order_of(x, scores, ORDER_BITS)
         if floors_k is not None:
-            kept &= orders >= tl.load(floors_k + row)
+            retained &= orders >= tl.load(floors_k + row)
         if floors_p is not None:
             floor = tl.load(floors_p + row)
             if floor >= 0:
-                tied = kept & (orders == floor)
-                tied = kept_ties(
+                tied = retained & (orders == floor)
+                tied = retained_ties(
                     tied, top_p, i, totals, above, counts, masses, row, part, num_parts, vocab, _TOP_P, PARTS
                 )
-                kept = tied | (kept & (orders > floor))
+                retained = tied | (retained & (orders > floor))
         if min_p is not None:
-            least = tl.load(min_p + i)
-            if least > 0:
-                kept &= scores >= peak_of(peaks, row, num_parts, PARTS) + log(least)
+            floor_share = tl.load(min_p + i)
+            if floor_share > 0:
+                retained &= scores >= peak_of(peaks, row, num_parts, PARTS) + log(floor_share)
         x = scores + gumbel(noise_key(tl.load(seeds + i), tl.load(positions + row)), tokens.to(tl.int64))
-    tl.store(best + row * num_parts + part, tl.max(ranked(x, tokens.to(tl.int64), kept)))
+    tl.store(best + row * num_parts + part, tl.max(ranked(x, tokens.to(tl.int64), retained)))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""The best k tokens of each row with their log-probabilities, without a sort and without fp32 copies of the logits.
+"""Log-probabilities of a row's tokens, of its best k or of given ones, without a sort and fp32 copies of the logits.
 
     scores, places, own = top_k(logits, 10)                   # EAGLE-2's ranking
     scores, places, own = top_k(logits, 10, push)             # coupled: see methods/coupling.py
+    log_probs = log_probs_of(logits, tokens)                  # one logsumexp and one logit per row
 
 Each part of a row names its own k best, one after the other; a second launch picks the k best of those. Of equal scores
 the lower place comes first; in a row with a NaN or an infinite logit every score is NaN, as log_softmax has it.
@@ -17,14 +18,12 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.kernels.gumbel import gumbel, noise_key
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.log_probs import log_of_sums, part_of_sum
-from eagle_ray.kernels.sort_key import ranked, score_of, token_of
+from eagle_ray.kernels.availability import launch
+from eagle_ray.kernels.jit_functions import gumbel, noise_key, ranked, score_of, token_of
 from eagle_ray.kernels.topk_topp import load_row
 
 BLOCK = 2048  # tokens of a part
-MOST = 32  # children of a node: they are found one after the other
+MAX_K = 32  # children of a node: they are found one after the other
 _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 
@@ -57,15 +56,15 @@ def top_k(
     sums = torch.empty(4, num_rows, num_parts, device=device)
     best = torch.empty(num_rows, num_parts, k, dtype=torch.int64, device=device)
     scores, own = torch.empty(2, num_rows, k, device=device).unbind()
-    places = torch.empty(num_rows, k, dtype=torch.int64, device=device)
+    indices = torch.empty(num_rows, k, dtype=torch.int64, device=device)
     launch(best_of_parts, (num_rows, num_parts))(
         logits, vocab, *_pushed(push), shape[-1], sums, best, num_rows, num_parts, K=k, BLOCK=BLOCK
     )
     launch(merge, (num_rows,))(
-        logits, vocab, sums, best, scores, places, own, num_rows, num_parts,
+        logits, vocab, sums, best, scores, indices, own, num_rows, num_parts,
         K=k, PARTS=parts, CANDIDATES=triton.next_power_of_2(num_parts * k), PUSHED=push is not None,
     )  # fmt: skip
-    return scores.view(*shape, k), places.view(*shape, k), own.view(*shape, k)
+    return scores.view(*shape, k), indices.view(*shape, k), own.view(*shape, k)
 
 
 def _pushed(push: Push | None) -> tuple:
@@ -95,7 +94,7 @@ def best_of_parts(
 ):
     """Compute the K best of this part, best first, as packed keys."""
     row, part = tl.program_id(0), tl.program_id(1)
-    places, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
+    indices, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
     at, size = row * num_parts + part, num_rows * num_parts
     scores = x
     if weights is not None:
@@ -105,9 +104,9 @@ def best_of_parts(
         i = row // num_nodes
         temperature = tl.load(temperatures + i)
         if temperature > 0:
-            tokens = places.to(tl.int64)
+            tokens = indices.to(tl.int64)
             if token_ids is not None:
-                tokens = tl.load(token_ids + places, mask=real, other=0)
+                tokens = tl.load(token_ids + indices, mask=real, other=0)
             noise = gumbel(noise_key(tl.load(seeds + i), tl.load(positions + i)), tokens)
             on_noise, on_large = tl.load(weights + 1), tl.load(weights + 2)
             scores = tl.load(weights) * x + temperature * (on_noise * noise + on_large * tl.maximum(noise - large, 0.0))
@@ -117,7 +116,7 @@ def best_of_parts(
     top, total = part_of_sum(scores)
     tl.store(sums + at, top)
     tl.store(sums + size + at, total)
-    keys = ranked(scores, places.to(tl.int64), real)
+    keys = ranked(scores, indices.to(tl.int64), real)
     for i in range(K):
         highest = tl.max(keys)
         tl.store(best + at.to(tl.int64) * K + i, highest)
@@ -131,7 +130,7 @@ def merge(
     sums,
     best,
     scores,
-    places,
+    indices,
     own,
     num_rows,
     num_parts,
@@ -157,6 +156,64 @@ def merge(
         place = token_of(highest)
         x = tl.load(logits + row.to(tl.int64) * vocab + place).to(tl.float32)
         tl.store(scores + row * K + i, score_of(highest) - total)
-        tl.store(places + row * K + i, place)
+        tl.store(indices + row * K + i, place)
         tl.store(own + row * K + i, x - own_total)
         keys = tl.where(keys == highest, _TAKEN, keys)
+
+
+@triton.jit
+def part_of_sum(x):
+    """Return a part's maximum and its sum relative to that; -inf and 0 if it has nothing above -inf."""
+    highest = tl.max(x)
+    return highest, tl.sum(tl.where(highest == -float("inf"), tl.exp(x), tl.exp(x - highest)))
+
+
+@triton.jit
+def log_of_sums(highest, sums):
+    """Combine the parts; absent parts have -inf and 0."""
+    top = tl.max(highest)
+    return top + tl.log(tl.sum(tl.where(highest == -float("inf"), sums, sums * tl.exp(highest - top))))
+
+
+PART_OF_SUM = 4096  # tokens
+
+
+def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """Return the log-probability of each token, as sampling.log_probs_of within fp32's rounding.
+
+    Several programs read parts of one row; each returns (maximum, sum of exp(x - maximum)), which are then combined.
+    NaN or +inf anywhere makes the row's result NaN, as in log_softmax; so does a row of nothing but -inf.
+    """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    num_rows, vocab = logits.shape
+    num_parts = triton.cdiv(vocab, PART_OF_SUM)
+    highest, sums = torch.empty(2, num_rows, num_parts, device=logits.device).unbind()
+    out = torch.empty(num_rows, device=logits.device)
+    if num_rows:
+        launch(sum_parts, (num_rows, num_parts))(
+            logits, logits.stride(0), vocab, highest, sums, num_parts, BLOCK=PART_OF_SUM
+        )
+        parts = triton.next_power_of_2(num_parts)
+        launch(gather, (num_rows,))(logits, logits.stride(0), tokens, highest, sums, out, num_parts, PARTS=parts)
+    return out
+
+
+@triton.jit
+def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constexpr):
+    """Compute each part's maximum logit and sum of exponentials."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
+    top, total = part_of_sum(x)
+    tl.store(highest + row * num_parts + part, top)
+    tl.store(sums + row * num_parts + part, total)
+
+
+@triton.jit
+def gather(logits, stride, tokens, highest, sums, out, num_parts, PARTS: tl.constexpr):
+    """Compute the token's logit minus the row's logsumexp."""
+    row, parts = tl.program_id(0), tl.arange(0, PARTS)
+    at, real = row * num_parts + parts, parts < num_parts
+    tops = tl.load(highest + at, mask=real, other=-float("inf"))
+    total = log_of_sums(tops, tl.load(sums + at, mask=real, other=0.0))
+    x = tl.load(logits + row.to(tl.int64) * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(out + row, x - total)

@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from eagle_ray.kernels.availability import is_interpreting
+from eagle_ray.kernels.availability import is_interpreting, launch
 from eagle_ray.kernels.flash_decoding import attend, combine
-from eagle_ray.kernels.launch import launch
-from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, num_splits, tile_shape
-from eagle_ray.kernels.tree_metadata import KernelTrees
+from eagle_ray.kernels.tree_metadata import MAX_SPLITS, MIN_TILES, KernelTrees, num_splits, tile_shape
 
 INTERPRETED = (9, 0), 8  # few programs in all, and contexts in parts nevertheless
 COMBINE_WARPS = 2
@@ -49,22 +47,22 @@ def tree_attention(
     room = (splits, num_rows, heads) if splits > 1 else (0, 0, 0)
     parts, tops = (out.new_empty(size, dtype=torch.float32) for size in ((*room, value_dim), room))
     none = trees.lengths  # stands for the indices that a rectangle has no need of
-    seq, *packing = (none,) * 5 if trees.rows is None else (*trees.rows.columns, tiles.trees, tiles.begins)
+    seq, *packing = (none,) * 5 if trees.rows is None else (*trees.rows.tensors, tiles.trees, tiles.begins)
     span = (trees.lengths, trees.first, window, splits)
-    sizes = dict(HEADS=heads, DV=value_dim, PAD_DV=padded(value_dim), BLOCK_N=shape.columns, LEAST_TILES=LEAST_TILES)
+    sizes = dict(HEADS=heads, DV=value_dim, PAD_DV=padded(value_dim), BLOCK_N=shape.keys, MIN_TILES=MIN_TILES)
     launch(attend, (tiles.count, kv_heads, splits))(
         query, keys, values, out, parts, tops, sinks, scaling, softcap,
-        *span, trees.words, trees.depths, trees.column_depths, trees.slots, trees.table,
+        *span, trees.words, trees.depths, trees.position_depths, trees.slots, trees.table,
         seq, *packing, tiles.per_tree, trees.num_trees, trees.num_nodes, num_rows, trees.words.shape[2],
-        trees.num_columns, trees.most_columns, trees.table.stride(0),
-        trees.depths.stride(0), trees.column_depths.stride(0), query.stride(0), query.stride(1),
+        trees.num_positions, trees.max_positions, trees.table.stride(0),
+        trees.depths.stride(0), trees.position_depths.stride(0), query.stride(0), query.stride(1),
         **sizes, KV_HEADS=kv_heads, DK=key_dim, PAD_DK=padded(key_dim), BLOCK_SIZE=block_size, BLOCK_M=shape.rows,
         WIDE=is_interpreting(), num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         launch(combine, (num_rows, heads))(
             out, parts, tops, *span, seq, tiles.per_tree, trees.num_nodes, num_rows,
-            **sizes, MOST_PARTS=MOST_SPLITS, TOGETHER=TOGETHER, num_warps=COMBINE_WARPS,
+            **sizes, MAX_PARTS=MAX_SPLITS, TOGETHER=TOGETHER, num_warps=COMBINE_WARPS,
         )  # fmt: skip
     return out.transpose(0, 1)
 

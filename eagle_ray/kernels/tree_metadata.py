@@ -28,7 +28,7 @@ class PackedRows:
     counts: Int[Tensor, " B"]
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.seq, self.starts, self.counts
 
     @classmethod
@@ -41,12 +41,12 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees:
-    """Trees of up to N rows each, over M tree columns after what each of B slots holds.
+    """Trees of up to N rows each, over M tree positions after what each of B slots holds.
 
-    lengths: tokens that slots hold. table: the block of each of a slot's columns, by BLOCK_SIZE of them.
-    words: bit j % 64 of word j // 64 is set where a row sees tree column j. first: the first column that is seen.
-    depths, column_depths: of rows and tree columns, read by windows alone.
-    rows: None is the rectangle B x N without padding. most_columns: of a slot. longest: a bound on the lengths, known
+    lengths: tokens that slots hold. table: the block of each of a slot's positions, by BLOCK_SIZE of them.
+    words: bit j % 64 of word j // 64 is set where a row sees tree position j. first: the first position that is seen.
+    depths, position_depths: of rows and tree positions, read by windows alone.
+    rows: None is the rectangle B x N without padding. max_positions: of a slot. longest: a bound on the lengths, known
     on the host, which decides into how many parts they are split.
     """
 
@@ -55,10 +55,10 @@ class KernelTrees:
     table: Int[Tensor, "S W"]
     words: Int[Tensor, "B N words"]
     depths: Int[Tensor, "B N"]
-    column_depths: Int[Tensor, "B M"]
+    position_depths: Int[Tensor, "B M"]
     rows: PackedRows | None
     first: Int[Tensor, " B"] | None
-    most_columns: int
+    max_positions: int
     longest: int
     _schedules: dict[tuple[int, int, int], TileSchedule] = field(default_factory=dict, repr=False, compare=False)
 
@@ -79,9 +79,9 @@ class KernelTrees:
         return self.words.shape[1]
 
     @property
-    def num_columns(self) -> int:
+    def num_positions(self) -> int:
         """M"""
-        return self.column_depths.shape[1]
+        return self.position_depths.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +109,79 @@ class TileSchedule:
         tree = torch.searchsorted(ends, program, right=True)
         begins = (ends - tiles).gather(0, tree.clamp(max=trees.num_trees - 1))
         return cls(count, 0, tree, (program - begins) * size)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_DIM = 256
+MIN_TILES = 2  # of a part: fewer cost more to put together than they save
+MAX_SPLITS = 64
+MANY_WAVES = 8  # with as many, a last one that is nearly empty hardly counts
+ENOUGH = 0.9  # of the best share of busy places: more parts cost more to put together
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """The work of one program of tree attention, chosen from what the host knows.
+
+    That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks shared memory and
+    registers of each shape, compiled ahead of time for sm_80 and sm_90.
+
+    rows: nodes x heads of a program. keys: with their values, of one tile, which may lie in two ancestor words.
+
+    per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    per_core: int
+
+
+def unsupported_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
+    """Return why tree attention does not support such keys and values, or None."""
+    if dtype not in DTYPES:
+        return f"keys and values are {dtype}"
+    if max(key_dim, value_dim) > LARGEST_DIM:
+        return f"heads of {max(key_dim, value_dim)} numbers are larger than {LARGEST_DIM}"
+    return None
+
+
+def tile_shape(
+    rows_per_tree: int, key_dim: int, value_dim: int, dtype: torch.dtype, capability: tuple[int, int]
+) -> TileShape:
+    """rows_per_tree: nodes x heads that a typical tree has of one key/value head.
+
+    A block's number must arrive before the tile that it names: each tile under way takes two stages after the first.
+    """
+    large, hopper = max(key_dim, value_dim) > 128, capability[0] == 9
+    if dtype is torch.float32:  # multiplied without tensor cores, so that nothing is rounded
+        return TileShape(16, 16, warps=8, stages=1 if large else 2, per_core=2)
+    if rows_per_tree <= 16:
+        return TileShape(16, 32 if large else 64, warps=4, stages=3, per_core=3)
+    if rows_per_tree <= 32 or large:
+        return TileShape(32, 32 if large else 64, warps=8 if large else 4, stages=5, per_core=2)
+    if not hopper:
+        return TileShape(64, 64, warps=8, stages=3, per_core=2)
+    if rows_per_tree <= 64:
+        return TileShape(64, 64, warps=4, stages=3, per_core=2)  # four warps multiply 64 rows at once
+    return TileShape(128, 64, warps=8, stages=3, per_core=1)
+
+
+def num_splits(programs: int, num_positions: int, shape: TileShape, cores: int) -> int:
+    """Return the parts per context: the fewest with which the GPU is about as busy as with any number.
+
+    A GPU runs cores x per_core programs at a time. 512 programs on 396 of these places take two waves, the second of
+    them mostly empty; in three parts each they take four waves, of which the last is nearly full.
+    """
+    at_once = cores * shape.per_core
+    max_splits = max(min(num_positions // (shape.keys * MIN_TILES), MAX_SPLITS), 1)
+    if programs >= MANY_WAVES * at_once:
+        return 1
+    busy = [busy_share(programs * splits, at_once) for splits in range(1, max_splits + 1)]
+    return next(i for i, share in enumerate(busy, 1) if share >= ENOUGH * max(busy))
+
+
+def busy_share(programs: int, at_once: int) -> float:
+    """Return the share of places that hold a program, over all waves."""
+    return programs / (-(-programs // at_once) * at_once)

@@ -43,7 +43,7 @@ def entries(directory: Path) -> set[str]:
 
 def pack(directory: Path, names: Iterable[str]) -> bytes:
     """Return an archive of these entries; no bytes if there is no kernel in them."""
-    files = [path for name in sorted(names) for path in sorted((directory / name).rglob("*")) if _is_kept(path)]
+    files = [path for name in sorted(names) for path in sorted((directory / name).rglob("*")) if _is_needed(path)]
     if not files:
         return b""
     packed = io.BytesIO()
@@ -53,7 +53,7 @@ def pack(directory: Path, names: Iterable[str]) -> bytes:
     return packed.getvalue()
 
 
-def _is_kept(path: Path) -> bool:
+def _is_needed(path: Path) -> bool:
     is_omitted = path.suffix in (*OMITTED, HOST_MODULE) or path.parent.name.startswith(UNFINISHED)
     return path.is_file() and not is_omitted
 

@@ -13,6 +13,7 @@ One block manager serves all caches of an engine: a block number means the same 
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device
-from eagle_ray.kv.prefix_cache import PrefixCache
+from eagle_ray.core.device import copy_to_device
 
 BLOCK_SIZE = 32  # positions: small enough to waste little, large enough that gathering is as fast as reading
 
@@ -57,8 +57,8 @@ class BlockManager:
         self._table = torch.full(shape, self.num_blocks, dtype=torch.int64, device=device)
         self._changed: dict[int, tuple[int, int]] = {}  # slot -> the entries [first, last) that the device lacks
         self.null_position = blocks_per_slot * size
-        self._held: list[list[int]] = [[] for _ in range(num_slots)]
-        self._num_held = np.zeros(num_slots, dtype=np.int64)  # their lengths
+        self._slot_blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self._num_slot_blocks = np.zeros(num_slots, dtype=np.int64)  # their lengths
         self._references = [0] * self.num_blocks
         self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
         self._prefixes = PrefixCache()
@@ -73,15 +73,15 @@ class BlockManager:
         """Copy the changed entries to the device. Call it before a captured pass, which cannot do so itself."""
         if not self._changed:
             return
-        places: list[np.ndarray] = []
+        indices: list[np.ndarray] = []
         blocks: list[int] = []
         width = self._table.shape[1]
         for slot, (first, last) in self._changed.items():
-            places.append(np.arange(slot * width + first, slot * width + last))
-            held = self._held[slot][first:last]
-            blocks += held + [self.num_blocks] * (last - first - len(held))
+            indices.append(np.arange(slot * width + first, slot * width + last))
+            slot_blocks = self._slot_blocks[slot][first:last]
+            blocks += slot_blocks + [self.num_blocks] * (last - first - len(slot_blocks))
         self._changed.clear()
-        both = torch.from_numpy(np.stack([np.concatenate(places), np.array(blocks)]))
+        both = torch.from_numpy(np.stack([np.concatenate(indices), np.array(blocks)]))
         index, values = copy_to_device(both, self._table.device)
         self._table.view(-1).index_copy_(0, index, values)
 
@@ -90,41 +90,45 @@ class BlockManager:
         """Return how many blocks `reserve` can allocate: free ones, and cached ones that no slot holds."""
         return len(self._free) + self._prefixes.num_evictable
 
-    def blocks_for(self, columns: int) -> int:
-        return -(-columns // self.size)
+    def blocks_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.size)
 
     def block(self, slot: int, index: int) -> int:
         """Return the block of the slot's positions from index * size on, which must be reserved."""
-        return self._held[slot][index]
+        return self._slot_blocks[slot][index]
 
     def contiguous_start(self, slot: int, width: int) -> int | None:
         """Return the slot's first block if its first `width` blocks are contiguous in the pool, else None."""
-        held = self._held[slot][:width]
-        return held[0] if held and held == list(range(held[0], held[0] + width)) else None
+        slot_blocks = self._slot_blocks[slot][:width]
+        return (
+            slot_blocks[0]
+            if slot_blocks and slot_blocks == list(range(slot_blocks[0], slot_blocks[0] + width))
+            else None
+        )
 
-    def blocks_needed(self, slot: int, columns: int) -> int:
-        """Return how many blocks the slot lacks to hold `columns` positions."""
-        return max(self.blocks_for(columns) - len(self._held[slot]), 0)
+    def blocks_needed(self, slot: int, num_positions: int) -> int:
+        """Return how many blocks the slot lacks to hold `num_positions` positions."""
+        return max(self.blocks_for(num_positions) - len(self._slot_blocks[slot]), 0)
 
-    def reserve(self, slot: int, columns: int) -> bool:
-        """Reserve the slot's first `columns` positions. Return False, and change nothing, if blocks do not suffice."""
-        missing = self.blocks_needed(slot, columns)
+    def reserve(self, slot: int, num_positions: int) -> bool:
+        """Reserve the slot's first positions. Return False, and change nothing, if blocks do not suffice."""
+        missing = self.blocks_needed(slot, num_positions)
         if missing > self.num_available:
             return False
         self._extend(slot, [self._allocate() for _ in range(missing)])
         return True
 
-    def num_missing(self, slots: ArrayLike, columns: ArrayLike) -> Int[np.ndarray, " B"]:
-        """Return how many blocks slots[i] lacks to hold columns[i] positions."""
-        wanted = -(-np.asarray(columns, np.int64) // self.size)
-        return np.maximum(wanted - self._num_held[np.asarray(slots, np.int64)], 0)
+    def num_missing(self, slots: ArrayLike, num_positions: ArrayLike) -> Int[np.ndarray, " B"]:
+        """Return how many blocks slots[i] lacks to hold num_positions[i] positions."""
+        wanted = -(-np.asarray(num_positions, np.int64) // self.size)
+        return np.maximum(wanted - self._num_slot_blocks[np.asarray(slots, np.int64)], 0)
 
-    def reserve_each(self, slots: ArrayLike, columns: ArrayLike) -> bool:
-        """Reserve the first columns[i] positions of slots[i]. Return False, and change nothing, if blocks do not
+    def reserve_each(self, slots: ArrayLike, num_positions: ArrayLike) -> bool:
+        """Reserve the first num_positions[i] positions of slots[i]. Return False, and change nothing, if blocks do not
         suffice.
         """
         slots = np.asarray(slots, np.int64)
-        missing = self.num_missing(slots, columns)
+        missing = self.num_missing(slots, num_positions)
         if missing.sum() > self.num_available:
             return False
         for i in missing.nonzero()[0].tolist():
@@ -135,19 +139,19 @@ class BlockManager:
     def num_growing(self) -> int:
         """Return how many slots hold blocks and are not full."""
         full = self.blocks_for(self.capacity)
-        return int(np.count_nonzero((self._num_held > 0) & (self._num_held < full)))
+        return int(np.count_nonzero((self._num_slot_blocks > 0) & (self._num_slot_blocks < full)))
 
-    def trim(self, slot: int, columns: int) -> None:
-        """Release the blocks past the slot's first `columns` positions."""
-        keep = self.blocks_for(columns)
-        held = self._held[slot]
-        if keep >= len(held):
+    def trim(self, slot: int, num_positions: int) -> None:
+        """Release the blocks past the slot's first `num_positions` positions."""
+        keep = self.blocks_for(num_positions)
+        slot_blocks = self._slot_blocks[slot]
+        if keep >= len(slot_blocks):
             return
-        for block in reversed(held[keep:]):  # the last first: evicted in this order
+        for block in reversed(slot_blocks[keep:]):  # the last first: evicted in this order
             self._unref(block)
-        self._mark_changed(slot, keep, len(held))
-        del held[keep:]
-        self._num_held[slot] = keep
+        self._mark_changed(slot, keep, len(slot_blocks))
+        del slot_blocks[keep:]
+        self._num_slot_blocks[slot] = keep
 
     def free(self, slot: int) -> None:
         """Release all blocks of a slot. Cached ones stay until their space is needed."""
@@ -166,7 +170,7 @@ class BlockManager:
 
     def cache_full_blocks(self, slot: int, tokens: list[int]) -> None:
         """Add the slot's full blocks to the prefix cache. They hold these tokens, or will before they are read."""
-        self._prefixes.add(tokens, self._held[slot], self.size)
+        self._prefixes.add(tokens, self._slot_blocks[slot], self.size)
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached blocks that no slot holds."""
@@ -176,11 +180,15 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held as often as it is referenced, and that the tables agree."""
         counts = [0] * self.num_blocks
-        for slot, held in enumerate(self._held):
-            assert len(set(held)) == len(held) == self._num_held[slot], f"slot {slot} holds a block twice: {held}"
+        for slot, slot_blocks in enumerate(self._slot_blocks):
+            assert len(set(slot_blocks)) == len(slot_blocks) == self._num_slot_blocks[slot], (
+                f"slot {slot} holds a block twice: {slot_blocks}"
+            )
             row = self.block_table[slot].tolist()
-            assert row == held + [self.num_blocks] * (len(row) - len(held)), f"slot {slot}: {row} is not {held}"
-            for block in held:
+            assert row == slot_blocks + [self.num_blocks] * (len(row) - len(slot_blocks)), (
+                f"slot {slot}: {row} is not {slot_blocks}"
+            )
+            for block in slot_blocks:
                 counts[block] += 1
         assert counts == self._references, "reference counts"
         idle = [block for block in range(self.num_blocks) if self._prefixes.is_evictable(block)]
@@ -192,10 +200,10 @@ class BlockManager:
     def _extend(self, slot: int, blocks: list[int]) -> None:
         if not blocks:
             return
-        held = self._held[slot]
-        self._mark_changed(slot, len(held), len(held) + len(blocks))
-        held += blocks
-        self._num_held[slot] = len(held)
+        slot_blocks = self._slot_blocks[slot]
+        self._mark_changed(slot, len(slot_blocks), len(slot_blocks) + len(blocks))
+        slot_blocks += blocks
+        self._num_slot_blocks[slot] = len(slot_blocks)
 
     def _mark_changed(self, slot: int, first: int, last: int) -> None:
         before = self._changed.get(slot, (first, last))
@@ -215,3 +223,78 @@ class BlockManager:
         self._references[block] -= 1
         if self._references[block] == 0 and not self._prefixes.release(block):
             heapq.heappush(self._free, block)
+
+
+_START = -1  # the block "before" a first one
+_Key = tuple[int, tuple[int, ...]]
+
+
+class PrefixCache:
+    """Full blocks by the tokens that they hold, with the unused ones in least-recently-used order: a trie.
+
+    A block's key is the block before it and its own token ids, so equal keys mean equal tokens from the start: no block
+    is found by a hash alone. A slot that holds a block holds those before it and releases the last one first, so a
+    block is always evicted before the one that it follows. Idle blocks are held by no slot and may be evicted.
+    """
+
+    def __init__(self):
+        self._block_of: dict[_Key, int] = {}
+        self._key_of: dict[int, _Key] = {}
+        self._idle: dict[int, None] = {}  # least recently used first
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._idle)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._idle
+
+    def match(self, tokens: list[int], size: int) -> list[int]:
+        """Return the cached blocks of `size` tokens that hold the longest prefix of `tokens`."""
+        matched: list[int] = []
+        for part in split_blocks(tokens, size):
+            block = self._block_of.get((matched[-1] if matched else _START, part))
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def add(self, tokens: list[int], blocks: list[int], size: int) -> None:
+        """Add the blocks that hold `tokens`, up to the first whose tokens another block holds already."""
+        before = _START
+        for part, block in zip(split_blocks(tokens, size), blocks, strict=False):
+            if self._block_of.setdefault((before, part), block) != block:
+                return
+            self._key_of[block] = before, part
+            before = block
+
+    def release(self, block: int) -> bool:
+        """Mark a block as idle. Return False if it is not cached, so that it is simply free."""
+        if block in self._key_of:
+            self._idle[block] = None
+        return block in self._key_of
+
+    def acquire(self, block: int) -> None:
+        """Mark an idle block as held."""
+        del self._idle[block]
+
+    def evict(self) -> int:
+        """Remove and return the least recently used idle block. There must be one."""
+        block = next(iter(self._idle))
+        del self._idle[block], self._block_of[self._key_of.pop(block)]
+        return block
+
+    def check_integrity(self) -> None:
+        """Assert that both maps agree and that a block becomes idle only after those that follow it."""
+        assert {key: block for block, key in self._key_of.items()} == self._block_of
+        order = {block: i for i, block in enumerate(self._idle)}
+        for block, (before, _) in self._key_of.items():
+            assert before == _START or before in self._key_of, f"block {block} follows the evicted {before}"
+            if before in order:
+                assert order.get(block, len(order)) < order[before], f"block {before} would go before {block}"
+
+
+def split_blocks(tokens: list[int], size: int) -> list[tuple[int, ...]]:
+    """Return the full blocks of `size` tokens."""
+    ends = range(0, len(tokens) + 1, size)
+    return [tuple(tokens[start:end]) for start, end in pairwise(ends)]

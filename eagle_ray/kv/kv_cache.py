@@ -39,7 +39,7 @@ class KVCache:
         self.blocks = blocks
         shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
         self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in (head_dim, value_dim or head_dim))
-        self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, cells, kv_heads, head_dim]
+        self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, indices, kv_heads, head_dim]
         self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
         self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
@@ -58,27 +58,27 @@ class KVCache:
 
     def layer(
         self, layer: int
-    ) -> tuple[Float[Tensor, "cells kv_heads head_dim"], Float[Tensor, "cells kv_heads value_dim"]]:
-        """Return a layer's keys and values by cell: views."""
+    ) -> tuple[Float[Tensor, "indices kv_heads head_dim"], Float[Tensor, "indices kv_heads value_dim"]]:
+        """Return a layer's keys and values by index: views."""
         return self._flat_of[layer]
 
-    def slot_mapping(self, slots: Int[Tensor, "..."], columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def slot_mapping(self, slots: Int[Tensor, "..."], positions: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
         """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
         size = self.blocks.size
-        block = self.blocks.block_table[slots, torch.div(columns, size, rounding_mode="floor")]
-        return block * size + columns % size
+        block = self.blocks.block_table[slots, torch.div(positions, size, rounding_mode="floor")]
+        return block * size + positions % size
 
     def write(
         self,
         layer: int,
-        cells: Int[Tensor, " R"],
+        slot_mapping: Int[Tensor, " R"],
         keys: Float[Tensor, "kv_heads R head_dim"],
         values: Float[Tensor, "kv_heads R value_dim"],
     ) -> None:
-        """Store one row of keys and values at each index of `cells`."""
+        """Store one row of keys and values at each index of `slot_mapping`."""
         flat_keys, flat_values = self._flat_of[layer]
-        flat_keys.index_copy_(0, cells, keys.transpose(0, 1))
-        flat_values.index_copy_(0, cells, values.transpose(0, 1))
+        flat_keys.index_copy_(0, slot_mapping, keys.transpose(0, 1))
+        flat_values.index_copy_(0, slot_mapping, values.transpose(0, 1))
 
     def num_positions(self, batch: DecodeSlots, more: int) -> int:
         """Return the positions that a read of all sequences has: the longest length plus `more`."""
@@ -90,24 +90,24 @@ class KVCache:
         One sequence in contiguous blocks gets a slice, whose read is a view. Shorter sequences of a batch are padded
         with the null block, which stays in the CPU's cache (1 % of a plain step of 16 sequences).
         """
-        num_columns, size = self.num_positions(batch, more), self.blocks.size
-        width = self.blocks.blocks_for(num_columns)
+        num_positions, size = self.num_positions(batch, more), self.blocks.size
+        width = self.blocks.blocks_for(num_positions)
         first = self.blocks.contiguous_start(batch.host_slots[0], width) if len(batch.host_slots) == 1 else None
         if first is not None:
-            return slice(first * size, first * size + num_columns)
+            return slice(first * size, first * size + num_positions)
         begins = torch.arange(0, width * size, size, device=batch.lengths.device)
         has = begins < (batch.lengths + more)[:, None]
         return self.blocks.block_table[batch.slots, :width].where(has, self.blocks.num_blocks)
 
     def read(
-        self, layer: int, where: slice | Int[Tensor, "B W"], num_columns: int
+        self, layer: int, where: slice | Int[Tensor, "B W"], num_positions: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
-        """Return the first num_columns positions of each sequence; past the reserved ones values are arbitrary."""
+        """Return the first num_positions positions of each sequence; past the reserved ones values are arbitrary."""
         if isinstance(where, slice):
             keys, values = (flat[None, where] for flat in self._flat_of[layer])
         else:
             keys, values = (
-                pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_columns]
+                pool.index_select(0, where.flatten()).view(where.shape[0], -1, *pool.shape[2:])[:, :num_positions]
                 for pool in self._blocks_of[layer]
             )
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -126,12 +126,12 @@ class KVCache:
         accepted = result.accepted_nodes[:, 1:]
         moved = torch.where(accepted >= 0, accepted, offset)
         slots, first = batch.slots[:, None], batch.lengths[:, None]
-        source, target = (self.slot_mapping(slots, first + columns).flatten() for columns in (moved, offset))
+        source, target = (self.slot_mapping(slots, first + positions).flatten() for positions in (moved, offset))
         for flat in self._flat:
             flat.index_copy_(1, target, flat.index_select(1, source))
 
     def _commit_fused(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        from eagle_ray.kernels import kv_commit as kernel
+        from eagle_ray.kernels import fused_layer as kernel
 
         kernel.commit(
             self.keys, self.values, self.blocks.block_table, batch.slots, batch.lengths, result.accepted_nodes

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
@@ -208,10 +208,10 @@ class CandidateRanker:
 
     def _floors(self, logits: Float[Tensor, "B F D"], sampling: SamplingBatch) -> Float[Tensor, "B F"]:
         """Return the least logit that each sequence's cuts keep."""
-        from eagle_ray.kernels.cut_floor import least_kept
+        from eagle_ray.kernels.topk_topp import retained_floor
 
         cuts = sampling.top_k, sampling.top_p, sampling.min_p
-        return least_kept(logits, sampling.temperature, *cuts, NUM_CUT)
+        return retained_floor(logits, sampling.temperature, *cuts, NUM_CUT)
 
     def _couple(self, coupling: Coupling, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""

@@ -19,11 +19,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -102,7 +102,7 @@ class Drafter(Protocol):
 
     supports_graphs: bool
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         """Replay drafts of known shape through the runner from now on; None runs each as it is.
 
         Args:
@@ -134,7 +134,7 @@ class Drafter(Protocol):
         """
         return None
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         """Read chunks of prompts.
 
         Args:
@@ -144,7 +144,7 @@ class Drafter(Protocol):
         self.prefill_deferred(prompts, next_tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         """Keep what `prefill` would read, without running a model, in case drafting begins later."""
         return None

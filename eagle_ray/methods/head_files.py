@@ -1,10 +1,7 @@
-"""Published heads: read and write a directory with config.json and weights as a draft head.
+"""Files of a published head: its config.json, its tensors, and what the layouts of all methods have in common.
 
-    head = load_head(path, target.config)        # EAGLE-1, 2 or 3, recognized by its tensors
-    head = load_dflash(path, target.config)      # DFlash, or a causal head of JetSpec
-
-Weights are safetensors or pickles (weights only), single or sharded. `head_spec` decides whether a head fits a
-target; `meta_head` answers that from headers alone, before anything is read.
+Weights are safetensors or pickles (weights only), single or sharded. Headers alone tell whether a head fits a target,
+before anything is read.
 """
 
 from __future__ import annotations
@@ -13,66 +10,39 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
-from eagle_ray.methods.dflash.checkpoint import build_dflash, own_names
-from eagle_ray.methods.dflash.heads import DFlashHead
-from eagle_ray.methods.eagle.checkpoint import Shape, build_head, normalize_names
-from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
 from eagle_ray.storage.model_files import check_no_pointers
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
 VOCABULARY_MAPS = ("d2t", "t2d")
+PUBLISHED_ROPE_THETA = 10000.0
+ROPES = {  # what each way of stretching positions must say
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
+MAX_NAMED = 8  # tensors of each fault
+IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
+Named = TypeVar("Named")
+Head = TypeVar("Head", bound=nn.Module)
 Read = TypeVar("Read")
-
-
-def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
-    head = meta_head(path, target)
-    tensors = normalize_names(read_tensors(path))
-    if isinstance(head, Eagle3Head):
-        with with_path(path):
-            tensors |= vocabulary_maps(head, tensors)
-    head.load_state_dict(tensors, assign=True)
-    return head.float()
-
-
-def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """Return the head with its parameters on the meta device; no weights are read. Raises EngineError."""
-    raw, shapes = read_config(path), read_shapes(path)
-    with with_path(path):
-        return build_head(raw, shapes, target)
-
-
-def load_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
-    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
-    head = meta_dflash(path, target)
-    tensors = own_names(read_tensors(path))
-    if head.lm_head is not None:
-        with with_path(path):
-            tensors |= vocabulary_maps(head, tensors)
-    head.load_state_dict(tensors, assign=True)
-    return head.float()
-
-
-def meta_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
-    """Return the DFlash head with its parameters on the meta device; no weights are read. Raises EngineError."""
-    raw, shapes = read_config(path), read_shapes(path)
-    with with_path(path):
-        return build_dflash(raw, shapes, target)
+Shape = tuple[int, ...]
 
 
 def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
@@ -82,10 +52,31 @@ def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
     """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-    skipped = VOCABULARY_MAPS if isinstance(head, Eagle3Head) and head.token_ids is None else ()
+    skipped = VOCABULARY_MAPS if head.token_ids is None else ()
     tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items() if key not in skipped}
     halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
     save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
+
+
+def load_into(head: Head, path: Path, tensors: dict[str, Tensor]) -> Head:
+    """Return the head with these tensors, in fp32. Raises EngineError if its vocabulary maps select no tokens."""
+    buffers = dict(head.named_buffers())
+    if "d2t" in buffers:
+        with with_path(path):
+            tensors |= vocabulary_maps(buffers["d2t"], len(buffers["t2d"]), tensors)
+    head.load_state_dict(tensors, assign=True)
+    return head.float()
+
+
+def on_meta(make: Callable[[], Head]) -> Head:
+    """Return a module on the meta device: shapes without numbers. Raises ValueError if its config makes none."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except ValueError:
+        raise
+    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
+        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -192,13 +183,24 @@ def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
     return loaded
 
 
-def vocabulary_maps(head: Eagle3Head | DFlashHead, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return d2t and t2d. Missing maps, and maps of a head that drafts every token, are made and not read.
+@contextmanager
+def with_path(path: Path) -> Iterator[None]:
+    """Add the directory to errors of heads that do not fit."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineError(f"{path}: {error}") from error
+
+
+def vocabulary_maps(d2t: Tensor, vocab_size: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return d2t and t2d of a head with such a d2t.
+
+    Missing maps, and maps of a head that drafts every token, are made and not read.
 
     Raises ValueError if d2t does not select tokens of the target.
     """
-    count, vocab_size = len(head.d2t), head.config.vocab_size
-    if tensors.get("d2t", head.d2t).is_floating_point():
+    count = len(d2t)
+    if tensors.get("d2t", d2t).is_floating_point():
         raise ValueError("d2t holds no whole numbers")
     ids = torch.arange(count) + (0 if count == vocab_size else tensors["d2t"].long())
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
@@ -209,10 +211,76 @@ def vocabulary_maps(head: Eagle3Head | DFlashHead, tensors: Mapping[str, Tensor]
     return {"d2t": ids - torch.arange(count), "t2d": chosen}
 
 
-@contextmanager
-def with_path(path: Path) -> Iterator[None]:
-    """Add the directory to errors of heads that do not fit."""
-    try:
-        yield
-    except ValueError as error:
-        raise EngineError(f"{path}: {error}") from error
+def is_dflash(raw: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether config.json and tensor names are those of a DFlash head."""
+    return "dflash_config" in raw or raw.get(SPECULATORS) == "dflash" or {"hidden_norm.weight", "fc.weight"} <= {*names}
+
+
+def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_counts(
+    raw: Mapping[str, Any], needed: Collection[str], others: Mapping[str, Any], optional: Collection[str]
+) -> None:
+    """Check that sizes are whole numbers of 1 or more: those of `raw` that are needed, and others if present."""
+    wrong = [key for key in needed if not is_count(raw.get(key))]
+    wrong += [key for key in optional if key in others and not is_count(others[key])]
+    if wrong:
+        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+
+
+def attention_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the heads, key/value heads and width of a head. Raises ValueError if they do not go together."""
+    heads = raw["num_attention_heads"]
+    kv_heads, head_dim = raw.get("num_key_value_heads", heads), raw.get("head_dim", raw["hidden_size"] // heads)
+    if heads % kv_heads:
+        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+    return heads, kv_heads, head_dim
+
+
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
+    `type`).
+    """
+    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    kind = said.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
+    if rope["rope_type"] not in ROPES:
+        raise ValueError(
+            f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
+        )
+    if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
+        raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
+    for key in ("rope_theta", "factor"):
+        if not (isinstance(rope.get(key, 1), int | float) and rope.get(key, 1) > 0):
+            raise ValueError(f"its {key} is {rope[key]!r}; it must be a number above 0")
+    return rope
+
+
+def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
+    """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
+
+    Raises ValueError that names the first few of each fault.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
+    faults = [
+        *first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
+        *first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
+        *first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+    ]
+    if faults:
+        raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
+
+
+def first_few(faults: list[str]) -> list[str]:
+    """Return the first few faults: a whole language model instead of a head has hundreds."""
+    more = len(faults) - MAX_NAMED
+    return faults if more <= 0 else [*faults[:MAX_NAMED], f"and {more} more such"]

@@ -25,24 +25,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.device import copy_to_device, to_device
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker, RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 
-NARROW = 4  # the width that is recorded besides the widest, for batches of
-NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
 
@@ -120,7 +118,7 @@ class PairDrafter(Drafter, ABC):
         )
         self.builder = TreeBuilder  # how trees grow; ablations of EAGLE-2 grow them otherwise
         self._target = target
-        self._graphs: GraphRunner | None = None
+        self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
         self._embed = head.embed_tokens or target.embed_tokens
         kv_spec, num_slots = head.kv_spec, target.cache.num_slots
@@ -138,7 +136,7 @@ class PairDrafter(Drafter, ABC):
         self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
         self._end = self._first.copy()  # the first column that the head has not read yet
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
 
     @abstractmethod
@@ -185,7 +183,7 @@ class PairDrafter(Drafter, ABC):
         places = to_device([slots, columns], features.device)
         self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
         reads.
         """
@@ -200,7 +198,7 @@ class PairDrafter(Drafter, ABC):
         self._read_prompts(prompts.slots, columns, counts, tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
     ) -> None:
         self._register(prompts)
         self._enqueue(prompts, next_tokens, features)
@@ -276,7 +274,12 @@ class PairDrafter(Drafter, ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
         draft = self._draft_pass(at, roots, plan, sampling, graphs)
@@ -288,7 +291,12 @@ class PairDrafter(Drafter, ABC):
         return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
 
     def _draft_pass(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
         longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
@@ -315,7 +323,7 @@ class PairDrafter(Drafter, ABC):
         """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
         return max(plan.max_depth, self._max_depth) + 1
 
-    def _register(self, prompts: PrefillBatch) -> None:
+    def _register(self, prompts: PromptBatch) -> None:
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
@@ -324,7 +332,7 @@ class PairDrafter(Drafter, ABC):
         if self.head.first_column == 0:
             self._queue_first_tokens(prompts)
 
-    def _queue_first_tokens(self, prompts: PrefillBatch) -> None:
+    def _queue_first_tokens(self, prompts: PromptBatch) -> None:
         """Queue the pairs of position 0: first tokens, without a feature."""
         device, count = prompts.tokens.device, len(prompts.slots)
         firsts = [0, *accumulate(prompts.lengths[:-1])]
@@ -338,7 +346,7 @@ class PairDrafter(Drafter, ABC):
         is_late = oldest > self._end[index]
         self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
-    def _enqueue(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+    def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
         places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))

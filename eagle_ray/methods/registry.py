@@ -31,14 +31,15 @@ from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.combine.ensemble import EnsembleDrafter
 from eagle_ray.methods.combine.switch import SwitchDrafter
 from eagle_ray.methods.coupling import Coupling
+from eagle_ray.methods.dflash.checkpoint import load_dflash, meta_dflash
 from eagle_ray.methods.dflash.drafter import DFlashDrafter
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.draft_model.checkpoint import DraftModel, check_draft_model, load_draft_model
 from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.methods.eagle.checkpoint import load_head, meta_head
 from eagle_ray.methods.eagle.draft_vocab import frequent_ids, head_vocab, read_draft_vocab
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import DraftHead, Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import load_dflash, load_head, meta_dflash, meta_head
 from eagle_ray.methods.lookup.drafter import LookupDrafter, LookupIndex
 from eagle_ray.methods.lookup.lookahead import LookaheadDrafter
 from eagle_ray.methods.lookup.ngram import NgramIndex
@@ -61,11 +62,16 @@ from eagle_ray.methods.method import (
     draft_requirement,
 )
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.depth_rules import RulePlanner, ddd_stops, opt_tree_stops
 from eagle_ray.planner.planner import Planner
-from eagle_ray.planner.rank_acceptance import RankAcceptance
-from eagle_ray.planner.static_planner import SequoiaPlanner, StaticPlanner
-from eagle_ray.storage.datastore import read_datastore
+from eagle_ray.planner.published_planners import (
+    RankAcceptance,
+    RulePlanner,
+    SequoiaPlanner,
+    StaticPlanner,
+    ddd_stops,
+    opt_tree_stops,
+)
+from eagle_ray.storage.checked_parquet import read_datastore
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 Weights = nn.Module | None  # what a method reads from model.draft

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.models.supported_models import check_config
-from eagle_ray.storage.model_files import check_files, check_weights
+from eagle_ray.storage.model_files import check_files, check_weight_files
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 CausalLM = PreTrainedModel  # for packages that do not import transformers
@@ -34,7 +34,7 @@ CausalLM = PreTrainedModel  # for packages that do not import transformers
 def load_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
-    check_weights(path)
+    check_weight_files(path)
     config = _read_config(path)
     check_config(config)
     _check_quantiser(config)
@@ -48,18 +48,18 @@ def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrai
     dtype: "auto" is the checkpoint's own.
     """
     config = load_config(path)
-    asked: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
-    asked |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
     if quantisation_of(config) is not None or loads_to(device):
-        asked |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
+        options |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
     try:
         with _no_progress_bars():
-            loaded = AutoModelForCausalLM.from_pretrained(path, **asked)
+            loaded = AutoModelForCausalLM.from_pretrained(path, **options)
     except UNREADABLE as error:
         raise EngineError(f"the target in {path} cannot be loaded: {one_line(error)}") from error
-    model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, by output_loading_info
-    _check_complete(path, found)
-    if "device_map" not in asked:
+    model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)  # a pair, by output_loading_info
+    _check_complete(path, report)
+    if "device_map" not in options:
         model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
     model.eval().requires_grad_(False)
     return _freeze(model)
@@ -75,8 +75,8 @@ def loads_to(device: str) -> bool:
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the checkpoint's quantization config, or None."""
-    said = getattr(config, "quantization_config", None)
-    return said if said is None or isinstance(said, dict) else said.to_dict()
+    quantisation = getattr(config, "quantization_config", None)
+    return quantisation if quantisation is None or isinstance(quantisation, dict) else quantisation.to_dict()
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -91,18 +91,18 @@ def _check_quantiser(config: PretrainedConfig) -> None:
 
     A missing GPU is no error yet: the driver's machine may have none.
     """
-    said = quantisation_of(config)
-    if said is None:
+    quantisation = quantisation_of(config)
+    if quantisation is None:
         return
-    method = said.get("quant_method")
-    if said.get("load_in_8bit") and said.get("llm_int8_threshold", 6.0):
+    method = quantisation.get("quant_method")
+    if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
         raise EngineError(
             "the target is quantised (bitsandbytes, 8 bits) with an llm_int8_threshold: which columns it keeps in 16 "
             "bits depends on all rows of a pass, so that a row's tokens would depend on its company; take a checkpoint "
             "of 4 bits, or set llm_int8_threshold to 0.0 in its config.json"
         )
     try:
-        quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(said), pre_quantized=True)
+        quantiser = AutoHfQuantizer.from_config(AutoQuantizationConfig.from_dict(quantisation), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
     except RuntimeError:
         return
@@ -152,11 +152,11 @@ def _freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check_complete(path: Path, found: dict[str, Any]) -> None:
+def _check_complete(path: Path, report: dict[str, Any]) -> None:
     """Raise EngineError for missing or mismatched tensors. found: transformers' loading report."""
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     misshapen = [
-        f"{key} is {tuple(given)}, wanted {tuple(wanted)}" for key, given, wanted in sorted(found["mismatched_keys"])
+        f"{key} is {tuple(given)}, wanted {tuple(wanted)}" for key, given, wanted in sorted(report["mismatched_keys"])
     ]
     faults = [f"missing {', '.join(missing)}"] if missing else []
     if faults or misshapen:
@@ -175,7 +175,7 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-LEAST_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB
+MIN_BF16_BYTES = 192 << 20  # of bf16 weights; fewer may stay in a cache, where fp32 is as fast. 1.5x at 257 MiB
 
 
 def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch.dtype, str]:
@@ -198,7 +198,7 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     if unit is None:
         return torch.float32, "this CPU has neither AMX nor AVX512-BF16"
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
-    if size < LEAST_BF16_BYTES:
+    if size < MIN_BF16_BYTES:
         return torch.float32, f"{size >> 20} MiB of weights are too few for bf16 to be faster"
     return torch.bfloat16, f"the checkpoint's own, and this CPU has {unit}"
 

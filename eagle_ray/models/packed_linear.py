@@ -147,7 +147,7 @@ def _joined_data(parts: list[nn.Parameter]) -> Tensor:
     return whole
 
 
-def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
+def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     """Replace the model's linear layers in place where that pays and this machine's torch supports it.
 
     The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
@@ -159,7 +159,7 @@ def pack_linears(model: nn.Module, fewest_weights: int | None = None) -> None:
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
     for site in list(_sites(model)):
-        if site.is_worth(fewest_weights) and can_pack(*site.kind):
+        if site.is_worth(min_weights) and can_pack(*site.kind):
             site.pack()
 
 
@@ -174,10 +174,10 @@ class Site:
     def parts(self) -> list[nn.Linear]:
         return [getattr(self.module, name) for name in self.names]
 
-    def is_worth(self, fewest_weights: int | None) -> bool:
+    def is_worth(self, min_weights: int | None) -> bool:
         """Return whether the layer has at least this many weights; None is MIN_WEIGHTS of its dtype."""
-        fewest = MIN_WEIGHTS.get(self.kind[1], math.inf) if fewest_weights is None else fewest_weights
-        return sum(part.weight.numel() for part in self.parts) >= fewest
+        smallest = MIN_WEIGHTS.get(self.kind[1], math.inf) if min_weights is None else min_weights
+        return sum(part.weight.numel() for part in self.parts) >= smallest
 
     @property
     def kind(self) -> tuple[str, torch.dtype]:
@@ -211,19 +211,19 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             yield Site(module, [name])
 
 
-def warm_up_kernels(model: nn.Module, most_rows: int) -> None:
+def warm_up_kernels(model: nn.Module, max_rows: int) -> None:
     """Run a packed layer of every shape once for each number of rows, up to WARM_ROWS: oneDNN compiles one for each.
 
     In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and 9 in bf16. A kernel
     takes half a megabyte. Layers of more than MAX_WARM_WEIGHTS are left out: their first pass takes long anyway.
     After MAX_WARM_S the rest is left to the first passes.
     """
-    most_rows = max(min(most_rows, WARM_ROWS), MIN_PACKED_ROWS)
+    max_rows = max(min(max_rows, WARM_ROWS), MIN_PACKED_ROWS)
     packed = (module for module in model.modules() if isinstance(module, PackedLinear))
     shapes = {(x.in_features, x.out_features): x for x in packed if x.in_features * x.out_features <= MAX_WARM_WEIGHTS}
     ends_at = time.perf_counter() + MAX_WARM_S
     with torch.inference_mode():
-        for num_rows in range(MIN_PACKED_ROWS, most_rows + 1):
+        for num_rows in range(MIN_PACKED_ROWS, max_rows + 1):
             for layer in shapes.values():
                 layer(torch.zeros(num_rows, layer.in_features, dtype=layer.weight.dtype))
             if time.perf_counter() > ends_at:

@@ -177,29 +177,31 @@ class AttentionProbe:
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
-    def see(self, layer: int, key: Tensor, value: Tensor, mask: object, told: dict[str, Any]) -> None:
+    def see(self, layer: int, key: Tensor, value: Tensor, mask: object, arguments: dict[str, Any]) -> None:
         if layer in self.shapes:
             self.faults.append(f"layer {layer} attends twice")
         self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
         unknown = [
-            name for name, value in told.items() if name not in HANDLED_KWARGS + IGNORED_KWARGS and value is not None
+            name
+            for name, value in arguments.items()
+            if name not in HANDLED_KWARGS + IGNORED_KWARGS and value is not None
         ]
         if unknown:
             self.faults.append(f"layer {layer} gives attention {', '.join(unknown)}")
-        self._see_mask(layer, mask, told.get("sliding_window"))
+        self._see_mask(layer, mask, arguments.get("sliding_window"))
 
-    def _see_mask(self, layer: int, mask: object, told: int | None) -> None:
+    def _see_mask(self, layer: int, mask: object, arguments: int | None) -> None:
         if not isinstance(mask, Mask):
             self.faults.append(f"layer {layer} makes a mask of its own")
             return
-        told = None if told is None or told >= self.positions else told
+        arguments = None if arguments is None or arguments >= self.positions else arguments
         try:
             masked = mask.window(self.positions)
         except ValueError as error:
             self.faults.append(f"layer {layer} {error}")
             return
-        if masked != told:
-            self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {told}")
+        if masked != arguments:
+            self.faults.append(f"layer {layer} masks a window of {masked} and tells attention {arguments}")
 
 
 def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec:
@@ -253,13 +255,15 @@ def _examined_attention(
     attention_mask: object = None,
     *,
     rows: AttentionProbe | None = None,
-    **told: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Record the call; the signature is transformers'."""
     if rows is None:
         raise EngineError(f"{type(module).__name__} is not handed the rows' layout")
-    rows.see(module.layer_idx, key, value, attention_mask, told)
-    attention = AttentionParams(module.layer_idx, told["scaling"], softcap=told.get("softcap"), sinks=told.get("s_aux"))
+    rows.see(module.layer_idx, key, value, attention_mask, arguments)
+    attention = AttentionParams(
+        module.layer_idx, arguments["scaling"], softcap=arguments.get("softcap"), sinks=arguments.get("s_aux")
+    )
     return causal_attention(query, key, value, attention).transpose(1, 2).contiguous(), None
 
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from eagle_ray.attention.backend import mixed_metadata, prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.models.decoder import Decoder
@@ -35,8 +35,8 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillBatch:
-    """Chunks of B prompts for one prefill pass, concatenated in R rows.
+class PromptBatch:
+    """Chunks of B prompts for one pass, concatenated in R rows.
 
     Attributes:
         starts, lengths: position of each chunk's first token, and its number of tokens.
@@ -58,7 +58,7 @@ class PrefillBatch:
         chunks: list[list[int]],
         device: torch.device | str = "cpu",
         starts: list[int] | None = None,
-    ) -> PrefillBatch:
+    ) -> PromptBatch:
         """Return a batch of the given tokens of each prompt; without starts, from position 0."""
         starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
         positions = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
@@ -73,12 +73,16 @@ class PrefillBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillOutput:
-    """Output of B chunks of R rows: the logits after each chunk's last token, and the hidden states before
-    the lm_head.
+class TargetOutput:
+    """Output of one pass.
+
+    Attributes:
+        logits: after each row of a tree, or after the last token of each chunk of a prompt.
+        hidden: states of each row before the lm_head.
+        features: of each row, as a drafter reads them.
     """
 
-    logits: Float[Tensor, "B V"]
+    logits: Float[Tensor, "L V"]
     hidden: Float[Tensor, "R H"]
     features: Float[Tensor, "R F"]
 
@@ -128,25 +132,23 @@ class TargetModel:
             kv_spec.value_dim,
         )
 
-    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
+    def prefill(self, prompts: PromptBatch) -> TargetOutput:
         """Run the chunks and fill their slots."""
         hidden, features = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
-        return PrefillOutput(self.logits(hidden[prompts.last]), hidden, features)
+        return TargetOutput(self.logits(hidden[prompts.last]), hidden, features)
 
-    def verify(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
-    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"]]:
-        """Run one pass over the packed rows of B trees and return logits and features of each row.
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> TargetOutput:
+        """Run one pass over the packed rows of B trees.
 
         Row (b, i) is written at position lengths[b] + i; `commit` moves the accepted rows.
         """
         layout = self._tree_layout(tree, rows, batch, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
-        return self.logits(hidden), features
+        return TargetOutput(self.logits(hidden), hidden, features)
 
     def forward_mixed(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
-    ) -> tuple[Float[Tensor, "R V"], Float[Tensor, "R H"], PrefillOutput]:
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PromptBatch
+    ) -> tuple[TargetOutput, TargetOutput]:
         """Run `verify` and `prefill` in one pass, so the weights are read once. Their slots must differ."""
         num_rows = len(rows.tokens)
         layout = mixed_metadata(self._tree_layout(tree, rows, batch, max_depth), self._prompt_layout(prompts), num_rows)
@@ -154,8 +156,8 @@ class TargetModel:
         hidden, features = self._run(tokens, positions, layout)
         mine, theirs = hidden[:num_rows], hidden[num_rows:]
         logits = self.logits(torch.cat([mine, theirs[prompts.last]]))
-        passed = PrefillOutput(logits[num_rows:], theirs, features[num_rows:])
-        return logits[:num_rows], features[:num_rows], passed
+        trees = TargetOutput(logits[:num_rows], mine, features[:num_rows])
+        return trees, TargetOutput(logits[num_rows:], theirs, features[num_rows:])
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Keep the accepted path of each tree and discard the other rows."""
@@ -178,8 +180,8 @@ class TargetModel:
         if self._decoder is not None:
             return self._decoder(tokens, positions, layout)
         with self._tapped() as taps:
-            asked = {"position_ids": positions[None], "use_cache": False, "rows": layout}
-            out = self.model.base_model(input_ids=tokens[None], **asked)
+            arguments = {"position_ids": positions[None], "use_cache": False, "rows": layout}
+            out = self.model.base_model(input_ids=tokens[None], **arguments)
         hidden = out.last_hidden_state[0]
         return hidden, torch.cat([tap[0] for tap in taps], -1) if taps else hidden
 
@@ -199,19 +201,19 @@ class TargetModel:
             for hook in hooks:
                 hook.remove()
 
-    def _prompt_layout(self, prompts: PrefillBatch) -> AttentionMetadata:
+    def _prompt_layout(self, prompts: PromptBatch) -> AttentionMetadata:
         return prefill_metadata(self.cache, prompts.slots, [0] * len(prompts.slots), prompts.starts, prompts.lengths)
 
     def _tree_layout(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> AttentionMetadata:
         seq = rows.seq.clamp(min=0)
-        columns = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
+        positions = torch.where(rows.seq >= 0, batch.lengths[seq] + rows.node, self.cache.blocks.null_position)
         return tree_metadata(
             self.cache,
             batch,
-            cells=self.cache.slot_mapping(batch.slots[seq], columns),
+            slot_mapping=self.cache.slot_mapping(batch.slots[seq], positions),
             ancestors=tree.ancestor_words(max_depth) if uses_triton(self.cache) else tree.ancestors(max_depth),
             depths=tree.depths,
-            column_depths=tree.depths,
+            position_depths=tree.depths,
             row_of=None if rows.is_rectangle else rows.row_of,
             unpack=None if rows.is_rectangle else seq * tree.num_nodes + rows.node,
             seq=None if max_depth == 0 and rows.is_rectangle else rows.seq,  # in roots alone there is no padding

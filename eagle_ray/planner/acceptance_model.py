@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from eagle_ray.core.async_copy import DeviceToHost, copy_to_device, to_device
+from eagle_ray.core.device import DeviceToHost, copy_to_device, to_device
 
 # Drafted nodes per sequence, averaged over the batch, at which a curve is kept; in between it is interpolated linearly.
 SIZES = (*(n / 8 for n in range(1, 8)), 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 7, 8)

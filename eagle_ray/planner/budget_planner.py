@@ -30,13 +30,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY, AcceptanceByBatchSize, AcceptanceModel
 from eagle_ray.planner.cost_model import StepCosts
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes, PlanEstimate, PlanSearch, ProbeSchedule
+from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch, ProbeSchedule
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.tree.budget import Budget, Candidates
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
@@ -68,6 +69,7 @@ class BudgetPlanner:
         predicted_s: predicted seconds of all steps so far.
         predicted_plain_s: likewise, if each had been a plain step.
         search: rates of plans by the current costs.
+        acceptance: of drafts at the current batch size.
         best: the best plan of the last review.
         next_review: the step of the next review.
     """
@@ -82,7 +84,7 @@ class BudgetPlanner:
         self.probes = ProbeSchedule()
         widths = (*(w for w in WIDTHS if w < bounds.top_k), bounds.top_k)
         self.acceptance_by_size = AcceptanceByBatchSize(AcceptanceModel(widths, self._bounds.depth))
-        self._acceptance = self.acceptance_by_size.last  # at the current batch size
+        self.acceptance = self.acceptance_by_size.last
         self.best = PlanEstimate(0.0)
         self.next_review = 0
         self._review_size = 0  # batch size of the last review
@@ -107,7 +109,7 @@ class BudgetPlanner:
     def plan(self, batch: DecodeBatch) -> DraftPlan:
         if self._can_sync and max(batch.remaining_tokens) <= 1:  # each has one token left, which needs no draft
             return PLAIN
-        self._acceptance = self.acceptance_by_size.of(len(batch))
+        self.acceptance = self.acceptance_by_size.of(len(batch))
         if self.mode is not Mode.WARM_UP or self._is_warm:
             self.review(batch)
         if self.mode is Mode.WARM_UP:
@@ -174,7 +176,7 @@ class BudgetPlanner:
         is_due = self._num_steps >= self.next_review
         if not is_due and len(batch) == self._review_size:
             return
-        self.best = self.search.best(batch, self._acceptance, self._prompt_tokens)
+        self.best = self.search.best(batch, self.acceptance, self._prompt_tokens)
         self._review_size = len(batch)
         if self.mode is Mode.PROBING and not is_due:
             return
@@ -204,7 +206,7 @@ class BudgetPlanner:
         explores = self.num_drafts % (NUM_PROBES * REVIEW_EVERY) == 0
         width, more = self.best.width, int(explores)
         if explores:
-            width = next((w for w in self._acceptance.model.widths if w > width), width)
+            width = next((w for w in self.acceptance.model.widths if w > width), width)
         if not self._can_sync:
             return self._plan(min(self.best.depth + more, self._bounds.depth), width)
         price = self._opportunity_rate(len(batch), batch.num_cached)
@@ -226,8 +228,8 @@ class BudgetPlanner:
         A node is worth what it yields beyond the price of its row. Computed on the host, node by node, until the answer
         is clear, mostly after two or three nodes.
         """
-        children = self._acceptance.model.children(builder.depth + 1)
-        accuracy, gain = self._acceptance.accuracy, 0.0
+        children = self.acceptance.model.children(builder.depth + 1)
+        accuracy, gain = self.acceptance.accuracy, 0.0
         for value in builder.frontier().log_values.exp().flatten().tolist():
             for child in children:
                 more = accuracy * value * child - row_price
@@ -316,7 +318,7 @@ class BudgetPlanner:
         sizes = [min(n - size, len(candidates.log_values)) for n in rows]
         if self._can_sync or plan.probe:
             return candidates.expected(sizes)
-        model, num_members = self._acceptance.model, plan.num_members(size)
+        model, num_members = self.acceptance.model, plan.num_members(size)
         width = max(i for i, known in enumerate(model.widths) if known <= plan.width)
         curve = model.expected([n / num_members for n in sizes])[width, min(draft.depth, self._bounds.depth) - 1]
         return (num_members * curve).tolist()
@@ -325,7 +327,7 @@ class BudgetPlanner:
         """Return the tokens gained by verifying each number of rows, less the price of the seconds."""
         seconds = self.costs.verify_seconds_by_rows(rows, batch.num_cached, len(batch), batch.num_prefill_rows)
         price = self._opportunity_rate(len(batch), batch.num_cached)
-        return self._acceptance.accuracy * np.asarray(gains) - price * seconds
+        return self.acceptance.accuracy * np.asarray(gains) - price * seconds
 
     def _opportunity_rate(self, size: int, num_cached: int) -> float:
         """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
@@ -355,7 +357,7 @@ class BudgetPlanner:
         if plan.probe or self.num_drafts % REVIEW_EVERY == 0:
             levels = self._to_full_depth(draft, plan, len(batch))
             remaining = self._remaining_tokens(levels, plan, batch)
-            self._acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining)
+            self.acceptance.model.observe(levels, plan.width, draft.extra_log_values, remaining)
         self.num_drafts += 1
         self.num_offers += draft.depth > 0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.planner.planner import StepOutcome
 
 # Rows of a pass that are measured, and between which a budget on a GPU chooses.
@@ -24,6 +24,14 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 COST_RATE = 0.2  # weight of one time for all sizes; of the first ones more
 SIZE_RATE = 0.05  # weight of one time for the sizes that were run
 MAX_RATIO = 2.0  # a longer or shorter time counts as this times the predicted one: other work on the machine
+BAR = 48  # characters of the longest
+TITLES = {
+    "verify": "verify: a pass of the target, by rows",
+    "catch_up": "catch up: the draft head's first pass of a step, with level 1, by tokens",
+    "expand": "expand: one further level of drafts, by rows",
+    "plain_overhead": "overhead of a step without drafts, by sequences",
+    "draft_overhead": "overhead of a step with drafts, by sequences",
+}
 
 
 @dataclass(slots=True)
@@ -238,3 +246,29 @@ class StepCosts:
         if usual or seconds.overhead < predicted.overhead:
             rest = self.draft_overhead if outcome.depth else self.plain_overhead
             rest.update(outcome.batch_size, seconds.overhead / predicted.overhead)
+
+
+def costs_text(costs: StepCosts) -> str:
+    """Return every curve as the planner uses it, monotone, as a table with bars.
+
+    verify: a pass of the target, by rows
+       rows        ms   x first
+          1     38.20      1.00  ###########
+          8     41.07      1.08  ############
+    """
+    parts = [f"{title}\n{_bars(getattr(costs, name))}" for name, title in TITLES.items()]
+    context = (
+        f"context: {costs.attention_per_token * 1e6:.3f} us more for each cached token, and "
+        f"{costs.attention_per_row * 1e6:.3f} us with each row of its sequence beyond the first"
+    )
+    each = f"sequences: {costs.per_sequence * 1e6:.1f} us more for each of them"
+    return "\n\n".join([*parts, f"{each}\n{context}"])
+
+
+def _bars(curve: CostCurve) -> str:
+    seconds = [curve(rows) for rows in curve.rows]
+    lines = [f"{'rows':>8}{'ms':>10}{'x first':>10}"]
+    for rows, s in zip(curve.rows, seconds, strict=True):
+        bar = "#" * max(round(BAR * s / seconds[-1]), 1)
+        lines.append(f"{rows:>8}{s * 1e3:>10.2f}{s / seconds[0]:>10.2f}  {bar}")
+    return "\n".join(lines)

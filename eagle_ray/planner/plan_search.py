@@ -7,9 +7,7 @@ Drafts come from the acceptance model, seconds from the cost model. Both are by 
 
 from __future__ import annotations
 
-import operator
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,6 +15,7 @@ import numpy as np
 
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY, CalibratedAcceptance
 from eagle_ray.planner.cost_model import BUCKETS, StepCosts
 
@@ -40,23 +39,6 @@ class PlanEstimate:
     depth: int = 0
     num_rows: int = 0
     tau: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PassSizes:
-    """The passes that there are.
-
-    Attributes:
-        rows: the rows of the pass over trees that is run for a number of rows.
-        batch: likewise of a plain pass.
-        level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
-        max_rows: of a pass over trees.
-    """
-
-    rows: Callable[[int], int] = int
-    batch: Callable[[int], int] = int
-    level_rows: Callable[[int, int], int] = operator.mul
-    max_rows: int = sys.maxsize
 
 
 class PlanSearch:

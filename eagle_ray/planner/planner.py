@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
@@ -42,16 +42,16 @@ class Allocation:
     sizes: list[int] | None = None
 
     @classmethod
-    def uniform(cls, draft: Draft, max_nodes: int) -> Allocation:
-        """Keep the best max_nodes nodes of every tree, root included, or all if a tree has fewer."""
-        num_nodes = min(max_nodes, draft.tree.num_nodes)
+    def uniform(cls, draft: Draft, limit: int) -> Allocation:
+        """Keep the best nodes of every tree, `limit` of them with the root, or all if a tree has fewer."""
+        num_nodes = min(limit, draft.tree.num_nodes)
         num_rows = len(draft.tree.tokens) * num_nodes
         return cls(uniform(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
 
     @classmethod
-    def without_padding(cls, draft: Draft, max_nodes: int) -> Allocation:
+    def without_padding(cls, draft: Draft, limit: int) -> Allocation:
         """Keep as `uniform` does, with rows for those nodes only. Waits for the device."""
-        keep = uniform(draft.tree, Budget(0, max_nodes))
+        keep = uniform(draft.tree, Budget(0, limit))
         sizes = keep.sum(1).tolist()
         return cls(keep, max(sizes), sum(sizes), sizes=sizes)
 

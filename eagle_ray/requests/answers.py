@@ -5,7 +5,7 @@ A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of
 A line of a successful request has a response with status 200, that of an invalid request a response with status 400. A
 request that failed with a code of NOT_CARRIED_OUT has an error instead of a response.
 
-    line_of(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
+    output_line(rows, spell)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 
 The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and in rows.
 
@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.requests.responses import Json, stored_response
+from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.requests.responses import stored_response
+from eagle_ray.requests.values import Json
+from eagle_ray.text.output_text import REPLACEMENT_CHAR
 
 Row = dict[str, Any]
 
@@ -180,7 +182,7 @@ def metrics_of(stats: AcceptanceStats) -> Json:
     }
 
 
-def line_of(rows: list[Row], spell: Spell) -> Json:
+def output_line(rows: list[Row], spell: Spell) -> Json:
     """Return the line of one request.
 
     rows: all samples of the request in order, with the columns of COLUMNS that exist in the run.
@@ -247,7 +249,6 @@ def _body(rows: list[Row], key: str, spell: Spell) -> Json:
 
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API documents this value for very unlikely tokens
-REPLACEMENT_CHAR = "\ufffd"  # in the text of a token that is only a part of a character
 
 Spell = Callable[[int], str]
 """Function that returns the text of one token id."""

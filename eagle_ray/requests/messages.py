@@ -162,23 +162,23 @@ def _checked_message(message: Any, at: Steps) -> dict[str, Any]:
     if role not in ROLES:
         form = ", ".join(ROLES)
         raise WrongMessage("bad_role", form, role, (*at, "role"), f" must be {form}; got {describe_value(role)}")
-    kept = {key: value for key, value in message.items() if value is not None}
+    checked = {key: value for key, value in message.items() if value is not None}
     for name, values in NO_TEXT.items():
-        if name in kept and kept[name] not in values:
+        if name in checked and checked[name] not in values:
             problem = " is not supported: this system reads and writes text alone; leave it out"
-            raise WrongMessage("unsupported_parameter", "absent", kept[name], (*at, name), problem)
-    if "tool_calls" in kept:
-        kept["tool_calls"] = _checked_calls(kept["tool_calls"], (*at, "tool_calls"))
-        if kept["tool_calls"] and role != "assistant":
+            raise WrongMessage("unsupported_parameter", "absent", checked[name], (*at, name), problem)
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _checked_calls(checked["tool_calls"], (*at, "tool_calls"))
+        if checked["tool_calls"] and role != "assistant":
             problem = f": only of the assistant, not of role {role}"
-            raise WrongMessage("bad_type", "absent", kept["tool_calls"], (*at, "tool_calls"), problem)
+            raise WrongMessage("bad_type", "absent", checked["tool_calls"], (*at, "tool_calls"), problem)
     if isinstance(content, list):
-        return kept | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
-    if content is None and kept.get("tool_calls"):
-        return kept | ({"content": None} if "content" in message else {})
+        return checked | {"content": [_text_part(part, (*at, "content", i)) for i, part in enumerate(content)]}
+    if content is None and checked.get("tool_calls"):
+        return checked | ({"content": None} if "content" in message else {})
     if not isinstance(content, str):
         raise WrongMessage("bad_type", "a text", content, (*at, "content"))
-    return kept
+    return checked
 
 
 def _checked_calls(calls: Any, at: Steps) -> list[Any]:

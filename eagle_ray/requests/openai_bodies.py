@@ -1,6 +1,6 @@
 """Bodies of requests in OpenAI's protocol, over HTTP and in lines of batch files, read by the table of parameters.
 
-A body has the rows of its door (``parameters.py``). Every other parameter is refused by name unless its value asks for
+A body has the rows of its API (``parameters.py``). Every other parameter is refused by name unless its value asks for
 nothing; it is never ignored (``refused.py``). null always means absent, as does what asks for nothing by its kind.
 
     >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
@@ -30,7 +30,7 @@ from eagle_ray.requests.parameters import (
     NOT_OF_JOBS,
     SAMPLING,
     TWO_FORMS,
-    Door,
+    Api,
     Parameter,
     SamplingParams,
     merged_values,
@@ -41,10 +41,9 @@ from eagle_ray.requests.refused import is_no_op, refusal
 from eagle_ray.requests.request import InputRow, chat_of, unreadable
 from eagle_ray.requests.responses import OWN, chat_body, chat_values, check_response
 from eagle_ray.requests.structured import with_own_keys
-from eagle_ray.requests.values import Kind, bad_value, checked, describe_value, missing, unsupported
+from eagle_ray.requests.values import Json, Kind, bad_value, checked, describe_value, missing, unsupported
 from eagle_ray.text.chat_format import template_message
 
-Json = dict[str, Any]
 MAX_SEQUENCES = 1024  # of a request
 BodyClass = TypeVar("BodyClass", bound="Body")
 
@@ -56,22 +55,22 @@ class StreamOptions:
 
 
 class Body:
-    """The values of a body, each an attribute. One that is not given is its row's default at the door.
+    """The values of a body, each an attribute. One that is not given is its row's default at the API.
 
     Attributes:
         values: those that are given, in their plain form.
-        others: given parameters that the door does not have.
+        others: given parameters that the API does not have.
     """
 
-    door: ClassVar[Door]
+    api: ClassVar[Api]
     _kinds: ClassVar[Mapping[str, tuple[Kind, bool]]]  # and whether it must be given
     _defaults: ClassVar[Mapping[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        if hasattr(cls, "door"):
+        if hasattr(cls, "api"):
             rows = cls.rows().values()
-            cls._kinds = {row.name: (row.kind_at(cls.door), cls.door in row.required) for row in rows}
-            cls._defaults = {row.name: row.defaults.get(cls.door) for row in rows}
+            cls._kinds = {row.name: (row.kind_at(cls.api), cls.api in row.required) for row in rows}
+            cls._defaults = {row.name: row.defaults.get(cls.api) for row in rows}
 
     def __init__(self, values: Json, others: Json):
         self.values, self.others = values, others
@@ -83,7 +82,7 @@ class Body:
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:
-        return rows_at(cls.door)
+        return rows_at(cls.api)
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
@@ -112,8 +111,8 @@ class OpenBody(Body):
 
     def check(self) -> None:
         for name, value in self.others.items():
-            if not is_no_op(name, value, self.door):
-                raise unsupported(name, refusal(name, value, self.door))
+            if not is_no_op(name, value, self.api):
+                raise unsupported(name, refusal(name, value, self.api))
 
 
 class GenerationBody(OpenBody):
@@ -146,7 +145,7 @@ class GenerationBody(OpenBody):
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters in force: its own, then the defaults of those that its door has.
+        """Return the parameters in force: its own, then the defaults of those that its API has.
 
         Only a body asks for log-probabilities.
         """
@@ -176,7 +175,7 @@ class GenerationBody(OpenBody):
 class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
-    door = Door.CHAT
+    api = Api.CHAT
 
     @property
     def conversation(self) -> list[Json]:
@@ -205,7 +204,7 @@ class ChatRequest(GenerationBody):
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
 
-    door = Door.COMPLETIONS
+    api = Api.COMPLETIONS
 
     @property
     def tops(self) -> int | None:
@@ -239,7 +238,7 @@ class ResponseChat(ChatRequest):
 class ResponsesRequest(GenerationBody):
     """POST /v1/responses"""
 
-    door = Door.RESPONSES
+    api = Api.RESPONSES
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -262,7 +261,7 @@ class ResponsesRequest(GenerationBody):
 class TokenizeRequest(OpenBody):
     """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
 
-    door = Door.TOKENIZE
+    api = Api.TOKENIZE
 
     @property
     def conversation(self) -> list[Json] | None:
@@ -280,7 +279,7 @@ class TokenizeRequest(OpenBody):
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
-    door = Door.DETOKENIZE
+    api = Api.DETOKENIZE
 
 
 def _template_message(message: Json) -> Json:
@@ -290,14 +289,14 @@ def _template_message(message: Json) -> Json:
     return template_message({"role": message["role"], "content": message.get("content")} | others | calls)
 
 
-PROMPT_NAMES = {Door.CHAT: "messages", Door.COMPLETIONS: "prompt"}  # a response is answered as a chat
-URLS = tuple(door.value for door in (*PROMPT_NAMES, Door.RESPONSES))
+PROMPT_NAMES = {Api.CHAT: "messages", Api.COMPLETIONS: "prompt"}  # a response is answered as a chat
+URLS = tuple(api.value for api in (*PROMPT_NAMES, Api.RESPONSES))
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 LENGTHS = ("max_tokens", "max_completion_tokens")
 OF_JOBS = {"prompt_logprobs": SAMPLING["prompt_logprobs"]}
-KNOWN_AT: Mapping[Door, Mapping[str, Parameter]] = {
-    door: {name: row for name, row in rows_at(door).items() if name not in NOT_OF_JOBS} | OF_JOBS
-    for door in (*PROMPT_NAMES, Door.RESPONSES)
+KNOWN_AT: Mapping[Api, Mapping[str, Parameter]] = {
+    api: {name: row for name, row in rows_at(api).items() if name not in NOT_OF_JOBS} | OF_JOBS
+    for api in (*PROMPT_NAMES, Api.RESPONSES)
 }
 
 
@@ -309,13 +308,13 @@ def parse_batch_line(line: InputRow) -> InputRow:
     try:
         if (error := unreadable(line)) is not None:
             raise error
-        door = _door_of(line)
-        row["url"] = door.value
-        body = _body_of(line, door)
+        api = _api_of(line)
+        row["url"] = api.value
+        body = _body_of(line, api)
         row["model"] = body.get("model")
-        if door is Door.RESPONSES:
-            body, door = dict(_chat_body_of(body)), Door.CHAT
-        return row | _prompt_of(body, PROMPT_NAMES[door]) | _parameters_of(body, door)
+        if api is Api.RESPONSES:
+            body, api = dict(_chat_body_of(body)), Api.CHAT
+        return row | _prompt_of(body, PROMPT_NAMES[api]) | _parameters_of(body, api)
     except RequestError as error:
         return row | {"prompt": error}
 
@@ -327,17 +326,17 @@ def _id_of(line: Mapping[str, Any]) -> Any:
     return custom_id
 
 
-def _door_of(line: Mapping[str, Any]) -> Door:
+def _api_of(line: Mapping[str, Any]) -> Api:
     if unknown := line.keys() - LINE_KEYS:
         raise unsupported(min(unknown), "a line holds custom_id, method, url and body")
     if line.get("method") != "POST":
         raise RequestError("bad_type", f"method must be POST, got {describe_value(line.get('method'))}")
     if (url := line.get("url")) not in list(URLS):
         raise RequestError("bad_type", f"url must be {', '.join(URLS[:-1])} or {URLS[-1]}, got {describe_value(url)}")
-    return Door(url)
+    return Api(url)
 
 
-def _body_of(line: Mapping[str, Any], door: Door) -> dict[str, Any]:
+def _body_of(line: Mapping[str, Any], api: Api) -> dict[str, Any]:
     """Return the values of the body, after checking that nothing in it would be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
@@ -346,17 +345,17 @@ def _body_of(line: Mapping[str, Any], door: Door) -> dict[str, Any]:
     for name, value in with_own_keys(body).items():
         if value is None:
             continue
-        if (row := KNOWN_AT[door].get(name)) is not None:
-            if not row.kind_at(door).is_nothing(value) or door in row.required:
-                values[name] = _checked(row, value, door)
-        elif not is_no_op(name, value, door):
-            raise unsupported(f"body.{name}", refusal(name, value, door))
+        if (row := KNOWN_AT[api].get(name)) is not None:
+            if not row.kind_at(api).is_nothing(value) or api in row.required:
+                values[name] = _checked(row, value, api)
+        elif not is_no_op(name, value, api):
+            raise unsupported(f"body.{name}", refusal(name, value, api))
     if (both := two_forms(values)) is not None:
         raise RequestError("bad_sampling", f"body.{both[0]} and body.{both[1]} {TWO_FORMS}")
     return values
 
 
-def _checked(row: Parameter, value: Any, door: Door) -> Any:
+def _checked(row: Parameter, value: Any, api: Api) -> Any:
     """Return the plain value of a parameter, as a job takes it. Its prompt, and what only responses have, come later.
 
     A job's limits are those of rows, not those of a server that others use, too.
@@ -364,7 +363,7 @@ def _checked(row: Parameter, value: Any, door: Door) -> Any:
     if row.name in (*PROMPT_NAMES.values(), *OWN):
         return value
     is_sampling = row.name in SAMPLING and row.name != "logprobs"
-    kind: Kind = row.kind_at(Door.JOB if is_sampling else door)
+    kind: Kind = row.kind_at(Api.JOB if is_sampling else api)
     try:
         return checked(row.name, kind, value)
     except RequestError as error:
@@ -398,17 +397,17 @@ def _prompt_of(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {name if isinstance(value, str) else "prompt_token_ids": value}
 
 
-def _parameters_of(body: Mapping[str, Any], door: Door) -> dict[str, Any]:
+def _parameters_of(body: Mapping[str, Any], api: Api) -> dict[str, Any]:
     """Return the columns of the parameters that the body sets."""
-    found = {name: body[name] for name in SAMPLING if name in body}
+    columns = {name: body[name] for name in SAMPLING if name in body}
     lengths = [body[name] for name in LENGTHS if name in body]
     if len(lengths) == 2 and lengths[0] != lengths[1]:
         raise RequestError("bad_sampling", f"body.{LENGTHS[0]} and body.{LENGTHS[1]} differ: give one of them")
     if lengths:
-        found["max_tokens"] = lengths[0]
-    if door is Door.COMPLETIONS:
-        tops = found.pop("logprobs", None)  # the number of alternatives
-        return found | ({} if tops is None else {"logprobs": True, "top_logprobs": tops})
-    if found.get("top_logprobs") and not found.get("logprobs"):
+        columns["max_tokens"] = lengths[0]
+    if api is Api.COMPLETIONS:
+        tops = columns.pop("logprobs", None)  # the number of alternatives
+        return columns | ({} if tops is None else {"logprobs": True, "top_logprobs": tops})
+    if columns.get("top_logprobs") and not columns.get("logprobs"):
         raise RequestError("bad_sampling", "body.top_logprobs: only with logprobs: true")
-    return found | chat_of(body, "body.{}")
+    return columns | chat_of(body, "body.{}")

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from eagle_ray.config import JobConfig
-from eagle_ray.core.acceptance_stats import CONFIDENCE_UNIT, ConfidenceCounts
+from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form

@@ -42,18 +42,16 @@ from eagle_ray.requests.values import (
     HTTP,
     LOGPROBS,
     AnyObject,
+    Api,
     Boolean,
     Checked,
-    Door,
     Either,
-    FlagOrCount,
     Integer,
     JsonSchema,
     Kind,
     ListOf,
     LogitBias,
     Metadata,
-    No,
     Number,
     Object,
     ResponseFormat,
@@ -100,15 +98,15 @@ class Parameter:
     """A row of the table.
 
     Attributes:
-        kind: what a value must be, at the doors that `kinds` does not name.
+        kind: what a value must be, at the APIs that `kinds` does not name.
         default: without a value; also of null, unless null is a value of its own.
         about: what it does, in a sentence.
         group: of a parameter of sampling.
-        doors: where it may stand.
-        kinds: the kinds of doors that take other values.
+        apis: where it may stand.
+        kinds: the kinds of APIs that take other values.
         is_null_a_value: whether Python's None differs from the default.
-        defaults: of the bodies of doors. Null, that of others, is the server's setting.
-        required: the doors whose bodies must have it.
+        defaults: of the bodies of APIs. Null, that of others, is the server's setting.
+        required: the APIs whose bodies must have it.
     """
 
     name: str
@@ -116,21 +114,20 @@ class Parameter:
     default: Any = None
     about: str = ""
     group: Group | None = None
-    doors: frozenset[Door] = EVERYWHERE
-    kinds: Mapping[Door, Kind] = dataclasses.field(default_factory=dict)
+    apis: frozenset[Api] = EVERYWHERE
+    kinds: Mapping[Api, Kind] = dataclasses.field(default_factory=dict)
     is_null_a_value: bool = False
-    defaults: Mapping[Door, Any] = dataclasses.field(default_factory=dict)
-    required: frozenset[Door] = frozenset()
+    defaults: Mapping[Api, Any] = dataclasses.field(default_factory=dict)
+    required: frozenset[Api] = frozenset()
 
-    def kind_at(self, door: Door) -> Kind:
-        return self.kinds.get(door, self.kind)
+    def kind_at(self, api: Api) -> Kind:
+        return self.kinds.get(api, self.kind)
 
     def with_rule(self, rule: str) -> Parameter:
         """Return the row with a rule of its group in what a job's and Python's values must be."""
         null = "" if isinstance(self.kind, Boolean) else ", or null"
         kinds = {
-            door: self.kind_at(door).with_form(f"{self.kind_at(door).form}{null}; {rule}")
-            for door in (Door.JOB, Door.PYTHON)
+            api: self.kind_at(api).with_form(f"{self.kind_at(api).form}{null}; {rule}") for api in (Api.JOB, Api.PYTHON)
         }
         return dataclasses.replace(self, kinds={**self.kinds, **kinds})
 
@@ -142,18 +139,18 @@ def parameter(
     group: Group,
     http: Kind | None = None,
     python: Kind | None = None,
-    doors: frozenset[Door] = EVERYWHERE,
+    apis: frozenset[Api] = EVERYWHERE,
     is_null_a_value: bool = False,
-    kinds: Mapping[Door, Kind] = MappingProxyType({}),
-    defaults: Mapping[Door, Any] = MappingProxyType({}),
+    kinds: Mapping[Api, Kind] = MappingProxyType({}),
+    defaults: Mapping[Api, Any] = MappingProxyType({}),
 ) -> Any:
     """Return a field of SamplingParams that is a row of the table.
 
-    http, python, kinds: the kinds of all bodies, of Python and of doors, if they differ.
+    http, python, kinds: the kinds of all bodies, of Python and of APIs, if they differ.
     """
     other = {} if http is None else dict.fromkeys(HTTP, http)
-    other |= {} if python is None else {Door.PYTHON: python}
-    row = Parameter("", kind, default, about, group, doors, {**other, **kinds}, is_null_a_value, defaults)
+    other |= {} if python is None else {Api.PYTHON: python}
+    row = Parameter("", kind, default, about, group, apis, {**other, **kinds}, is_null_a_value, defaults)
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata={"row": row})
     return dataclasses.field(default=default, metadata={"row": row})
@@ -172,7 +169,7 @@ def _checked(cls: Class) -> Class:
         values: dict[str, Any] = {}
         wrong: list[str] = []
         for name, row in rows.items():
-            value, kind = plain_value(given.get(name)), row.kind_at(Door.PYTHON)
+            value, kind = plain_value(given.get(name)), row.kind_at(Api.PYTHON)
             try:
                 if not kind.is_nothing(value):
                     values[name] = kind.check(value)
@@ -212,7 +209,8 @@ def _rows_of(cls: type) -> Mapping[str, Parameter]:
 
 
 _PENALTY = Number(-MAX_PENALTY, MAX_PENALTY, form=f"a number between -{MAX_PENALTY:g} and {MAX_PENALTY:g}, 0 is off")
-_COUNTED = FlagOrCount(MAX_TOP_LOGPROBS, form="True, False, None or an integer, 0 or more")
+# How vLLM's Python API asks for log-probabilities: also of this many of the likeliest tokens.
+_COUNTED = Either((Boolean(), Integer(0, MAX_TOP_LOGPROBS)), form="True, False, None or an integer, 0 or more")
 
 
 @_checked
@@ -259,9 +257,9 @@ class SamplingParams:
         "The most tokens of an output, the first one included. Null in Python: as many as the model's length leaves.",
         Group.LENGTH,
         python=Integer(1, form="an integer, 1 or more, or None"),
-        doors=EVERYWHERE - {Door.RESPONSES},
+        apis=EVERYWHERE - {Api.RESPONSES},
         is_null_a_value=True,
-        kinds={Door.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo")},
+        kinds={Api.COMPLETIONS: Integer(0, form="an integer, 1 or more, or 0 with echo")},
     )
     stop: list[str] = parameter(
         [],
@@ -280,7 +278,7 @@ class SamplingParams:
         "Samples of each prompt.",
         Group.LENGTH,
         http=Integer(1, MAX_CHOICES, form=f"a number of choices, 1 to {MAX_CHOICES}"),
-        doors=EVERYWHERE - {Door.RESPONSES},
+        apis=EVERYWHERE - {Api.RESPONSES},
     )
     seed: int | None = parameter(
         None,
@@ -295,23 +293,21 @@ class SamplingParams:
         "Return the log-probability of each output token.",
         Group.RETURNED,
         python=_COUNTED,
-        doors=EVERYWHERE - {Door.RESPONSES},
+        apis=EVERYWHERE - {Api.RESPONSES},
         kinds={
-            Door.COMPLETIONS: Integer(
-                0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True
-            )
+            Api.COMPLETIONS: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}", takes_false=True)
         },
-        defaults={Door.CHAT: False},
+        defaults={Api.CHAT: False},
     )
     top_logprobs: int = parameter(
         0,
         Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 (off) to {MAX_TOP_LOGPROBS}, with logprobs"),
         "With logprobs, also return this many of the likeliest tokens at each position.",
         Group.RETURNED,
-        doors=EVERYWHERE - {Door.COMPLETIONS},
+        apis=EVERYWHERE - {Api.COMPLETIONS},
         kinds={
-            Door.CHAT: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"),
-            Door.RESPONSES: Integer(
+            Api.CHAT: Integer(0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with logprobs"),
+            Api.RESPONSES: Integer(
                 0, MAX_TOP_LOGPROBS, form=f"an integer, 0 to {MAX_TOP_LOGPROBS}, with include: [{LOGPROBS!r}]"
             ),
         },
@@ -322,7 +318,7 @@ class SamplingParams:
         "With logprobs, also return the prompt's log-probabilities; then none of it comes from the prefix cache.",
         Group.RETURNED,
         python=_COUNTED,
-        doors=frozenset({Door.JOB, Door.PYTHON}),
+        apis=frozenset({Api.JOB, Api.PYTHON}),
     )
     presence_penalty: float = parameter(
         0.0, _PENALTY, "Subtracted from the logit of each token that the output has so far.", Group.CONTROL
@@ -382,7 +378,7 @@ class SamplingParams:
         "answer's beginning. A marker of several tokens is found as the tokenizer spells it alone and by white space.",
         Group.CONTROL,
         http=Integer(0, form="an integer, 0 (no reasoning) or more"),
-        doors=EVERYWHERE - {Door.COMPLETIONS},
+        apis=EVERYWHERE - {Api.COMPLETIONS},
     )
     stop_token_ids: list[int] = parameter(
         [],
@@ -441,7 +437,7 @@ class SamplingParams:
         "OpenAI's spelling of json_object and json_schema.",
         Group.FORM,
         http=ResponseFormat(form=RESPONSE_FORMAT_FORM),
-        doors=EVERYWHERE - {Door.RESPONSES},
+        apis=EVERYWHERE - {Api.RESPONSES},
     )
 
     @classmethod
@@ -493,7 +489,7 @@ class SamplingParams:
 SAMPLING: Mapping[str, Parameter] = _rows_of(SamplingParams)
 
 
-_CHAT_DOORS = frozenset({Door.JOB}) | CHATS
+_CHAT_APIS = frozenset({Api.JOB}) | CHATS
 _OBJECT: Mapping[str, Any] = {"type": "object"}
 _TEXT = Text(form="a text", can_be_empty=True)
 # What a request with messages says to its chat template.
@@ -506,10 +502,10 @@ CHAT: Mapping[str, Parameter] = {
             [],
             "Functions that the answer may call, as in OpenAI's API.",
             Group.CHAT,
-            _CHAT_DOORS,
+            _CHAT_APIS,
             {
-                Door.CHAT: ListOf(AnyObject(), form=TOOLS_FORM),
-                Door.RESPONSES: ListOf(AnyObject(), form=RESPONSE_TOOLS_FORM),
+                Api.CHAT: ListOf(AnyObject(), form=TOOLS_FORM),
+                Api.RESPONSES: ListOf(AnyObject(), form=RESPONSE_TOOLS_FORM),
             },
         ),
         Parameter(
@@ -518,10 +514,10 @@ CHAT: Mapping[str, Parameter] = {
             "auto",
             "None leaves the tools out of the prompt; required and a named tool force a call.",
             Group.CHAT,
-            _CHAT_DOORS,
+            _CHAT_APIS,
             {
-                Door.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
-                Door.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
+                Api.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
+                Api.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
             },
         ),
         Parameter(
@@ -530,7 +526,7 @@ CHAT: Mapping[str, Parameter] = {
             True,
             "With false, only the first call of an answer is kept.",
             Group.CHAT,
-            _CHAT_DOORS,
+            _CHAT_APIS,
         ),
         Parameter(
             "chat_template_kwargs",
@@ -538,7 +534,7 @@ CHAT: Mapping[str, Parameter] = {
             {},
             "Further values for the chat template. A row's or a request's names are added to the configuration's.",
             Group.CHAT,
-            _CHAT_DOORS,
+            _CHAT_APIS,
             dict.fromkeys(CHATS, AnyObject(form=KWARGS_FORM)),
         ),
     )
@@ -559,10 +555,10 @@ def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[s
     One that says what its output must be does without what the defaults say about that.
     """
     own = {name: value for name, value in own.items() if value is not None}
-    kept = dict(defaults)
+    merged = dict(defaults)
     if any(own.get(name) for name in FORMS):
-        kept |= {name: None for name in FORMS if name in kept}
-    return kept | own
+        merged |= {name: None for name in FORMS if name in merged}
+    return merged | own
 
 
 TWO_FORMS = "both say what the output must be: give one"
@@ -575,15 +571,15 @@ def two_forms(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def body_parameter(
-    name: str, kind: Kind, about: str, doors: frozenset[Door], default: Any = None, **rest: Any
+    name: str, kind: Kind, about: str, apis: frozenset[Api], default: Any = None, **rest: Any
 ) -> Parameter:
     """Return a row of bodies alone."""
-    return Parameter(name, kind, default, about, doors=doors, defaults=dict.fromkeys(doors, default), **rest)
+    return Parameter(name, kind, default, about, apis=apis, defaults=dict.fromkeys(apis, default), **rest)
 
 
 _LENGTH = Integer(1, form="an integer, 1 or more")
-_AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({door}) for door in (Door.CHAT, Door.COMPLETIONS, Door.RESPONSES))
-_AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Door.TOKENIZE}), frozenset({Door.DETOKENIZE})
+_AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({api}) for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES))
+_AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Api.TOKENIZE}), frozenset({Api.DETOKENIZE})
 _PROMPT = Either(
     (
         _TEXT,
@@ -604,8 +600,8 @@ STREAM_OPTIONS = Object(
             "accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
             "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells"
         ),
-        "continuous_usage_stats": No(),
-        "include_obfuscation": No(),
+        "continuous_usage_stats": Boolean("", is_off=True),
+        "include_obfuscation": Boolean("", is_off=True),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
     about="include_steps is this server's own.",
@@ -633,7 +629,7 @@ BODY: Mapping[str, Parameter] = {
             "The conversation that is answered.",
             _AT_CHAT | _AT_TOKENIZE,
             required=_AT_CHAT,
-            kinds={Door.TOKENIZE: MESSAGES},
+            kinds={Api.TOKENIZE: MESSAGES},
         ),
         body_parameter("max_completion_tokens", _LENGTH, "Another name of max_tokens.", _AT_CHAT),
         body_parameter(
@@ -642,7 +638,7 @@ BODY: Mapping[str, Parameter] = {
             "The texts or token ids that are continued.",
             _AT_TEXT | _AT_TOKENIZE,
             required=_AT_TEXT,
-            kinds={Door.TOKENIZE: _TEXT},
+            kinds={Api.TOKENIZE: _TEXT},
         ),
         body_parameter("echo", Boolean(), "Return the prompt before the output.", _AT_TEXT, False),
         body_parameter("best_of", Integer(None, form="n, or absent"), "n: every choice is returned.", _AT_TEXT),
@@ -701,13 +697,13 @@ NOT_OF_JOBS = ("stream", "stream_options", "return_token_ids", "echo", "best_of"
 
 
 @functools.cache
-def rows_at(door: Door) -> Mapping[str, Parameter]:
-    """Return the rows of a door by name."""
+def rows_at(api: Api) -> Mapping[str, Parameter]:
+    """Return the rows of an API by name."""
     rows = {**SAMPLING, **CHAT, **BODY}
-    return {name: row for name, row in rows.items() if door in row.doors}
+    return {name: row for name, row in rows.items() if api in row.apis}
 
 
-ROW_PARAMETERS = frozenset(rows_at(Door.JOB))
+ROW_PARAMETERS = frozenset(rows_at(Api.JOB))
 
 
 def match_unsupported(column: Any) -> str | None:
@@ -723,7 +719,7 @@ def match_unsupported(column: Any) -> str | None:
     if name in ROW_PARAMETERS:
         is_misspelt = name != column and ("_" in name or name == column.strip())
         return name if is_misspelt else None
-    return name if name in refused_at(Door.JOB) else None
+    return name if name in refused_at(Api.JOB) else None
 
 
 def python_hint(name: str) -> str | None:
@@ -733,5 +729,5 @@ def python_hint(name: str) -> str | None:
         return None
     if parameter in ROW_PARAMETERS:
         return f"Did you mean {parameter}?"
-    fix = fix_of(parameter, Door.PYTHON)
+    fix = fix_of(parameter, Api.PYTHON)
     return f"{fix[0].upper()}{fix[1:]}."

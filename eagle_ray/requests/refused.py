@@ -6,7 +6,7 @@ system has are refused with any value but null.
     >>> is_no_op("length_penalty", 1), is_no_op("length_penalty", 0.5), fix_of("random_seed")
     (True, False, 'use seed')
 
-Some of them are parameters of this system at other doors (``Door``): at those the table of ``parameters.py`` has them.
+Some of them are parameters of this system at other APIs (``Api``): at those the table of ``parameters.py`` has them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.requests.values import CHATS, EMPTY, LOGPROBS, Door
+from eagle_ray.requests.values import CHATS, EMPTY, LOGPROBS, Api
 from eagle_ray.text.strict_json import parse_json
 
-ANYWHERE = frozenset(Door)
-RESPONSES = frozenset({Door.RESPONSES})
-BODIES = ANYWHERE - {Door.JOB, Door.PYTHON}  # in a data set such a name is likely to be plain data
+ANYWHERE = frozenset(Api)
+RESPONSES = frozenset({Api.RESPONSES})
+BODIES = ANYWHERE - {Api.JOB, Api.PYTHON}  # in a data set such a name is likely to be plain data
 STATELESS = "no responses are kept; send the whole conversation"
 TEMPLATE = "give chat_template_kwargs, which the target's template reads"
 
@@ -39,7 +39,7 @@ class Refused:
         fix_of_response: what to do about it in a response, if chats have it.
         asks_if_empty: an empty list or object asks for something, too.
         is_label: any value asks for nothing: it is a label, or a hint for a cache.
-        doors: where its name is taken for the parameter.
+        apis: where its name is taken for the parameter.
     """
 
     name: str
@@ -50,36 +50,36 @@ class Refused:
     fix_of_response: str | None = None
     asks_if_empty: bool = False
     is_label: bool = False
-    doors: frozenset[Door] = ANYWHERE
+    apis: frozenset[Api] = ANYWHERE
 
-    def has_fix_at(self, door: Door) -> bool:
+    def has_fix_at(self, api: Api) -> bool:
         """Return whether it is a parameter of chats that a response has in another form."""
-        return self.fix_of_response is not None and door is Door.RESPONSES
+        return self.fix_of_response is not None and api is Api.RESPONSES
 
-    def empties_at(self, door: Door) -> tuple[Any, ...]:
-        """Return the empty values that ask for nothing: none of a parameter that the door has in another form."""
-        if self.has_fix_at(door):
+    def empties_at(self, api: Api) -> tuple[Any, ...]:
+        """Return the empty values that ask for nothing: none of a parameter that the API has in another form."""
+        if self.has_fix_at(api):
             return ()
         return ("",) if self.asks_if_empty else EMPTY
 
-    def no_op_at(self, door: Door) -> tuple[Any, ...]:
-        return self.no_op_of_chat if self.no_op_of_chat is not None and door in CHATS else self.no_op
+    def no_op_at(self, api: Api) -> tuple[Any, ...]:
+        return self.no_op_of_chat if self.no_op_of_chat is not None and api in CHATS else self.no_op
 
 
 REFUSED: Mapping[str, Refused] = {
     row.name: row
     for row in (
-        Refused("access_programs", doors=BODIES),
+        Refused("access_programs", apis=BODIES),
         Refused("add_generation_prompt", no_op=(True,)),
         Refused("add_special_tokens", no_op=(True,), no_op_of_chat=(False,)),
-        Refused("audio", doors=BODIES),
+        Refused("audio", apis=BODIES),
         Refused(
             "background",
             no_op=(False,),
             fix="leave it out; a response comes with its request, and only /v1/batches need no client",
-            doors=BODIES,
+            apis=BODIES,
         ),
-        Refused("background_options", doors=BODIES),
+        Refused("background_options", apis=BODIES),
         Refused("bad_words_ids"),
         Refused("beam_width"),
         Refused("begin_suppress_tokens"),
@@ -90,10 +90,10 @@ REFUSED: Mapping[str, Refused] = {
         Refused("cache_prompt", no_op=(True,)),
         Refused("cache_salt"),
         Refused("chat_template"),
-        Refused("chat_template_kwargs", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
-        Refused("context_management", doors=BODIES),
+        Refused("chat_template_kwargs", apis=frozenset({Api.COMPLETIONS, Api.TOKENIZE})),
+        Refused("context_management", apis=BODIES),
         Refused("continue_final_message", no_op=(False,)),
-        Refused("conversation", fix=STATELESS, doors=BODIES),
+        Refused("conversation", fix=STATELESS, apis=BODIES),
         Refused("custom_labels"),
         Refused("custom_logit_processor"),
         Refused("custom_params"),
@@ -103,7 +103,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("disagg_prefill_dp_rank"),
         Refused("diversity_penalty", no_op=(0,)),
         Refused("do_sample"),
-        Refused("documents", doors=BODIES),
+        Refused("documents", apis=BODIES),
         Refused("dry_allowed_length", no_op=(2,)),
         Refused("dry_base", no_op=(1.75,)),
         Refused("dry_multiplier", no_op=(0,)),
@@ -114,7 +114,7 @@ REFUSED: Mapping[str, Refused] = {
         Refused("early_stopping", no_op=(False,)),
         Refused("ebnf", use="grammar"),
         Refused("ec_transfer_params"),
-        Refused("echo", no_op=(False,), doors=BODIES),
+        Refused("echo", no_op=(False,), apis=BODIES),
         Refused("enable_response_messages", no_op=(False,)),
         Refused("enable_thinking", use="chat_template_kwargs"),
         Refused("encoder_repetition_penalty", no_op=(1,)),
@@ -141,16 +141,16 @@ REFUSED: Mapping[str, Refused] = {
         Refused("guided_regex", use="regex"),
         Refused("guided_whitespace_pattern"),
         Refused("id_slot", no_op=(-1,)),
-        Refused("image", doors=BODIES),
+        Refused("image", apis=BODIES),
         Refused("images_config"),
         Refused("include_reasoning", no_op=(True,)),
-        Refused("input_ids", doors=BODIES),
+        Refused("input_ids", apis=BODIES),
         Refused("kv_transfer_params"),
         Refused("length_penalty", no_op=(1,)),
         Refused("logit_processors"),
         Refused("logits_processors"),
         Refused("logprob_token_ids"),
-        Refused("logprobs", no_op=(False,), fix_of_response=f"give include: [{LOGPROBS!r}]", doors=RESPONSES),
+        Refused("logprobs", no_op=(False,), fix_of_response=f"give include: [{LOGPROBS!r}]", apis=RESPONSES),
         Refused("lora_path"),
         Refused("lora_request"),
         Refused("max_completion_tokens", use="max_tokens"),
@@ -162,12 +162,12 @@ REFUSED: Mapping[str, Refused] = {
         Refused(
             "max_tokens",
             fix_of_response="give max_output_tokens",
-            doors=RESPONSES,
+            apis=RESPONSES,
         ),
         Refused("max_tokens_to_sample", use="max_tokens"),
-        Refused("max_tool_calls", doors=BODIES),
+        Refused("max_tool_calls", apis=BODIES),
         Refused("media_io_kwargs"),
-        Refused("metadata", is_label=True, doors=BODIES),
+        Refused("metadata", is_label=True, apis=BODIES),
         Refused("min_dynamic_patch"),
         Refused("min_keep", no_op=(0,)),
         Refused("min_length", no_op=(0,)),
@@ -177,13 +177,13 @@ REFUSED: Mapping[str, Refused] = {
         Refused("mirostat_eta", no_op=(0.1,)),
         Refused("mirostat_tau", no_op=(5,)),
         Refused("mm_processor_kwargs"),
-        Refused("modalities", no_op=(["text"],), doors=BODIES),
-        Refused("moderation", doors=BODIES),
+        Refused("modalities", no_op=(["text"],), apis=BODIES),
+        Refused("moderation", apis=BODIES),
         Refused(
             "n",
             no_op=(1,),
             fix_of_response="a response has one answer; send several requests",
-            doors=RESPONSES,
+            apis=RESPONSES,
         ),
         Refused("n_keep", no_op=(0,)),
         Refused("n_predict", use="max_tokens"),
@@ -195,28 +195,28 @@ REFUSED: Mapping[str, Refused] = {
         Refused("num_beams", no_op=(1,)),
         Refused("num_predict", use="max_tokens"),
         Refused("num_return_sequences", no_op=(1,), use="n"),
-        Refused("parallel_tool_calls", no_op=(True, False), doors=frozenset({Door.COMPLETIONS})),
+        Refused("parallel_tool_calls", no_op=(True, False), apis=frozenset({Api.COMPLETIONS})),
         Refused("penalty_alpha"),
         Refused("post_sampling_probs", no_op=(False,)),
-        Refused("prediction", doors=BODIES),
+        Refused("prediction", apis=BODIES),
         Refused("previous_input_messages"),
-        Refused("previous_response", doors=BODIES),
-        Refused("previous_response_id", fix=STATELESS, doors=BODIES),
-        Refused("priority", no_op=(0,), doors=BODIES),
-        Refused("prompt_cache_key", is_label=True, doors=BODIES),
-        Refused("prompt_cache_options", is_label=True, doors=BODIES),
-        Refused("prompt_cache_retention", is_label=True, doors=BODIES),
+        Refused("previous_response", apis=BODIES),
+        Refused("previous_response_id", fix=STATELESS, apis=BODIES),
+        Refused("priority", no_op=(0,), apis=BODIES),
+        Refused("prompt_cache_key", is_label=True, apis=BODIES),
+        Refused("prompt_cache_options", is_label=True, apis=BODIES),
+        Refused("prompt_cache_retention", is_label=True, apis=BODIES),
         Refused("prompt_embeds"),
         Refused("prompt_logprobs", no_op=(False,)),
         Refused("random_seed", use="seed"),
-        Refused("reasoning", fix=TEMPLATE, doors=BODIES),
+        Refused("reasoning", fix=TEMPLATE, apis=BODIES),
         Refused("reasoning_effort", fix=TEMPLATE),
         Refused("renormalize_logits", no_op=(False,)),
         Refused("repeat_last_n", no_op=(64,)),
         Refused("repeat_penalty", no_op=(1,), use="repetition_penalty"),
         Refused("repetition_detection"),
-        Refused("request_id", doors=BODIES),
-        Refused("response_format", fix_of_response="give text.format", doors=RESPONSES),
+        Refused("request_id", apis=BODIES),
+        Refused("response_format", fix_of_response="give text.format", apis=RESPONSES),
         Refused("return_cached_tokens_details", no_op=(False,)),
         Refused("return_full_text", no_op=(False,)),
         Refused("return_hidden_states", no_op=(False,)),
@@ -225,58 +225,66 @@ REFUSED: Mapping[str, Refused] = {
         Refused("return_prompt_text", no_op=(False,)),
         Refused("return_prompt_token_ids", no_op=(False,)),
         Refused("return_routed_experts", no_op=(False,)),
-        Refused("return_token_ids", no_op=(False,), fix_of_response="use /v1/chat/completions", doors=BODIES),
+        Refused("return_token_ids", no_op=(False,), fix_of_response="use /v1/chat/completions", apis=BODIES),
         Refused("return_token_offsets", no_op=(False,)),
         Refused("return_tokens_as_token_ids", no_op=(False,)),
-        Refused("rid", doors=BODIES),
+        Refused("rid", apis=BODIES),
         Refused("routed_dp_rank"),
         Refused("routed_experts_prompt_start", no_op=(0,)),
         Refused("routed_experts_start_len", no_op=(0,)),
-        Refused("safety_identifier", is_label=True, doors=BODIES),
+        Refused("safety_identifier", is_label=True, apis=BODIES),
         Refused("sampling_params"),
         Refused("separate_reasoning", no_op=(True,)),
         Refused("sequence_bias"),
         Refused(
-            "service_tier", no_op=("auto", "default"), fix="all requests are served alike; leave it out", doors=BODIES
+            "service_tier",
+            no_op=("auto", "default"),
+            fix="all requests are served alike; leave it out",
+            apis=BODIES,
         ),
-        Refused("session_id", doors=BODIES),
+        Refused("session_id", apis=BODIES),
         Refused("session_params"),
         Refused("spaces_between_special_tokens", no_op=(True,)),
         Refused("stop_regex"),
         Refused("stop_sequences", use="stop"),
         Refused("stop_strings", use="stop"),
-        Refused("store", no_op=(False,), fix=STATELESS, doors=BODIES),
-        Refused("stream", no_op=(False,), doors=BODIES),
+        Refused("store", no_op=(False,), fix=STATELESS, apis=BODIES),
+        Refused("stream", no_op=(False,), apis=BODIES),
         Refused("stream_interval", no_op=(1,)),
-        Refused("stream_options", no_op=({"include_usage": False},), doors=BODIES),
+        Refused("stream_options", no_op=({"include_usage": False},), apis=BODIES),
         Refused("stream_reasoning", no_op=(True,)),
         Refused("structural_tag"),
         Refused(
             "structured_outputs",
             fix="give one of json, json_object, regex, choice and grammar, or json_schema in place of it",
         ),
-        Refused("suffix", doors=BODIES),
+        Refused("suffix", apis=BODIES),
         Refused("suppress_tokens"),
-        Refused("task", doors=BODIES),
+        Refused("task", apis=BODIES),
         Refused("tfs_z"),
         Refused("thinking_token_budget", no_op=(-1,), use="thinking_budget"),
         Refused("timings_per_token", no_op=(False,)),
-        Refused("tool_choice", no_op=("auto", "none"), doors=frozenset({Door.COMPLETIONS})),
-        Refused("tools", doors=frozenset({Door.COMPLETIONS, Door.TOKENIZE})),
+        Refused("tool_choice", no_op=("auto", "none"), apis=frozenset({Api.COMPLETIONS})),
+        Refused("tools", apis=frozenset({Api.COMPLETIONS, Api.TOKENIZE})),
         Refused("top_a"),
-        Refused("top_logprobs", no_op=(0,), fix="give their number as logprobs", doors=frozenset({Door.COMPLETIONS})),
+        Refused(
+            "top_logprobs",
+            no_op=(0,),
+            fix="give their number as logprobs",
+            apis=frozenset({Api.COMPLETIONS}),
+        ),
         Refused("top_n_tokens"),
         Refused("truncate_prompt_tokens"),
-        Refused("truncation", no_op=("disabled",), doors=BODIES),
+        Refused("truncation", no_op=("disabled",), apis=BODIES),
         Refused("truncation_side"),
         Refused("typical_p", no_op=(1,)),
         Refused("use_audio_in_video", no_op=(False,)),
         Refused("use_beam_search", no_op=(False,)),
-        Refused("user", is_label=True, doors=BODIES),
-        Refused("verbosity", no_op=("medium",), doors=BODIES),
+        Refused("user", is_label=True, apis=BODIES),
+        Refused("verbosity", no_op=("medium",), apis=BODIES),
         Refused("vllm_xargs"),
         Refused("watermarking", no_op=(False,)),
-        Refused("web_search_options", asks_if_empty=True, doors=BODIES),
+        Refused("web_search_options", asks_if_empty=True, apis=BODIES),
         Refused("xtc_probability", no_op=(0,)),
         Refused("xtc_threshold", no_op=(0.1,)),
     )
@@ -284,21 +292,21 @@ REFUSED: Mapping[str, Refused] = {
 NULL_TEXTS = ("none", "nan", "na", "n/a")  # texts with which CSV files mark a value that is not there
 
 
-def fix_of(name: str, door: Door = Door.JOB) -> str:
-    """Return what to do about a parameter that a door refuses."""
-    row = _row_at(name, door) or Refused(name)
-    if row.has_fix_at(door) and row.fix_of_response is not None:
+def fix_of(name: str, api: Api = Api.JOB) -> str:
+    """Return what to do about a parameter that an API refuses."""
+    row = _row_at(name, api) or Refused(name)
+    if row.has_fix_at(api) and row.fix_of_response is not None:
         return row.fix_of_response
     if row.use is None:
         return row.fix
-    used = _row_at(row.use, door)
+    used = _row_at(row.use, api)
     return used.fix_of_response if used is not None and used.fix_of_response is not None else f"use {row.use}"
 
 
-def refusal(name: str, value: Any, door: Door) -> str:
-    """Return why the value of a parameter that a door does not have is refused, and what to do about it."""
-    row, fix = _row_at(name, door), fix_of(name, door)
-    if row is not None and row.has_fix_at(door):
+def refusal(name: str, value: Any, api: Api) -> str:
+    """Return why the value of a parameter that an API does not have is refused, and what to do about it."""
+    row, fix = _row_at(name, api), fix_of(name, api)
+    if row is not None and row.has_fix_at(api):
         return fix
     return f"{reprlib.repr(value)} asks for what this system does not do; {fix}"
 
@@ -312,27 +320,27 @@ def has_effect(name: str, value: Any) -> bool:
     return value == value and value not in EMPTY and not is_no_op(name, value)
 
 
-def is_no_op(name: str, value: Any, door: Door = Door.JOB) -> bool:
-    """Return whether a JSON value of a parameter that the door does not have asks for nothing."""
-    value, row = _without_nulls(value), _row_at(name, door)
+def is_no_op(name: str, value: Any, api: Api = Api.JOB) -> bool:
+    """Return whether a JSON value of a parameter that the API does not have asks for nothing."""
+    value, row = _without_nulls(value), _row_at(name, api)
     if value is None or row is None:
         return value is None
     if row.is_label:
         return True
     if value in EMPTY:
-        return value in row.empties_at(door)
-    return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(door))
+        return value in row.empties_at(api)
+    return any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in row.no_op_at(api))
 
 
 @functools.cache
-def refused_at(door: Door) -> Mapping[str, Refused]:
-    """Return the rows whose names are taken for parameters at a door."""
-    return {name: row for name, row in REFUSED.items() if door in row.doors}
+def refused_at(api: Api) -> Mapping[str, Refused]:
+    """Return the rows whose names are taken for parameters at an API."""
+    return {name: row for name, row in REFUSED.items() if api in row.apis}
 
 
-def _row_at(name: str, door: Door) -> Refused | None:
+def _row_at(name: str, api: Api) -> Refused | None:
     row = REFUSED.get(name)
-    return row if row is not None and door in row.doors else None
+    return row if row is not None and api in row.apis else None
 
 
 def _parse_if_json(value: Any) -> Any:

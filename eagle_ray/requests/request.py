@@ -27,7 +27,7 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import TEMPLATE_KEY, ColumnPath, RequestColumns, RowLocation, location_of
 from eagle_ray.requests.messages import parse_messages
-from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Door, SamplingParams, merged_values, two_forms
+from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, SamplingParams, merged_values, two_forms
 from eagle_ray.requests.row_schema import REQUEST, table_of
 from eagle_ray.requests.values import (
     Boolean,
@@ -192,7 +192,7 @@ def table_of_requests(requests: Iterable[Request]) -> pa.Table:
     return table_of([request.to_row() for request in requests], REQUEST)
 
 
-_SAMPLING_KINDS = [(name, parameter.kind_at(Door.JOB)) for name, parameter in SAMPLING.items()]
+_SAMPLING_KINDS = [(name, parameter.kind_at(Api.JOB)) for name, parameter in SAMPLING.items()]
 InputRow = dict[str, Any] | RequestError
 """A row's columns, or why the line is no row. A value that cannot be read is a RequestError in its column."""
 UNCARRIED = "__uncarried__"
@@ -201,7 +201,7 @@ UNCARRIED = "__uncarried__"
 
 def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> Request:
     """Return the request of one row, without carried columns."""
-    asked: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     bad: RequestError | None = None
     try:
         if isinstance(row, RequestError):
@@ -209,7 +209,7 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         if (error := unreadable(row)) is not None:
             raise error
         _explicit_id(row, columns.id)
-        asked = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": chat_of(row)}
+        parsed = _prompt_of(row, columns) | {"sampling": _sampling_of(row), "chat": chat_of(row)}
         if isinstance(uncarried := row.get(UNCARRIED), RequestError):
             raise uncarried
     except RequestError as error:
@@ -220,7 +220,7 @@ def parse_row(row: InputRow, columns: RequestColumns, location: RowLocation) -> 
         row_index=location.position.row,
         source_line=location.position.line,
         error=bad,
-        **asked,
+        **parsed,
     )
 
 
@@ -276,15 +276,15 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
     if columns.template is not None:
         prompt = columns.template.prompt_of(row)
         return {"prompt": prompt} if isinstance(prompt, str) else {"messages": parse_messages(prompt, TEMPLATE_KEY)}
-    found = {name: path.value_in(row) for name, path in columns.prompts.items()}
-    found = {name: value for name, value in found.items() if value is not None}
-    if not found:
+    prompts = {name: path.value_in(row) for name, path in columns.prompts.items()}
+    prompts = {name: value for name, value in prompts.items() if value is not None}
+    if not prompts:
         names = " or ".join(_column_and_key(name, path) for name, path in columns.prompts.items())
         raise RequestError("prompt_missing", f"column {names} is absent or null: give the row exactly one prompt")
-    if len(found) > 1:
-        both = " and ".join(repr(columns.prompts[name].text) for name in found)
+    if len(prompts) > 1:
+        both = " and ".join(repr(columns.prompts[name].text) for name in prompts)
         raise RequestError("prompt_ambiguous", f"columns {both} are set: keep one, or name the one in input.columns")
-    [(name, value)] = found.items()
+    [(name, value)] = prompts.items()
     parse = {"prompt": _text, "messages": parse_messages, "prompt_token_ids": _token_ids, "turns": _turns}[name]
     return {"user_turns" if name == "turns" else name: parse(value, columns.prompts[name].text)}
 
@@ -303,20 +303,21 @@ def _text(value: Any, column: str) -> str:
 
 
 def _turns(value: Any, column: str) -> list[str]:
+    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(_list(value, column, "texts", "turn"))]
+
+
+def _list(value: Any, column: str, form: str, item: str) -> list[Any]:
+    """Return a list that is not empty. Raises RequestError."""
     value = _parse_if_json(value, column)
     if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of texts, got {describe_value(value)}")
+        raise RequestError("bad_type", f"column {column!r} must be a list of {form}, got {describe_value(value)}")
     if not value:
-        raise RequestError("prompt_empty", f"column {column!r} holds no turn: give at least one")
-    return [_text(turn, f"{column}[{i}]") for i, turn in enumerate(value)]
+        raise RequestError("prompt_empty", f"column {column!r} holds no {item}: give at least one")
+    return value
 
 
 def _token_ids(value: Any, column: str) -> list[int]:
-    value = _parse_if_json(value, column)
-    if not isinstance(value, list):
-        raise RequestError("bad_type", f"column {column!r} must be a list of integers, got {describe_value(value)}")
-    if not value:
-        raise RequestError("prompt_empty", f"column {column!r} holds no token id: give at least one")
+    value = _list(value, column, "integers", "token id")
     for i, token in enumerate(value):
         if type(token) is not int or not 0 <= token < 2**63:
             raise RequestError(
@@ -360,7 +361,7 @@ def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, 
 
     Objects and lists may be JSON texts; a null key of a tool is absent.
     """
-    found: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for name, parameter in CHAT.items():
         if values.get(name) is None or (value := _parse_if_json(values[name], name)) is None:
             continue
@@ -370,25 +371,25 @@ def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, 
             value = _without_null_keys(value)
         where = place.format(name)
         try:
-            value = parameter.kind_at(Door.JOB).check(value)
+            value = parameter.kind_at(Api.JOB).check(value)
         except WrongValue as error:
             raise RequestError("bad_type", f"{where} must be {error.form}, got {describe_value(value)}") from None
         except ValueError as error:
             part, _, problem = str(error).partition(":")
             raise RequestError("bad_type", f"{place.format(part)}:{problem}") from None
         if isinstance(parameter.kind, Boolean):
-            found[name] = value
+            values_by_name[name] = value
         elif value:
-            found[name] = json_text(where, value)
-    return found
+            values_by_name[name] = json_text(where, value)
+    return values_by_name
 
 
 def _without_null_keys(value: Any) -> Any:
     """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
     if not isinstance(value, dict):
         return value
-    kept = {key: x for key, x in value.items() if x is not None}
-    function = kept.get("function")
+    given = {key: x for key, x in value.items() if x is not None}
+    function = given.get("function")
     if isinstance(function, dict):
-        kept["function"] = {key: x for key, x in function.items() if x is not None}
-    return kept
+        given["function"] = {key: x for key, x in function.items() if x is not None}
+    return given

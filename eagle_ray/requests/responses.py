@@ -1,6 +1,6 @@
 """OpenAI's /v1/responses: its request as that of a chat, and its answer made of a chat's.
 
->>> messages_of([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
+>>> messages_of_items([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
 [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
 
 Items are those that a client writes, and those of an earlier response's output that it sends back. A reasoning item and
@@ -26,22 +26,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Door
+from eagle_ray.requests.parameters import BODY, LOGPROBS, RESPONSE_CHOICE_FORM, Api
 from eagle_ray.requests.refused import fix_of
 from eagle_ray.requests.structured import response_format_text
-from eagle_ray.requests.values import bad_value, checked, missing, unsupported
+from eagle_ray.requests.values import Json, bad_value, checked, missing, unsupported
 from eagle_ray.text.chat_format import template_arguments
 from eagle_ray.text.strict_json import HalfSurrogate, JsonError
 
-Json = dict[str, Any]
-OWN = {name: row for name, row in BODY.items() if row.doors == {Door.RESPONSES}}  # parameters of responses alone
+OWN = {name: row for name, row in BODY.items() if row.apis == {Api.RESPONSES}}  # parameters of responses alone
 ROLES = ("system", "developer", "user", "assistant")
 LABELS = ("type", "id", "status", "phase")  # of an item of an earlier output: they say nothing of its text
 PART_KEYS = ("type", "text", "annotations", "logprobs")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def messages_of(items: str | list[Json], instructions: str | None) -> list[Json]:
+def messages_of_items(items: str | list[Json], instructions: str | None) -> list[Json]:
     """Return the messages that the items and the instructions are. Raises RequestError that names the wrong item."""
     messages: list[Json] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
@@ -174,7 +173,7 @@ def check_response(given: Json) -> None:
     """Raise RequestError for what no response has. given: values of their kinds, without nulls."""
     for name, value in given.get("reasoning", {}).items():
         if value is not None:
-            raise unsupported(f"reasoning.{name}", fix_of("reasoning", Door.RESPONSES))
+            raise unsupported(f"reasoning.{name}", fix_of("reasoning", Api.RESPONSES))
     include = given.get("include", [])
     if other := [name for name in include if name != LOGPROBS]:
         raise unsupported("include", f"{other[0]!r} is not made here; leave it out")
@@ -185,13 +184,13 @@ def check_response(given: Json) -> None:
 def chat_values(given: Json) -> Json:
     """Return the values of a chat completion that answers a response of these values. Raises RequestError."""
     chat = {name: value for name, value in given.items() if name not in OWN}
-    chat["messages"] = messages_of(given["input"], given.get("instructions"))
+    chat["messages"] = messages_of_items(given["input"], given.get("instructions"))
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
     if isinstance(tools := given.get("tools"), list) and all(isinstance(tool, dict) for tool in tools):
         chat["tools"] = [chat_tool(tool, i) for i, tool in enumerate(tools)]
     if "tool_choice" in given:
-        chat["tool_choice"] = chat_choice(given["tool_choice"])
+        chat["tool_choice"] = chat_tool_choice(given["tool_choice"])
     if (form := _response_format(given.get("text", {}))) is not None:
         chat["response_format"] = form
     if given.get("include"):
@@ -208,7 +207,7 @@ def chat_tool(tool: Json, index: int) -> Json:
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def chat_choice(choice: str | Json | None) -> str | Json | None:
+def chat_tool_choice(choice: str | Json | None) -> str | Json | None:
     if not isinstance(choice, Mapping):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):

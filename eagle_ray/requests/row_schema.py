@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 
-from eagle_ray.requests.parameters import CHAT, SAMPLING, Door, Parameter
+from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, Parameter
 
 SCHEMA_VERSION = b"1"  # the major version: a reader refuses another one
 VERSION_KEY = b"eagle_ray.schema_version"
@@ -42,7 +42,7 @@ _ARROW_TYPES = {
 
 
 def _fields_of(parameters: Mapping[str, Parameter]) -> tuple[pa.Field, ...]:
-    return tuple(pa.field(name, _ARROW_TYPES[row.kind_at(Door.JOB).arrow]) for name, row in parameters.items())
+    return tuple(pa.field(name, _ARROW_TYPES[row.kind_at(Api.JOB).arrow]) for name, row in parameters.items())
 
 
 SAMPLING_FIELDS = _fields_of(

@@ -30,7 +30,7 @@ from functools import reduce
 from itertools import count, groupby
 from typing import Any
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import (
     FinishedAnswer,

@@ -24,7 +24,7 @@ from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.output_text import TextOptions
-from eagle_ray.text.tokenizer import Tokenizer
+from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 MAX_BAD_WORDS_CHARS = 1 << 16  # of all words together, each of which is tokenized twice
 CATEGORY = "category"  # a carried column: rows of a category are expected to have outputs of similar length
@@ -32,9 +32,9 @@ CATEGORY = "category"  # a carried column: rows of a category are expected to ha
 
 @dataclass(frozen=True, slots=True)
 class SequenceMaker:
-    """Makes the sequences of one request from what they share. tokenizer: the target's, if it has one."""
+    """Makes the sequences of one request from what they share."""
 
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     text_options: TextOptions
     bad_word_ids: WordIds
     grammar: GrammarSpec | None
@@ -45,7 +45,7 @@ class SequenceMaker:
         cls,
         sampling: SamplingParams,
         chat_options: ChatOptions | None,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         prompt_ids: list[int],
     ) -> SequenceMaker:
         """Raises RequestError if the request cannot be answered.
@@ -62,13 +62,12 @@ class SequenceMaker:
     def sequence(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, category: str = ""
     ) -> Sequence:
-        stops = sampling.stop
         return Sequence(
             request_id=request_id,
             prompt_ids=prompt_ids,
             sampling=sampling,
             category=category,
-            stop_check=_require(self.tokenizer, "stop").stop_check(stops, self.text_options) if stops else None,
+            stop_check=self.tokenizer.stop_check(sampling.stop, self.text_options),
             bad_word_ids=self.bad_word_ids,
             grammar_spec=self.grammar,
             reasoning=self.reasoning,
@@ -80,7 +79,7 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return the first n samples (None: all), in order. Raises RequestError if the request cannot be answered.
 
-    text: the target's tokenizer; without one, only prompt_token_ids without `stop` and `bad_words` can be answered.
+    tokenizer: the target's; without one, only prompt_token_ids without `stop` and `bad_words` can be answered.
     """
     return _sequences(request, config, tokenizer, range(request.num_samples(config) if n is None else n))
 
@@ -95,6 +94,7 @@ def _sequences(
     request: Request, config: JobConfig, tokenizer: Tokenizer | None, samples: Iterable[int]
 ) -> list[Sequence]:
     request.check()
+    tokenizer = tokenizer or NullTokenizer()
     chat_options = request.chat_options(config)
     prompt_ids = prompt_ids_of(request, tokenizer, chat_options)
     sampling = request.sampling_params(config)
@@ -107,12 +107,8 @@ def _sequences(
     ]
 
 
-def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
+def bad_word_ids_of(words: list[str], tokenizer: Tokenizer) -> WordIds:
     """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
-    if not words:
-        return ()
-    if tokenizer is None:
-        raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
     if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
         message = (
             f"bad_words: must be at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars}. Leave some out"
@@ -122,7 +118,7 @@ def bad_word_ids_of(words: list[str], tokenizer: Tokenizer | None) -> WordIds:
 
 
 def answer_grammar(
-    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
 ) -> GrammarSpec | None:
     """Return what an answer must be, by its tools or by its sampling parameters; None if it is free.
 
@@ -132,7 +128,7 @@ def answer_grammar(
         options: of an answer to messages; None for other prompts.
     """
     spec = GrammarSpec.of(sampling)
-    if options is None or tokenizer is None:
+    if options is None:
         return spec
     chat_format = tokenizer.chat_format
     reasoning = reasoning_at(chat_format.reasoning_parser, tokenizer.prompt_end(prompt_ids))
@@ -149,7 +145,7 @@ def answer_grammar(
 
 
 def bounded_reasoning(
-    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer | None, prompt_ids: list[int]
+    sampling: SamplingParams, options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
 ) -> ReasoningIds | None:
     """Return the markers of the reasoning that thinking_budget bounds; None if there is nothing to bound.
 
@@ -163,8 +159,6 @@ def bounded_reasoning(
     if options is None:
         message = "thinking_budget: only with messages. Leave it out of requests with other prompts"
         raise RequestError("invalid_sampling", message)
-    if tokenizer is None:
-        return None  # without one, messages are refused
     parser = tokenizer.chat_format.reasoning_parser
     if parser is None:
         message = "the target's answers have no reasoning that is known. Leave it out, or set model.reasoning_parser"
@@ -192,13 +186,13 @@ def text_options(sampling: SamplingParams) -> TextOptions:
     )
 
 
-def prompt_ids_of(request: Request, tokenizer: Tokenizer | None, options: ChatOptions) -> list[int]:
+def prompt_ids_of(request: Request, tokenizer: Tokenizer, options: ChatOptions) -> list[int]:
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids
     if (messages := request.turn_messages) is not None:
-        return _require(tokenizer, "messages").encode_chat(template_messages(messages), options)
+        return tokenizer.encode_chat(template_messages(messages), options)
     assert request.prompt is not None, "a request without an error has a prompt"
-    return _require(tokenizer, "prompt").encode(request.prompt)
+    return tokenizer.encode(request.prompt)
 
 
 def prompt_text_of(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> str | None:
@@ -224,9 +218,3 @@ def _check_logprobs(sampling: SamplingParams) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         if getattr(sampling, name) and not sampling.logprobs:
             raise RequestError("invalid_sampling", f"{name}: only with logprobs. Set logprobs to true")
-
-
-def _require(tokenizer: Tokenizer | None, column: str) -> Tokenizer:
-    if tokenizer is None:
-        raise RequestError("no_tokenizer", f"the target has no tokenizer, so {column!r} cannot be used: give token ids")
-    return tokenizer

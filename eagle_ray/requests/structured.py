@@ -128,10 +128,10 @@ def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
     given = body.get("structured_outputs")
     if not isinstance(given, dict):
         return body
-    asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    if not asked.keys() <= KEY_BY_VLLM_NAME.keys():
+    requested = {name: value for name, value in given.items() if value is not None and value is not False}
+    if not requested.keys() <= KEY_BY_VLLM_NAME.keys():
         return body
-    own = {KEY_BY_VLLM_NAME[name]: value for name, value in asked.items()}
+    own = {KEY_BY_VLLM_NAME[name]: value for name, value in requested.items()}
     if any(body.get(name) is not None for name in own):
         return body
     return {name: value for name, value in body.items() if name != "structured_outputs"} | own

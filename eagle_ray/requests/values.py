@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import response_format_text, schema_text
@@ -36,7 +36,7 @@ PANDAS_NULLS = ("NAType", "NaTType")  # names of types: pandas is not imported h
 JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
 
 
-class Door(Enum):
+class Api(Enum):
     """Where a request comes in."""
 
     JOB = "a job's configuration and rows"
@@ -49,9 +49,9 @@ class Door(Enum):
     PYTHON = "SamplingParams"
 
 
-CHATS = frozenset({Door.CHAT, Door.RESPONSES})
-HTTP = CHATS | {Door.COMPLETIONS}
-EVERYWHERE = HTTP | {Door.JOB, Door.PYTHON}
+CHATS = frozenset({Api.CHAT, Api.RESPONSES})
+HTTP = CHATS | {Api.COMPLETIONS}
+EVERYWHERE = HTTP | {Api.JOB, Api.PYTHON}
 
 
 class WrongValue(ValueError):
@@ -235,34 +235,19 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Boolean(Kind):
+    """True or false. is_off: false alone, what a client may switch off and not on."""
+
     form: str = "true or false"
+    is_off: bool = False
     arrow = "bool"
 
     def check(self, value: Any) -> bool:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) or (value and self.is_off):
             raise self.wrong(value)
         return value
 
     def schema(self) -> Json:
-        return {"type": "boolean"}
-
-
-@dataclass(frozen=True)
-class FlagOrCount(Kind):
-    """True or False, or a number of the likeliest tokens: how vLLM's Python API asks for log-probabilities."""
-
-    high: int
-    form: str = ""
-
-    def check(self, value: Any) -> bool | int:
-        if isinstance(value, bool):
-            return value
-        if not is_integer(value) or not 0 <= value <= self.high:
-            raise self.wrong(value)
-        return int(value)
-
-    def schema(self) -> Json:
-        return {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": self.high}]}
+        return ({"const": False} if self.is_off else {}) | {"type": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -423,40 +408,49 @@ class LogitBias(Kind):
 
 
 @dataclass(frozen=True)
-class JsonSchema(Kind):
-    """A JSON schema, as an object or as JSON text; it is kept as text, whose order of keys is that of the output."""
+class JsonText(Kind):
+    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output.
+
+    Attributes:
+        text_of: returns the text of a value. Raises ValueError; one of the JSON itself is the reason of the WrongValue.
+    """
 
     form: str = ""
+    text_of: ClassVar[Callable[[Any], Any]]
+
+    def check(self, value: Any) -> str:
+        try:
+            return str(self.text_of(value))
+        except (JsonError, json.JSONDecodeError) as error:
+            raise WrongValue(self.form, value, reason=str(error)) from None
+        except ValueError:
+            raise self.wrong(value) from None
+
+    def of_column(self, value: Any) -> Any:
+        return whole_number(parsed_if_json(value))
+
+
+@dataclass(frozen=True)
+class JsonSchema(JsonText):
+    text_of = staticmethod(schema_text)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
         return ("",)  # {} is a schema
-
-    def check(self, value: Any) -> str:
-        return _json_text(self, schema_text, value)
-
-    def of_column(self, value: Any) -> Any:
-        return whole_number(parsed_if_json(value))
 
     def schema(self) -> Json:
         return {"anyOf": [{"type": ["object", "boolean"]}, JSON_TEXT]}
 
 
 @dataclass(frozen=True)
-class ResponseFormat(Kind):
-    """OpenAI's response_format, as an object or as JSON text; it is kept as text."""
+class ResponseFormat(JsonText):
+    """OpenAI's response_format."""
 
-    form: str = ""
+    text_of = staticmethod(response_format_text)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
         return ("", {})
-
-    def check(self, value: Any) -> str:
-        return _json_text(self, response_format_text, value)
-
-    def of_column(self, value: Any) -> Any:
-        return whole_number(parsed_if_json(value))
 
     def schema(self) -> Json:
         any_schema: Json = {"type": ["object", "boolean"]}
@@ -486,16 +480,6 @@ class Checked(Kind):
 
     def schema(self) -> Json:
         return self.json
-
-
-def _json_text(kind: Kind, text_of: Any, value: Any) -> str:
-    """Return the JSON text of a value. An error of the JSON itself is the reason of the WrongValue."""
-    try:
-        return str(text_of(value))
-    except (JsonError, json.JSONDecodeError) as error:
-        raise WrongValue(kind.form, value, reason=str(error)) from None
-    except ValueError:
-        raise kind.wrong(value) from None
 
 
 def object_schema(**properties: Json) -> Json:
@@ -543,21 +527,6 @@ class OneOf(Kind):
     def schema(self) -> Json:
         values = {"const": self.values[0]} if len(self.values) == 1 else {"enum": [*self.values]}
         return values | {"type": "string"}
-
-
-@dataclass(frozen=True)
-class No(Kind):
-    """False: what a client may switch off and not on."""
-
-    form: str = ""
-
-    def check(self, value: Any) -> bool:
-        if value is not False:
-            raise self.wrong(value)
-        return False
-
-    def schema(self) -> Json:
-        return {"const": False, "type": "boolean"}
 
 
 @dataclass(frozen=True)

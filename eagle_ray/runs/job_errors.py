@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.storage.storage_errors import FileDamaged, NotSupported
+from eagle_ray.storage.store import FileDamaged, NotSupported
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,27 +15,40 @@ A run's code names the record's directory ``output``; `data_of` gives the direct
 
 Every JSON record is checked when it is read (``config/records.py``). A record that nothing else says is `OutputDamaged`
 if it is damaged; one that can be made again is left out, with a warning.
+
+``_run.json`` names the list of the input files that a run was made from, with their fingerprints:
+``_inputs-<random>.json``. It is a file of its own because every writer reads ``_run.json`` before it publishes: with a
+hundred thousand input files that would be 22 MB for each part file. Another list is another file with a name that was
+never used. So ``_run.json`` names a list that is there and does not change, also after a kill between the two, and what
+a late driver deletes is never the list of a later one.
+
+    manifest["inputs"] = write_inputs(output, {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}, {})
+    manifest["inputs"]
+    # {'files': 1, 'bytes': 12, 'list': '_inputs-5c1f0a9e2b47.json', 'checksum': 2210316158}
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
 from eagle_ray.config import JobConfig, changed_keys, recorded, upgrade_config
-from eagle_ray.config.records import RecordKind, ShardPlanRecord, check_record
-from eagle_ray.config.shard import parse_shard
+from eagle_ray.config.job import parse_shard
+from eagle_ray.config.records import FingerprintsRecord, InputListRecord, RecordKind, ShardPlanRecord, check_record
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch, StorageUnavailable, outcome_of
 from eagle_ray.runs.row_index import SIZE, Digests
-from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
-from eagle_ray.storage.storage_errors import check_bucket, remedy_of
+from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_json_bytes
+from eagle_ray.storage.store import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
@@ -48,6 +61,11 @@ SHARD_PLAN = "_shards.json"
 SHARDS_REMEDY = "Choose another output.path, or delete this one to start again"
 _SHARD_NAME = re.compile(r"\d{4}-of-\d{4}")
 _WORD = 8  # bytes of a digest that are read as a number
+INPUTS = "_inputs-{}.json"
+FORMAT_WITH_INPUTS = 1  # of a _run.json that has the fingerprints in itself
+NOT_CONTENT = ("digest", "state")  # keys of a fingerprint that do not say when, or as what, a file was written
+
+Fingerprint = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +132,21 @@ def output_of(config: JobConfig) -> StoragePath:
 
     It is output.path, or the shard's directory below.
     """
-    try:
-        root = StoragePath.of(config.output.path)
-    except ValueError as error:
-        raise ConfigError(f"output.path: {error}") from None
+    root = named_path("output.path", config.output.path)
     return shard_output(root, JobShard.of(config.execution.shard)) if config.execution.shard else root
 
 
 @contextmanager
-def wrap_os_errors(output: StoragePath) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names output.path, or into StorageUnavailable if it may pass."""
+def wrap_os_errors(output: StoragePath, key: str = "output.path") -> Iterator[None]:
+    """Turn an OSError into a ConfigError, or into StorageUnavailable if it may pass.
+
+    key: of the configuration, which the message names.
+    """
     try:
         yield
     except OSError as error:
         reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror or error
-        problem = f"output.path: cannot write to {error.filename or output}: {reason}"
+        problem = f"{key}: cannot write to {error.filename or output}: {reason}"
         if outcome_of(error).is_transient:
             raise StorageUnavailable(f"{problem}. {remedy_of(error)}") from error
         raise ConfigError(f"{problem}. Choose a directory that can be written.") from error
@@ -237,3 +255,92 @@ def _shard_names(root: StoragePath) -> list[str]:
 def shard_outputs(root: StoragePath, count: int) -> dict[JobShard, StoragePath]:
     """Return the directory of each shard's record."""
     return {shard: shard_output(root, shard) for shard in JobShard.all_of(count)}
+
+
+def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
+    """Return the fingerprints by path. Raises OutputDamaged if the list is gone or is not the one that was written."""
+    noted = manifest["inputs"]
+    if manifest.get("format_version") == FORMAT_WITH_INPUTS:
+        return _checked(output, output / RUN, FingerprintsRecord, noted)
+    name = _name_in(noted)
+    if name is None:
+        raise _damaged(output, output / RUN, "it names no list of its input files")
+    _checked(output, output / RUN, InputListRecord, noted)
+    try:
+        data = (output / name).read_bytes()
+    except FileNotFoundError as error:
+        check_bucket(error)
+        raise _damaged(output, output / name, "it is gone") from None
+    try:
+        value = parse_json_bytes(data)
+    except ValueError as error:
+        raise _damaged(output, output / name, one_line(error)) from None
+    inputs = _checked(output, output / name, FingerprintsRecord, value)
+    if noted.get("checksum", zlib.crc32(data)) != zlib.crc32(data) or _totals(inputs).items() - noted.items():
+        raise _damaged(output, output / name, "it is not what was written")
+    return inputs
+
+
+def _checked(output: StoragePath, file: StoragePath, kind: RecordKind, value: Any) -> dict[str, Any]:
+    try:
+        check_record(kind, value)
+    except ValueError as error:
+        raise _damaged(output, file, str(error)) from None
+    return dict(value)
+
+
+def _name_in(noted: Any) -> str | None:
+    name = noted.get("list") if isinstance(noted, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _totals(inputs: Mapping[str, Fingerprint]) -> dict[str, int]:
+    return {"files": len(inputs), "bytes": sum(each["size"] for each in inputs.values())}
+
+
+def _damaged(output: StoragePath, file: StoragePath, reason: str) -> OutputDamaged:
+    return OutputDamaged(
+        f"{file} is damaged ({reason}). It has the input files of {output}: put it back from a copy, record them as "
+        "they are now with eagle-ray repair, choose another output.path, or start again with --overwrite."
+    )
+
+
+def write_inputs(output: StoragePath, inputs: Mapping[str, Fingerprint], noted: Any) -> dict[str, Any]:
+    """Write the list, unless it is the one that is noted, and return what ``_run.json`` has of it.
+
+    noted: what ``_run.json`` had of the last one.
+    """
+    data = json.dumps(inputs, separators=(",", ":")).encode()
+    name = _name_in(noted)
+    if name is None or not (output / name).exists() or (output / name).read_bytes() != data:
+        name = INPUTS.format(uuid4().hex[:12])
+        (output / name).write_atomic(data)
+    return _totals(inputs) | {"list": name, "checksum": zlib.crc32(data)}
+
+
+def input_lists(output: StoragePath) -> list[StoragePath]:
+    """Return the lists that are there: the current one, and those of attempts that were killed."""
+    return output.glob(INPUTS.format("*"))
+
+
+def changed_files(recorded: Mapping[str, Fingerprint], current: Mapping[str, Fingerprint]) -> str:
+    """Return the files that are not as they are recorded, with what changed of each; empty if none. New files are not
+    among them.
+    """
+    changes = {path: what_changed(recorded.get(path, now), now) for path, now in current.items()}
+    return ", ".join(f"{path} ({change})" for path, change in changes.items() if change)
+
+
+def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
+    """Return what changed, or None."""
+    if was["size"] != now["size"]:
+        return f"{was['size']:,} bytes then, {now['size']:,} now"
+    if "digest" in was and "digest" in now:
+        return None if was["digest"] == now["digest"] else "its content"
+    stamps = [{key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)]
+    return None if stamps[0] == stamps[1] else "its content" if "etag" in now else "its time; its content is not noted"
+
+
+def content_of(fingerprint: Fingerprint) -> str:
+    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
+    return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"

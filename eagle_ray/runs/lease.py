@@ -41,9 +41,8 @@ import psutil
 
 from eagle_ray.runs.job_errors import FencedError, JobError, OutputDamaged, OutputLocked, StorageUnavailable
 from eagle_ray.runs.layout import wrap_os_errors
-from eagle_ray.storage.path import FileVersion, StoragePath, json_bytes, parse_json_bytes
-from eagle_ray.storage.retry_budget import disable_extended_retries
-from eagle_ray.storage.storage_errors import check_bucket, is_bucket_missing
+from eagle_ray.storage.path import StoragePath, json_bytes, parse_json_bytes
+from eagle_ray.storage.store import FileVersion, check_bucket, disable_extended_retries, is_bucket_missing
 
 log = logging.getLogger("eagle_ray")
 LOCK = "_lock"
@@ -170,16 +169,16 @@ class BucketLease(Lease):
 
     def try_take(self) -> bool:
         try:
-            found, stamp = self._read()
+            record, stamp = self._read()
         except FileNotFoundError as error:
             check_bucket(error)
             return self._write(None) and self._begin()
-        if found["holder"] is None:
+        if record["holder"] is None:
             return self._write(stamp) and self._begin()
-        self.holder = found["holder"]
-        self._seen = self._seen or Watched(found["token"], stamp, time.monotonic())
-        self._seen.update(found["token"], stamp)
-        if not (self._seen.is_stale() or _has_ended_here(found)) or not self._write(stamp):
+        self.holder = record["holder"]
+        self._seen = self._seen or Watched(record["token"], stamp, time.monotonic())
+        self._seen.update(record["token"], stamp)
+        if not (self._seen.is_stale() or _has_ended_here(record)) or not self._write(stamp):
             return False
         log.info("%s: its holder, %s, gives no sign of life: taken over", self.output, self.holder)
         return self._begin()
@@ -221,9 +220,9 @@ class BucketLease(Lease):
         disable_extended_retries()
         while not self._closing.wait(HEARTBEAT_S):
             try:
-                found, stamp = self._read()
-                if found["token"] != self._token or not self._write(stamp):
-                    self._lose(FencedError(f"{found['holder'] or 'another driver'} has taken {self.output} over"))
+                record, stamp = self._read()
+                if record["token"] != self._token or not self._write(stamp):
+                    self._lose(FencedError(f"{record['holder'] or 'another driver'} has taken {self.output} over"))
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and not is_bucket_missing(error):
                     self._lose(OutputDamaged(f"{self._file} was deleted while this driver held it"))
@@ -271,9 +270,9 @@ class BucketLease(Lease):
     def _read(self) -> tuple[dict[str, Any], FileVersion]:
         data, stamp = self._file.read_with_version()
         with suppress(ValueError):
-            found = parse_json_bytes(data)
-            if isinstance(found, dict) and found.keys() >= {"holder", "token"}:
-                return found, stamp
+            record = parse_json_bytes(data)
+            if isinstance(record, dict) and record.keys() >= {"holder", "token"}:
+                return record, stamp
         return {"holder": "another program", "token": None}, stamp  # not a lease: watched like one
 
 
@@ -369,10 +368,10 @@ def _start_time(pid: int) -> str | None:
         return None
 
 
-def _has_ended_here(found: dict[str, Any]) -> bool:
+def _has_ended_here(record: dict[str, Any]) -> bool:
     """Return whether the holder was a process of this machine, since its last start, that has ended."""
     try:
-        return found["boot"] == _boot() != "" and Process.of(found["process"]).is_gone() is True
+        return record["boot"] == _boot() != "" and Process.of(record["process"]).is_gone() is True
     except (KeyError, TypeError):  # of an earlier version, or not a lease of ours
         return False
 

@@ -113,8 +113,8 @@ class OutputIndex:
     def find(self, ids: Digests) -> Table:
         """Return the entries of these ids, sorted by id. Column file is the index in `files`."""
         wanted = np.sort(ids)
-        found = [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
-        whole = sorted_by_id(join(found, NO_ROWS))
+        entries = [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
+        whole = sorted_by_id(join(entries, NO_ROWS))
         whole["file"] = self.ranks[whole["file"]]
         return take(whole, whole["file"] >= 0)
 

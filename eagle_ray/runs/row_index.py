@@ -77,12 +77,12 @@ def digests(ids: Iterable[str]) -> Digests:
 
 def index_of(ids: Digests, known: Digests) -> np.ndarray:
     """Return for each id its index in `known`, which is sorted, or -1."""
-    found = np.full(len(ids), -1)
+    index = np.full(len(ids), -1)
     for start in range(0, len(ids) if len(known) else 0, AT_ONCE):
         some = ids[start : start + AT_ONCE]
         nearest = np.minimum(np.searchsorted(known, some), len(known) - 1)
-        found[start : start + AT_ONCE] = np.where(known[nearest] == some, nearest, -1)
-    return found
+        index[start : start + AT_ONCE] = np.where(known[nearest] == some, nearest, -1)
+    return index
 
 
 def isin(ids: Digests, known: Digests) -> np.ndarray:

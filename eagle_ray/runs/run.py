@@ -68,8 +68,9 @@ from eagle_ray.runs.lease import Lease, Process
 from eagle_ray.runs.output_index import own_files, without_ids
 from eagle_ray.runs.part_files import attempt_of, part_files, read_part
 from eagle_ray.runs.row_index import INDEX, Digests
-from eagle_ray.storage.path import StorageError, StoragePath, json_bytes, parquet_bytes
-from eagle_ray.storage.storage_errors import check_bucket, remedy_of
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes
+from eagle_ray.storage.store import StorageError, check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
 FORMAT_VERSION = 2  # of _run.json
@@ -148,28 +149,29 @@ class Run:
 
     @classmethod
     @contextmanager
-    def claim(cls, lease: Lease, found: RunState, facts: Mapping[str, Any], outcome: str = "done") -> Iterator[Run]:
+    def claim(cls, lease: Lease, state: RunState, facts: Mapping[str, Any], key: str = "output.path") -> Iterator[Run]:
         """Begin an attempt at the directory, and record at the end of the context how it ended.
 
         From now on no earlier writer publishes.
 
         Args:
             lease: of the directory, which this process holds.
-            found: what the directory held under the lease; without a manifest a new run begins.
+            state: what the directory held under the lease; without a manifest a new run begins.
             facts: what else the manifest says.
-            outcome: what is recorded at the end, unless the context is left by an error, which is recorded then.
+            key: of the configuration that names the directory, for messages.
 
         Raises OutputLocked if another process has written the manifest since it was read, ConfigError if the directory
         cannot be written, StorageUnavailable if it cannot be written for now.
         """
-        with wrap_os_errors(found.output):
-            run = replace(begin_attempt(found, facts), check_lock=lease.check)
-        with run.recorded_outcome(outcome):
+        with wrap_os_errors(state.output, key):
+            run = replace(begin_attempt(state, facts), check_lock=lease.check)
+        with run.recorded_outcome():
             yield run
 
     @contextmanager
-    def recorded_outcome(self, outcome: str = "done") -> Iterator[None]:
+    def recorded_outcome(self) -> Iterator[None]:
         """Record how and when this attempt ended."""
+        outcome = "done"
         try:
             yield
         except BaseException as error:
@@ -181,11 +183,11 @@ class Run:
     def record(self, facts: Mapping[str, str]) -> None:
         """Write facts of this attempt. Do nothing if the manifest is another attempt's or cannot be written."""
         with suppress(JobError, OSError):
-            found = Run.inspect(self.output, RunRecord)
+            state = Run.inspect(self.output, RunRecord)
             replace(self, check_lock=None).check_current()  # does not wait for the lease: the write is conditional
-            assert found.manifest is not None
-            found.last_attempt.update(facts)
-            write_manifest(found)
+            assert state.manifest is not None
+            state.last_attempt.update(facts)
+            write_manifest(state)
 
     @property
     def data(self) -> StoragePath:
@@ -216,8 +218,8 @@ class Run:
                 "run the command again to start from the first row."
             )
         if (manifest["run_id"], manifest["attempt"]) != (self.run_id, self.attempt):
-            found = f"run {manifest['run_id']} attempt {manifest['attempt']}"
-            raise FencedError(f"{self.output}: {RUN} names {found}, not run {self.run_id} attempt {self.attempt}")
+            other = f"run {manifest['run_id']} attempt {manifest['attempt']}"
+            raise FencedError(f"{self.output}: {RUN} names {other}, not run {self.run_id} attempt {self.attempt}")
 
     def append(self, name: str, data: bytes) -> bool:
         """Create a part file, if this is the current attempt; return False, and leave it, if there is one of this name.
@@ -317,10 +319,10 @@ class Run:
             return False
 
 
-def begin_attempt(found: RunState, facts: Mapping[str, Any]) -> Run:
+def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
     """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage."""
-    output = found.output
-    manifest = {**(found.manifest or new_manifest()), **facts}
+    output = state.output
+    manifest = {**(state.manifest or new_manifest()), **facts}
     manifest["format_version"] = FORMAT_VERSION
     manifest["attempt"] += 1
     this_attempt = {
@@ -332,7 +334,7 @@ def begin_attempt(found: RunState, facts: Mapping[str, Any]) -> Run:
     manifest["attempts"] = [*manifest["attempts"], this_attempt]
     for directory in (root_of(output), output):  # the whole output's, and the shard's
         (directory / SUCCESS).remove()  # first: a missing one is made again, one that is no longer true is believed
-    write_manifest(replace(found, manifest=manifest))
+    write_manifest(replace(state, manifest=manifest))
     data_of(output).make_directory()
     for directory in (output, data_of(output)):
         directory.remove_temporary()

@@ -1,1 +1,1 @@
-"""Sampling keyed by (seed, position, token), and the calibration of drafted probabilities."""
+"""Sampling keyed by (seed, position, token), and what controls and grammars do to logits."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from eagle_ray.core.async_copy import copy_to_device, to_device
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.sampling.control_state import ControlState, Entry
 from eagle_ray.sampling.token_mask import Words, unpack_tokens
 

@@ -141,7 +141,7 @@ class GrammarCompiler:
 
     def _compile(self, spec: GrammarSpec, future: Future[Matcher]) -> None:
         try:
-            future.set_result(self._compiled(spec))
+            future.set_result(self.compile_matcher(spec))
         except RequestError as error:
             future.set_exception(error)
         except BaseException as error:
@@ -166,8 +166,8 @@ class GrammarCompiler:
                     ) from None
             return self._made
 
-    def _compiled(self, spec: GrammarSpec) -> Matcher:
-        """Compile in a thread of its own: a compilation cannot be interrupted, but it need not be waited for."""
+    def compile_matcher(self, spec: GrammarSpec) -> Matcher:
+        """Compile a grammar in a thread of its own: a compilation cannot be interrupted, but need not be waited for."""
         _check_size(spec)
         tokenizer = self._tokenizer()
         if not self._free.acquire(timeout=COMPILE_TIMEOUT_S):

@@ -2,7 +2,7 @@
 
 The noise of a token is a function of (seed, position, token id) alone, so a sample does not depend on the tree, the
 batch, the order of requests, a retry or a resume. Temperature 0 is the argmax; sampling is Gumbel-max with that
-noise. With Triton, kernels/sample.py and kernels/log_probs.py do the same without fp32 copies of the logits.
+noise. With Triton, kernels/sample.py and kernels/topk.py do the same without fp32 copies of the logits.
 
     >>> sample_seed(7, sample_index=0)
     7
@@ -49,7 +49,7 @@ def _sample_fused(
     cuts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if sampling.any_cut:
         cuts = sampling.top_k, sampling.top_p, sampling.min_p
-    return kernel.pick(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
+    return kernel.sample_rows(logits, sampling.temperature, *cuts, sampling.seed, seq, positions)
 
 
 def process(logits: Float[Tensor, "R V"], sampling: SamplingBatch, seq: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
@@ -143,7 +143,7 @@ def sample_seed(seed: int, sample_index: int) -> int:
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
     """Return the log-probability of each token under the unprocessed logits, in fp32."""
     if use_triton(logits.device):
-        from eagle_ray.kernels import log_probs as kernel
+        from eagle_ray.kernels import topk as kernel
 
         return kernel.log_probs_of(logits, tokens)
     parts = zip(logits.split(SLICE_ROWS), tokens.split(SLICE_ROWS), strict=True)

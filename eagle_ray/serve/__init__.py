@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's protocol over one engine, many replicas of it through Ray Serve."""
+"""The HTTP API: OpenAI's protocol over one engine, many replicas of it through Ray Serve."""

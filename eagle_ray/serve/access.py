@@ -119,13 +119,13 @@ class ApiKeys:
 
     def find(self, *spellings: bytes) -> int | None:
         """Return the index of the key that is one of the spellings. Every key is compared, whichever one matches."""
-        found = None
+        index = None
         for spelling in spellings:
             given = _digest(self.salt, spelling)
             for i, digest in enumerate(self.digests):
                 if hmac.compare_digest(given, digest):
-                    found = i
-        return found
+                    index = i
+        return index
 
 
 def read_keys(path: str | None, env: MutableMapping[str, str] = os.environ, salt: bytes | None = None) -> ApiKeys:
@@ -194,23 +194,25 @@ class Listener:
 
 def listeners(pids: Collection[int]) -> set[Listener]:
     """Return the listeners of processes of this network namespace. Processes that have ended have none."""
-    found = set()
+    result = set()
     for pid in pids:
         with suppress(psutil.Error):
             sockets = psutil.Process(pid).net_connections("inet")
-            found |= {_listener(pid, each) for each in sockets if each.laddr and _accepts(each)}
-    return found
+            result |= {_listener(pid, each) for each in sockets if each.laddr and _accepts(each)}
+    return result
 
 
-def _accepts(found: Any) -> bool:
+def _accepts(connection: Any) -> bool:
     """Return whether a socket takes TCP connections, or is a UDP socket without a peer."""
-    return found.status == psutil.CONN_LISTEN if found.type == socket.SOCK_STREAM else not found.raddr
+    return connection.status == psutil.CONN_LISTEN if connection.type == socket.SOCK_STREAM else not connection.raddr
 
 
-def _listener(pid: int, found: Any) -> Listener:
-    address = ipaddress.ip_address(found.laddr.ip)
+def _listener(pid: int, connection: Any) -> Listener:
+    address = ipaddress.ip_address(connection.laddr.ip)
     mapped = address.ipv4_mapped if address.version == 6 else None
-    return Listener(pid, "tcp" if found.type == socket.SOCK_STREAM else "udp", str(mapped or address), found.laddr.port)
+    return Listener(
+        pid, "tcp" if connection.type == socket.SOCK_STREAM else "udp", str(mapped or address), connection.laddr.port
+    )
 
 
 GRPC_METHODS = ("add_insecure_port", "add_secure_port")

@@ -77,46 +77,46 @@ class Admission:
         self.limit = limit
         self._is_shared = num_clients > 1
         self._longest = longest
-        self._held: defaultdict[int, Need] = defaultdict(Need)  # by client
+        self._in_flight: defaultdict[int, Need] = defaultdict(Need)  # by client
         self._releases: deque[tuple[float, Need]] = deque(maxlen=NUM_RELEASES)
 
     @property
-    def held(self) -> Need:
+    def in_flight(self) -> Need:
         """Return what all requests in flight need together."""
-        return sum(self._held.values(), Need())
+        return sum(self._in_flight.values(), Need())
 
     @contextmanager
     def admit(self, need: Need, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
         """Hold what a request needs while the block runs. Raises as check does."""
         self.check(need, client, num_prompts)
-        self._held[client] += need
+        self._in_flight[client] += need
         try:
             yield
         finally:
-            self._held[client] -= need
+            self._in_flight[client] -= need
             self._releases.append((time.monotonic(), need))
 
     def check(self, need: Need, client: int = 0, num_prompts: int = 1) -> None:
         """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now."""
-        most = self._available(Need(), Need())
-        if need.sequences > most.sequences:
+        limit = self._available(Need(), Need())
+        if need.sequences > limit.sequences:
             raise ApiError(
                 400,
                 f"{'n' if num_prompts == 1 else 'prompt'}: the request makes {need.sequences} choices, and this server "
-                f"holds at most {most.sequences} of one client at once. Send several smaller requests.",
+                f"holds at most {limit.sequences} of one client at once. Send several smaller requests.",
                 "n" if num_prompts == 1 else "prompt",
                 "too_many_choices",
             )
-        if need.tokens > most.tokens:
+        if need.tokens > limit.tokens:
             raise ApiError(
                 400,
                 f"max_tokens: the request's prompts and max_tokens, over all {need.sequences} choices, are "
-                f"{need.tokens} tokens, and this server holds at most {most.tokens} of one client at once. Lower "
+                f"{need.tokens} tokens, and this server holds at most {limit.tokens} of one client at once. Lower "
                 "max_tokens or n, or send several smaller requests.",
                 "max_tokens",
                 "too_many_tokens",
             )
-        room = self._available(self.held, self._held[client])
+        room = self._available(self.in_flight, self._in_flight[client])
         if not need.fits(room):
             wait = self._estimated_wait_s(need - room)
             raise ApiError(
@@ -126,9 +126,9 @@ class Admission:
                 retry_after_s=wait,
             )
 
-    def _available(self, held: Need, own: Need) -> Need:
-        """Return what a client may add. held: by all clients. own: by this one, held included."""
-        free = self.limit - held
+    def _available(self, in_flight: Need, own: Need) -> Need:
+        """Return what a client may add. in_flight: by all clients. own: by this one, held included."""
+        free = self.limit - in_flight
         if not self._is_shared:
             return free
         # own + x <= MAX_SHARE * (free - x), solved for x
@@ -180,8 +180,8 @@ class IdleSlots:
 
     def _fits(self, need: Need) -> bool:
         """Return whether slots are free for the line; a line of more sequences than slots needs an idle replica."""
-        held = self._admission.held.sequences
-        return held == 0 or held + need.sequences <= self._num_slots
+        in_flight = self._admission.in_flight.sequences
+        return in_flight == 0 or in_flight + need.sequences <= self._num_slots
 
 
 @dataclass(slots=True)
@@ -192,10 +192,10 @@ class QueueTurn:
 
 
 class FairQueue:
-    """Use it on one event loop. num_places: sequences that may be at the engine together."""
+    """Use it on one event loop. max_turns: sequences that may be at the engine together."""
 
-    def __init__(self, num_clients: int, num_places: int):
-        self._num_free = num_places
+    def __init__(self, num_clients: int, max_turns: int):
+        self._num_free = max_turns
         self._served = [0] * num_clients  # tokens, per client
         self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first

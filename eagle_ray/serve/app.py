@@ -40,9 +40,9 @@ from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
 from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
 from eagle_ray.serve.openapi import openapi_body
-from eagle_ray.serve.request_body import AcknowledgeBody, ClientDisconnected, read_body
-from eagle_ray.serve.response_events import response_events
-from eagle_ray.serve.service import Service, body_of
+from eagle_ray.serve.proxy_errors import AcknowledgeBody
+from eagle_ray.serve.request_body import ClientDisconnected, read_body
+from eagle_ray.serve.service import GenerationClass, Service
 
 Publish = Callable[[Snapshot], Awaitable[Snapshot]]
 """Tells the others this replica's snapshot; returns everybody's."""
@@ -58,26 +58,26 @@ async def alone(snapshot: Snapshot) -> Snapshot:
 
 def build_app(service: Service, publish: Publish = alone, store: BatchStore | None = None) -> Starlette:
     """Return the application. store: files and batches, whose routes are off without it."""
-    door = Routes(service, publish)
+    handle = Routes(service, publish)
     routes = [
-        Route("/v1/chat/completions", door.chat, methods=["POST"]),
-        Route("/v1/completions", door.completions, methods=["POST"]),
-        Route("/v1/responses", door.responses, methods=["POST"]),
-        Route("/v1/responses/{rest:path}", door.no_response, methods=["GET", "POST", "DELETE"]),
-        Route("/v1/models", door.models),
-        Route("/v1/models/{name:path}", door.model),
-        *batch_routes(store, service.config.serving, door.owner),
-        Route("/tokenize", door.tokenize, methods=["POST"]),
-        Route("/detokenize", door.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", door.tokenizer_info),
-        Route("/health", door.health),
-        Route("/metrics", door.metrics),
-        Route("/version", door.version),
-        Route("/openapi.json", door.openapi),
+        Route("/v1/chat/completions", handle.chat, methods=["POST"]),
+        Route("/v1/completions", handle.completions, methods=["POST"]),
+        Route("/v1/responses", handle.responses, methods=["POST"]),
+        Route("/v1/responses/{rest:path}", handle.no_response, methods=["GET", "POST", "DELETE"]),
+        Route("/v1/models", handle.models),
+        Route("/v1/models/{name:path}", handle.model),
+        *batch_routes(store, service.config.serving, handle.owner),
+        Route("/tokenize", handle.tokenize, methods=["POST"]),
+        Route("/detokenize", handle.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", handle.tokenizer_info),
+        Route("/health", handle.health),
+        Route("/metrics", handle.metrics),
+        Route("/version", handle.version),
+        Route("/openapi.json", handle.openapi),
         *page_routes(),
     ]
     errors = (ApiError, RequestError, EngineError, HTTPException, Exception)
-    handlers = {error: door.refuse for error in errors} | {ClientDisconnected: door.part}
+    handlers = {error: handle.refuse for error in errors} | {ClientDisconnected: handle.part}
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(AcknowledgeBody)])
     app.router.redirect_slashes = False  # to where, only the client knows: proxies may stand between
     return app
@@ -93,28 +93,22 @@ class Routes:
         self._hosts = AllowedHosts(service.config.serving.host, service.config.serving.allowed_hosts)
 
     async def chat(self, request: Request) -> Response:
-        return await self._complete(request, ChatRequest)
+        return await self._answer(request, ChatRequest)
 
     async def completions(self, request: Request) -> Response:
-        return await self._complete(request, CompletionRequest)
-
-    async def _complete(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        client = self._client(request)
-        parsed, size = await self._body(request, kind, client)
-        read = self._service.read(parsed, size, is_typed(request.headers), client)
-        generation = await _while_there(request.receive, read)
-        if not generation.request.stream:
-            return _json(await _while_there(request.receive, self._service.answer(generation)))
-        return await _event_stream(request, self._service.events(generation))
+        return await self._answer(request, CompletionRequest)
 
     async def responses(self, request: Request) -> Response:
+        return await self._answer(request, ResponsesRequest)
+
+    async def _answer(self, request: Request, kind: GenerationClass) -> Response:
         client = self._client(request)
-        body, size = await self._body(request, ResponsesRequest, client)
-        generation = await _while_there(request.receive, self._service.read(body, size, client=client))
+        body, size = await self._body(request, kind, client)
+        read = self._service.read(body, size, is_typed(request.headers), client)
+        generation = await _while_there(request.receive, read)
         if not body.stream:
-            return _json(await _while_there(request.receive, self._service.answer(generation, body_of(body))))
-        events = response_events(self._service.chunks(generation), generation, body)
-        return await _event_stream(request, events)
+            return _json(await _while_there(request.receive, self._service.answer(generation)))
+        return await _event_stream(request, self._service.events(generation))
 
     async def no_response(self, request: Request) -> Response:
         self._client(request)
@@ -295,9 +289,9 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """Return the routes of index.html, its icon, and every file under /page."""
-    found = {file.name: _File(file.name, file.read_bytes()) for file in files(__package__).joinpath("page").iterdir()}
-    named = {f"/page/{name}": file for name, file in found.items()}
-    named |= {"/": found["index.html"], "/favicon.ico": found["icon.svg"]}
+    by_name = {file.name: _File(file.name, file.read_bytes()) for file in files(__package__).joinpath("page").iterdir()}
+    named = {f"/page/{name}": file for name, file in by_name.items()}
+    named |= {"/": by_name["index.html"], "/favicon.ico": by_name["icon.svg"]}
     return [Route(path, file.send) for path, file in named.items()]
 
 

@@ -22,15 +22,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.cluster import nodes
 from eagle_ray.config import ServeConfig, load_serve_config
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merge
+from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merged_snapshot
 from eagle_ray.serve.service import Service
 
 log = logging.getLogger("eagle_ray")
@@ -60,8 +59,8 @@ class Replica(AtNodeAddress):
         self._service = Service.start(config, plan, keys)
         self._store = store
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._board = aggregator
-        self._known: dict[str, Snapshot] = {}  # everybody's, as the board last said
+        self._aggregator = aggregator
+        self._known: dict[str, Snapshot] = {}  # everybody's, as the aggregator last reported them
         self._publishing = asyncio.ensure_future(self._publish_again())
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -77,13 +76,13 @@ class Replica(AtNodeAddress):
             raise RuntimeError("the engine has ended")
 
     async def _publish(self, snapshot: Snapshot) -> Snapshot:
-        self._known = await self._board.put.remote(self._name, snapshot, self._known)
-        return merge(self._known.values())
+        self._known = await self._aggregator.put.remote(self._name, snapshot, self._known)
+        return merged_snapshot(self._known.values())
 
     async def _publish_again(self) -> None:
         """Publish this replica's metrics regularly."""
         while True:
-            with suppress(RayError, RayServeException):  # the board may be on its way back
+            with suppress(RayError, RayServeException):  # the aggregator may be starting again
                 await self._publish(self._service.snapshot())
             await asyncio.sleep(PUBLISH_EVERY_S)
 
@@ -183,11 +182,11 @@ def application_of(
             "upscale_delay_s": serving.scale_up_after_s,
             "downscale_delay_s": serving.scale_down_after_s,
         }
-    board = serve.deployment(name="board", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
+    aggregator = serve.deployment(name="board", ray_actor_options={"num_cpus": 0})(MetricsReplica).bind()
     runner = None
     if store is not None:
         window = slots * plan.max_workers  # enough for every slot; lines that find none free wait in the replicas
         only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(BatchesReplica)
         runner = only_one.bind(config, keys, store, window)
     engines = serve.deployment(**options)(serve.ingress()(Replica))
-    return engines.bind(config, keys, plan, board, store, runner)
+    return engines.bind(config, keys, plan, aggregator, store, runner)

@@ -4,12 +4,12 @@ Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted 
 
     replica    ReplicaMetrics counts finished sequences and makes a Snapshot
     one actor  MetricsAggregator holds the last Snapshot of every replica, so that each replica can answer for all
-    HTTP       prometheus_text(merge(snapshots))
+    HTTP       prometheus_text(merged_snapshot(snapshots))
 
 Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is restarted, the first
 replica that reports gives it the last known totals.
 
-    >>> merge([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
+    >>> merged_snapshot([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
     {'prompt_tokens_total': 7}
 """
 
@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import Occupancy
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.requests.sequence_answers import stats_of
 
 PREFIX = "eagle_ray_"
@@ -69,7 +69,7 @@ class Snapshot:
     gauges: dict[str, float] = field(default_factory=dict)
 
 
-def merge(parts: Iterable[Snapshot]) -> Snapshot:
+def merged_snapshot(parts: Iterable[Snapshot]) -> Snapshot:
     """Return the sums of counters and gauges."""
     counters: defaultdict[str, float] = defaultdict(int)
     gauges: defaultdict[str, float] = defaultdict(int)
@@ -157,15 +157,16 @@ class MetricsAggregator:
         self._last[replica] = now, Snapshot(before | counters, snapshot.gauges)
         self._retire(now)
         return {
-            name: part if now - said < STALE_S else Snapshot(part.counters, {})
-            for name, (said, part) in self._last.items()
+            name: part if now - seen_at < STALE_S else Snapshot(part.counters, {})
+            for name, (seen_at, part) in self._last.items()
         }
 
     def _retire(self, now: float) -> None:
-        ended = [name for name, (said, _) in self._last.items() if name != RETIRED and now - said > RETIRED_S]
+        ended = [name for name, (seen_at, _) in self._last.items() if name != RETIRED and now - seen_at > RETIRED_S]
         for name in ended:
-            _, kept = self._last.get(RETIRED, (now, Snapshot()))
-            self._last[RETIRED] = now, merge([Snapshot(kept.counters), Snapshot(self._last.pop(name)[1].counters)])
+            _, retired = self._last.get(RETIRED, (now, Snapshot()))
+            parts = [Snapshot(retired.counters), Snapshot(self._last.pop(name)[1].counters)]
+            self._last[RETIRED] = now, merged_snapshot(parts)
 
 
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
@@ -201,18 +202,18 @@ class ReplicaMetrics:
     def refused(self, code: str | None) -> None:
         self._add("http_errors", 1, f'code="{code}"')
 
-    def snapshot(self, engine: EngineCounters, held: Occupancy, in_flight: int) -> Snapshot:
+    def snapshot(self, engine: EngineCounters, occupancy: Occupancy, in_flight: int) -> Snapshot:
         """Return the counters and gauges. in_flight: sequences of unanswered requests."""
         counters = dict(self._counts)
         for name in COUNTERS:
             if name.startswith("engine_"):
                 counters[f"{name}_total"] = getattr(engine, f"num_{name.removeprefix('engine_')}")
         gauges: dict[str, float] = {
-            "num_requests_running": held.num_running,
-            "num_requests_waiting": max(0, in_flight - held.num_running),
+            "num_requests_running": occupancy.num_running,
+            "num_requests_waiting": max(0, in_flight - occupancy.num_running),
             "num_slots": engine.num_slots,
-            "num_kv_blocks_used": held.num_blocks_used,
-            "num_kv_blocks": held.num_blocks,
+            "num_kv_blocks_used": occupancy.num_blocks_used,
+            "num_kv_blocks": occupancy.num_blocks,
             "replicas": 1,
         }
         if engine.method is not None:

@@ -1,27 +1,38 @@
-"""Turn a request into engine sequences: one for each prompt and choice, prompt by prompt.
+"""Turn a request into engine sequences, one for each prompt and choice, prompt by prompt; and a chat into a response.
 
 Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j of a row with
 seed s.
 
     prepare_generation(request, config, tokenizer).choices
     # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
+
+A request of /v1/responses is answered by a chat. Its body, or its events, are made of the chat's:
+
+    async for event in response_events(chunks, generation, request):      # chunks: of the chat's choice
+        ...                                                               # a server-sent event as text
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
+from eagle_ray.requests.answers import Json, TokenUsage
+from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
 from eagle_ray.requests.parameters import CHAT, FORMS, SamplingParams
+from eagle_ray.requests.responses import ResponseObject
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
+from eagle_ray.serve.http_answers import ApiError, api_error, event, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -34,12 +45,14 @@ class GenerationRequest:
         answers: its choices, and what is to be shown of them.
         is_typed: it is a text completion of a client whose types allow no null (``http_answers.typed_form``).
         client: the number of the client's API key.
+        response: the request that this chat answers, if it is one of /v1/responses.
     """
 
     request: ChatRequest | CompletionRequest
     answers: RequestAnswers
     is_typed: bool = False
     client: int = 0
+    response: ResponsesRequest | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -58,6 +71,15 @@ class GenerationRequest:
         """Return tools and values for the template; those that are off for a text completion."""
         return self.answers.reader.chat_options or NO_OPTIONS
 
+    def body(self) -> Json:
+        """Return the body of an answer that is not streamed; every sequence is finished."""
+        body = self.answers.body()
+        return self.shown(body) if self.response is None else _response_body(self, self.response, body)
+
+    def shown(self, answer: Json) -> Json:
+        """Return a completion, or a chunk of one, as the client can read it."""
+        return typed_form(answer) if self.is_typed else answer
+
 
 def prepare_generation(
     request: ChatRequest | CompletionRequest,
@@ -65,6 +87,7 @@ def prepare_generation(
     text: Tokenizer,
     is_typed: bool = False,
     client: int = 0,
+    response: ResponsesRequest | None = None,
 ) -> GenerationRequest:
     """Return the request with its sequences. Raises RequestError if it cannot be answered."""
     is_chat = isinstance(request, ChatRequest)
@@ -97,19 +120,19 @@ def prepare_generation(
         has_usage=stream_options is not None and stream_options.include_usage,
         has_steps=stream_options is not None and stream_options.include_steps,
     )
-    return GenerationRequest(request, answers, is_typed=is_typed and not is_chat, client=client)
+    return GenerationRequest(request, answers, is_typed and not is_chat, client, response)
 
 
-def named_error(error: Exception, asked: GenerationRequest) -> Exception:
+def named_error(error: Exception, generation: GenerationRequest) -> Exception:
     """Return an error of a grammar with the name of the parameter that the grammar comes from; others unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
-    names = [name for name in FORMS if getattr(asked.request, name)]
-    if needs_grammar(asked.chat_options):
+    names = [name for name in FORMS if getattr(generation.request, name)]
+    if needs_grammar(generation.chat_options):
         names = ["tools"]
     if not names:  # the server's own
         return error
-    name = asked.request.PARAM_NAMES.get(names[0], names[0])
+    name = generation.request.PARAM_NAMES.get(names[0], names[0])
     return RequestError(error.code, f"{name}: {str(error).partition(': ')[2]}")
 
 
@@ -125,16 +148,12 @@ def need_of(request: GenerationRequest, max_model_len: int) -> Need:
 
 def min_need(request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int) -> Need:
     """Return what the request holds at least, before its texts are tokenized: each counts as one token."""
-    max_tokens = _max_tokens(request, config)
+    sampling = request.sampling_params(dict(config.sampling))
     lengths = [1]
     if isinstance(request, CompletionRequest):
         lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in request.prompts]
-    n = request.n or config.sampling.n
-    return Need(n * len(lengths), n * sum(min(length + max_tokens, max_model_len) for length in lengths))
-
-
-def _max_tokens(request: ChatRequest | CompletionRequest, config: ServeConfig) -> int:
-    return config.sampling.max_tokens if request.wanted_tokens is None else max(1, request.wanted_tokens)
+    num_tokens = sum(min(length + sampling.token_limit, max_model_len) for length in lengths)
+    return Need(sampling.n * len(lengths), sampling.n * num_tokens)
 
 
 def _chat_options(request: ChatRequest | CompletionRequest, config: ServeConfig) -> ChatOptions | None:
@@ -165,3 +184,108 @@ def _sampling_of(request: ChatRequest | CompletionRequest, sampling: SamplingPar
     if has_prompt_logprobs:
         sampling = SamplingParams.of_checked(vars(sampling) | {"prompt_logprobs": True})
     return sampling.with_seed(seed)
+
+
+def _response_body(generation: GenerationRequest, request: ResponsesRequest, chat: Json) -> Json:
+    """Return the body of a response, made of that of its chat."""
+    response = _response(generation, request)
+    [choice] = chat["choices"]
+    response.add(choice["message"], choice["logprobs"])
+    usage = TokenUsage.of_body(chat)
+    response.finish(choice["finish_reason"], usage.response_form(), chat["metrics"])
+    return response.json
+
+
+async def response_events(
+    chunks: AsyncGenerator[Json, None], generation: GenerationRequest, request: ResponsesRequest
+) -> AsyncGenerator[str, None]:
+    """Yield the events of a streamed response, made of a chat's chunks.
+
+    An error before the first chunk is raised; a later one is an event.
+    """
+    events = ResponseEvents(generation, request)
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                for text_event in events.of(chunk):
+                    yield text_event
+        except Exception as error:
+            if not events.is_begun:
+                raise
+            for text_event in events.failed(api_error(error)):
+                yield text_event
+
+
+class ResponseEvents:
+    """The events of a streamed response, made of the chunks of a chat."""
+
+    def __init__(self, generation: GenerationRequest, request: ResponsesRequest):
+        self._answers = generation.answers
+        self._response = _response(generation, request)
+        self._num_sent = 0
+
+    @property
+    def is_begun(self) -> bool:
+        return self._num_sent > 0
+
+    def of(self, chunk: Json) -> Iterator[str]:
+        """Yield the events that a chunk of the chat adds."""
+        if not self.is_begun:
+            yield from self._numbered(self._response.begin())
+        [choice] = chunk["choices"]
+        yield from self._numbered(self._response.add(choice["delta"], choice["logprobs"]))
+        if choice["finish_reason"] is not None:
+            usage = self._answers.usage(self._response.reasonings).response_form()
+            yield from self._numbered(self._response.finish(choice["finish_reason"], usage, self._answers.metrics()))
+
+    def failed(self, error: ApiError) -> Iterator[str]:
+        """Yield the last event of a stream that fails after it began."""
+        values = error.body()["error"]
+        names = ("code", "message", "param")
+        yield from self._numbered([{"type": "error"} | {name: values[name] for name in names}])
+
+    def _numbered(self, events: list[Json]) -> Iterator[str]:
+        for one in events:
+            yield f"event: {one['type']}\n{event(one | {'sequence_number': self._num_sent})}"
+            self._num_sent += 1
+
+
+def _response(generation: GenerationRequest, request: ResponsesRequest) -> ResponseObject:
+    """Return a response that has begun: what was requested, with the values in force."""
+    sampling = generation.choices[0].sequence.sampling
+    options = generation.chat_options
+    choice: Any = options.tool_choice
+    if options.named is not None:
+        choice = {"type": "function", "name": options.named}
+    fields = {
+        "object": "response",
+        "created_at": generation.answers.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": generation.answers.model,
+        "output": [],
+        "parallel_tool_calls": options.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": choice,
+        "tools": [_tool(tool) for tool in options.tools],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+    return ResponseObject(secrets.token_hex(12), fields)
+
+
+def _tool(tool: Json) -> Json:
+    usual = {"description": None, "parameters": None, "strict": False}
+    return {"type": "function"} | usual | tool["function"]

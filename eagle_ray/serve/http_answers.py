@@ -65,9 +65,13 @@ def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
 
 
 def event(body: dict[str, Any]) -> str:
-    """Escape the characters at which some clients end a line and that JSON does not escape itself."""
-    parts = (part.translate(LINE_ENDS) for part in json_parts(body))
-    return f"data: {''.join(parts)}\n\n"
+    """Escape the characters at which some clients end a line and that JSON does not escape itself.
+
+    A chunk without log-probabilities is short, and is encoded in one call.
+    """
+    is_short = "choices" in body and not any(choice.get("logprobs") for choice in body["choices"])
+    text = encode_json(body) if is_short else "".join(json_parts(body))
+    return f"data: {text.translate(LINE_ENDS)}\n\n"
 
 
 def error_event(error: ApiError) -> str:

@@ -28,13 +28,12 @@ from eagle_ray.requests.openai_bodies import (
 from eagle_ray.requests.parameters import EMPTY, STREAM_OPTIONS
 from eagle_ray.requests.refused import is_no_op, refused_at
 from eagle_ray.requests.structured import KEY_BY_VLLM_NAME
-from eagle_ray.requests.values import Kind, Object
+from eagle_ray.requests.values import Json, Kind, Object
 from eagle_ray.serve import response_models
 from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
 from eagle_ray.serve.http_answers import json_body
 
-Json = dict[str, Any]
 AT = "#/components/schemas/"
 POSTS = {
     "/v1/chat/completions": (ChatRequest, response_models.ChatCompletion),
@@ -107,8 +106,8 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
     schemas = _schemas()
     _add_limits(schemas, model_name, vocab_size)
     paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
-    for kept in OPERATIONS:
-        paths.setdefault(kept.path, {})[kept.method] = _batch_operation(kept)
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _batch_operation(operation)
     if has_keys:
         for path in paths.keys() - set(OPEN):
             for operation in paths[path].values():
@@ -123,57 +122,58 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
 
 def _post(path: str) -> Json:
     kind, answer = POSTS[path]
-    said = _content(answer)
+    content = _content(answer)
     if path in STREAMS:
-        said["text/event-stream"] = _events(STREAMS[path])
+        content["text/event-stream"] = _events(STREAMS[path])
     body = {"required": True, "content": _content(kind)}
-    return _operation(kind.__doc__ or "", said, REFUSALS) | {"requestBody": body}
+    return _operation(kind.__doc__ or "", content, REFUSALS) | {"requestBody": body}
 
 
 def _events(chunk: type) -> Json:
     """With stream: true. The last event is [DONE], or a refusal where it cannot go on."""
     content = {"anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + response_models.Refusal.__name__}]}
-    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, told]}}}
+    payload = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}}}
     return {"itemSchema": event}
 
 
 def _get(path: str) -> Json:
     summary, answer = GETS[path]
     statuses = ["500", "503"] if path in OPEN else ["401", "403", "500", "503"]
-    said = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
+    content = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
     if path == "/metrics":
-        said = {"text/plain": {"schema": {"type": "string"}}}
+        content = {"text/plain": {"schema": {"type": "string"}}}
     has_name = "{name}" in path
     statuses += ["404"] * has_name
-    operation = _operation(summary, said, {status: REFUSALS[status] for status in statuses})
+    operation = _operation(summary, content, {status: REFUSALS[status] for status in statuses})
     if has_name:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         operation["parameters"] = [name]
     return operation
 
 
-def _batch_operation(kept: BatchOperation) -> Json:
-    said = _content(kept.answer) if kept.answer else {"application/octet-stream": {"schema": {"type": "string"}}}
-    statuses = sorted({*kept.statuses, "401", "404", "500", "503"})
-    operation = _operation(kept.summary, said, {status: REFUSALS[status] for status in statuses})
-    if isinstance(kept.body, dict):
-        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": kept.body}}}
-    elif kept.body is not None:
-        operation["requestBody"] = {"required": True, "content": _content(kept.body)}
-    parameters: list[Json] = [{"name": name, "in": "query", "schema": schema} for name, schema in kept.query.items()]
-    if "{id}" in kept.path:
+def _batch_operation(route: BatchOperation) -> Json:
+    bytes_alone = {"application/octet-stream": {"schema": {"type": "string"}}}
+    content = _content(route.answer) if route.answer else bytes_alone
+    statuses = sorted({*route.statuses, "401", "404", "500", "503"})
+    operation = _operation(route.summary, content, {status: REFUSALS[status] for status in statuses})
+    if isinstance(route.body, dict):
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.body}}}
+    elif route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.body)}
+    parameters: list[Json] = [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
+    if "{id}" in route.path:
         parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
     return operation | ({"parameters": parameters} if parameters else {})
 
 
-def _operation(summary: str, said: Json, refusals: dict[str, str]) -> Json:
+def _operation(summary: str, content: Json, refusals: dict[str, str]) -> Json:
     refused = {
         status: {"description": why, "content": _content(response_models.Refusal)}
         | ({"headers": RETRY_AFTER} if status in ("429", "503") else {})
         for status, why in refusals.items()
     }
-    return {"summary": summary, "responses": {"200": {"description": "the answer", "content": said}} | refused}
+    return {"summary": summary, "responses": {"200": {"description": "the answer", "content": content}} | refused}
 
 
 def _content(shape: type) -> Json:
@@ -183,15 +183,15 @@ def _content(shape: type) -> Json:
 def _schemas() -> Json:
     answers = [answer for _, answer in [*POSTS.values(), *GETS.values()] if answer] + [
         *STREAMS.values(),
-        *{kept.answer for kept in OPERATIONS if kept.answer},
+        *{operation.answer for operation in OPERATIONS if operation.answer},
         response_models.Refusal,
     ]
-    _, found = TypeAdapter.json_schemas(
+    _, generated = TypeAdapter.json_schemas(
         [(kind, "serialization", TypeAdapter(kind)) for kind in answers],
         ref_template=AT + "{model}",
         schema_generator=AnswerSchemas,
     )
-    schemas: Json = found["$defs"]
+    schemas: Json = generated["$defs"]
     for body in (*(body for body, _ in POSTS.values()), BatchBody):
         schemas[body.__name__] = _body_schema(body)
     return schemas | {one.name: _object_schema(one) for one in OBJECTS}
@@ -200,10 +200,10 @@ def _schemas() -> Json:
 def _body_schema(body: type[Body]) -> Json:
     rows = body.rows().values()
     properties = {
-        row.name: _property(row.name, row.kind_at(body.door), body.door in row.required, row.defaults.get(body.door))
+        row.name: _property(row.name, row.kind_at(body.api), body.api in row.required, row.defaults.get(body.api))
         for row in rows
     }
-    required = [row.name for row in rows if body.door in row.required]
+    required = [row.name for row in rows if body.api in row.required]
     return _named(body.__name__, body.__doc__ or "", properties, required)
 
 
@@ -262,18 +262,18 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
 def _no_op_schemas(body: type[OpenBody]) -> Json:
     """Return the JSON schemas of the parameters that a body does not have: the values that ask for nothing."""
     nulls = {"type": "object", "additionalProperties": {"type": "null"}}
-    found: Json = {}
-    for name, row in refused_at(body.door).items():
-        values = [value for value in (*row.no_op_at(body.door), *EMPTY) if is_no_op(name, value, body.door)]
-        if row.has_fix_at(body.door):
-            found |= {name: {"const": values[0]}} if values else {}
+    schemas: Json = {}
+    for name, row in refused_at(body.api).items():
+        values = [value for value in (*row.no_op_at(body.api), *EMPTY) if is_no_op(name, value, body.api)]
+        if row.has_fix_at(body.api):
+            schemas |= {name: {"const": values[0]}} if values else {}
             continue
-        found[name] = {"enum": [None, *values]}
+        schemas[name] = {"enum": [None, *values]}
         if {} in values:
-            found[name] = {"anyOf": [{"enum": [None, *(value for value in values if value != {})]}, nulls]}
+            schemas[name] = {"anyOf": [{"enum": [None, *(value for value in values if value != {})]}, nulls]}
         if row.is_label:
-            found[name] = {}
-    return {name: schema for name, schema in found.items() if name not in body.rows()}
+            schemas[name] = {}
+    return {name: schema for name, schema in schemas.items() if name not in body.rows()}
 
 
 def _structured_outputs(schema: Json) -> Json:

@@ -12,6 +12,14 @@ have none, and its answer is `success` and nothing else.
 A request that is not HTTP reaches no application: the parser refuses it. A connection is closed if the head of a
 request, its first line and headers, is not here in time, or does not begin. Serve's proxy lets uvicorn choose its
 protocol class by the name "auto". `install` puts ours there, in the proxy's process, before the server starts.
+
+Serve's proxy reads at most MAX_AHEAD_BYTES more of a body than its replica has taken. Serve's own queues between the
+two have no limit, so a fast upload to a slow disk would be in the memory of both. The proxy says in the scope that it
+counts; the application then tells it what it has taken, by a message that the proxy keeps from the client. While the
+window is full, the proxy does not read, and TCP slows the client down.
+
+    proxy:    window = BodyWindow(receive)                  replica:  Middleware(AcknowledgeBody)
+              await app(counting(scope), window.receive, send)
 """
 
 from __future__ import annotations
@@ -30,7 +38,6 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from eagle_ray.serve.http_answers import ApiError, error_event
-from eagle_ray.serve.request_body import BodyWindow, counting
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 5.0
@@ -83,8 +90,8 @@ class KeyForRoutes:
         async def collect(message: Message) -> None:
             messages.append(message)
 
-        asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-        await self._app({**scope, **asked}, receive, collect)
+        probe = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await self._app({**scope, **probe}, receive, collect)
         return None if messages and messages[0].get("status") == 200 else messages
 
 
@@ -318,3 +325,68 @@ def _without_h2c(data: bytes) -> bytes:
     """
     head, end, rest = data.partition(b"\r\n\r\n")
     return H2C_OFFER.sub(b"\\1Offered\\2", head + end) + rest
+
+
+TAKEN = "eagle_ray.body_taken"  # the key of the scope's extensions, and the type of the message
+MAX_AHEAD_BYTES = 4 << 20
+ACKNOWLEDGE_BYTES = 1 << 19  # of the body for each message
+
+
+def counting(scope: Scope) -> Scope:
+    """Return a scope that asks the application for messages of type TAKEN."""
+    return {**scope, "extensions": {**(scope.get("extensions") or {}), TAKEN: {}}}
+
+
+class BodyWindow:
+    """The proxy's side: the receive of one request."""
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self._num_ahead = 0  # bytes
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    async def receive(self) -> Message:
+        """Return the client's next message, once the window has room."""
+        await self._has_room.wait()
+        message = await self._receive()
+        self._move(len(message.get("body", b"")))
+        return message
+
+    def take(self, message: Message) -> bool:
+        """Widen the window if it is a message of type TAKEN; return whether it is one."""
+        if message["type"] != TAKEN:
+            return False
+        self._move(-message["num_bytes"])
+        return True
+
+    def _move(self, num_bytes: int) -> None:
+        self._num_ahead += num_bytes
+        if self._num_ahead < MAX_AHEAD_BYTES:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
+
+
+class AcknowledgeBody:
+    """The application's side: what it has read when it asks for more is taken."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if TAKEN not in (scope.get("extensions") or {}):
+            await self._app(scope, receive, send)
+            return
+        num_new = 0
+
+        async def acknowledging() -> Message:
+            nonlocal num_new
+            if num_new >= ACKNOWLEDGE_BYTES:
+                await send({"type": TAKEN, "num_bytes": num_new})
+                num_new = 0
+            message = await receive()
+            num_new += len(message.get("body", b""))
+            return message
+
+        await self._app(scope, acknowledging, send)

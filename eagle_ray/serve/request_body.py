@@ -6,14 +6,6 @@ disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogate
     >>> from eagle_ray.requests.openai_bodies import CompletionRequest
     >>> parse(CompletionRequest, b'{"prompt": "Hi", "echo": true}').echo
     True
-
-Serve's proxy reads at most MAX_AHEAD_BYTES more of a body than its replica has taken. Serve's own queues between the
-two have no limit, so a fast upload to a slow disk would be in the memory of both. The proxy says in the scope that it
-counts; the application then tells it what it has taken, by a message that the proxy keeps from the client. While the
-window is full, the proxy does not read, and TCP slows the client down.
-
-    proxy:    window = BodyWindow(receive)                  replica:  Middleware(AcknowledgeBody)
-              await app(counting(scope), window.receive, send)
 """
 
 from __future__ import annotations
@@ -24,7 +16,6 @@ from collections.abc import Mapping
 
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import BodyClass
@@ -75,13 +66,13 @@ class ClientDisconnected(Exception):
     """The client disconnected; no one waits for the response."""
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """most: bytes. Raises ApiError, and ClientDisconnected where it breaks off."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """max_bytes: of the body. Raises ApiError, and ClientDisconnected where it breaks off."""
     _check_kind(request.headers)
-    if int(request.headers.get("content-length", 0)) > most:
-        raise body_too_large(most)
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise body_too_large(max_bytes)
     try:
-        return await asyncio.wait_for(_whole(request, most), ARRIVES_WITHIN_S)
+        return await asyncio.wait_for(_whole(request, max_bytes), ARRIVES_WITHIN_S)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body was not here after {ARRIVES_WITHIN_S:g} s", code="body_too_slow") from None
     except ApiError:
@@ -90,12 +81,12 @@ async def read_body(request: Request, most: int) -> bytes:
         raise ClientDisconnected from None
 
 
-async def _whole(request: Request, most: int) -> bytes:
+async def _whole(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > most:
-            raise body_too_large(most)
+        if len(body) > max_bytes:
+            raise body_too_large(max_bytes)
     return bytes(body)
 
 
@@ -104,21 +95,21 @@ def _check_kind(headers: Mapping[str, str]) -> None:
 
     From elsewhere nothing said is JSON: only browsers name an origin.
     """
-    said = headers.get("content-type", "")
-    kind = said.partition(";")[0].strip().lower()
+    content_type = headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
     if (
         (kind or "origin" in headers)
         and kind != "application/json"
         and not (kind.startswith("application/") and kind.endswith("+json"))
     ):
-        raise ApiError(415, f"Content-Type must be application/json, got {said}", code="bad_content_type")
-    _check_charset(said)
+        raise ApiError(415, f"Content-Type must be application/json, got {content_type}", code="bad_content_type")
+    _check_charset(content_type)
     check_encoding(headers)
 
 
-def body_too_large(most: int) -> ApiError:
+def body_too_large(max_bytes: int) -> ApiError:
     """Return the error of a body with more bytes than `most`."""
-    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large")
+    return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
@@ -129,76 +120,11 @@ def check_encoding(headers: Mapping[str, str]) -> None:
         raise ApiError(415, message, code="bad_content_encoding")
 
 
-def _check_charset(said: str) -> None:
+def _check_charset(content_type: str) -> None:
     """Raise ApiError if a content type says that the body is not UTF-8."""
-    _, options = parse_options_header(said)
+    _, options = parse_options_header(content_type)
     charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
     if charset not in CHARSETS:
         raise ApiError(
             415, f"Content-Type: charset must be utf-8, got {reprlib.repr(charset)}", code="bad_content_type"
         )
-
-
-TAKEN = "eagle_ray.body_taken"  # the key of the scope's extensions, and the type of the message
-MAX_AHEAD_BYTES = 4 << 20
-ACKNOWLEDGE_BYTES = 1 << 19  # of the body for each message
-
-
-def counting(scope: Scope) -> Scope:
-    """Return a scope that asks the application for messages of type TAKEN."""
-    return {**scope, "extensions": {**(scope.get("extensions") or {}), TAKEN: {}}}
-
-
-class BodyWindow:
-    """The proxy's side: the receive of one request."""
-
-    def __init__(self, receive: Receive):
-        self._receive = receive
-        self._num_ahead = 0  # bytes
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-
-    async def receive(self) -> Message:
-        """Return the client's next message, once the window has room."""
-        await self._has_room.wait()
-        message = await self._receive()
-        self._move(len(message.get("body", b"")))
-        return message
-
-    def take(self, message: Message) -> bool:
-        """Widen the window if it is a message of type TAKEN; return whether it is one."""
-        if message["type"] != TAKEN:
-            return False
-        self._move(-message["num_bytes"])
-        return True
-
-    def _move(self, num_bytes: int) -> None:
-        self._num_ahead += num_bytes
-        if self._num_ahead < MAX_AHEAD_BYTES:
-            self._has_room.set()
-        else:
-            self._has_room.clear()
-
-
-class AcknowledgeBody:
-    """The application's side: what it has read when it asks for more is taken."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if TAKEN not in (scope.get("extensions") or {}):
-            await self._app(scope, receive, send)
-            return
-        num_new = 0
-
-        async def acknowledging() -> Message:
-            nonlocal num_new
-            if num_new >= ACKNOWLEDGE_BYTES:
-                await send({"type": TAKEN, "num_bytes": num_new})
-                num_new = 0
-            message = await receive()
-            num_new += len(message.get("body", b""))
-            return message
-
-        await self._app(scope, acknowledging, send)

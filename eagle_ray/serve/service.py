@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from eagle_ray.assembly.assemble import build_in_thread
@@ -46,15 +45,16 @@ from eagle_ray.serve.generation_request import (
     need_of,
     num_tokens,
     prepare_generation,
+    response_events,
 )
-from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body, typed_form
+from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body
 from eagle_ray.serve.request_body import body_too_large, check_containers, parse
-from eagle_ray.serve.response_events import response_body
 from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
 LONG = 1 << 16  # bytes of a body, tokens or log-probabilities; a tenth of a second's tokenizing
 SHORT = 1 << 10  # log-probabilities of a chunk that the event loop itself makes
-LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]] = {
+GenerationClass = type[ChatRequest] | type[CompletionRequest] | type[ResponsesRequest]
+LINE_KINDS: dict[str, GenerationClass] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -62,13 +62,6 @@ LINE_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest] | type[Respons
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
 Queued = Json | Exception | None
-BodyOf = Callable[[GenerationRequest], Json]
-"""Makes the body of a response from a request whose sequences are finished."""
-
-
-def chat_body(generation: GenerationRequest) -> Json:
-    """Return the body of a chat or of a text completion."""
-    return generation.answers.body()
 
 
 class Threads:
@@ -79,7 +72,7 @@ class Threads:
     def __init__(self, name: str, num_clients: int):
         self._short = ThreadPoolExecutor(1, f"eagle-ray-{name}")
         self._long = ThreadPoolExecutor(1, f"eagle-ray-long-{name}")
-        self._turns = FairQueue(num_clients, num_places=1)
+        self._turns = FairQueue(num_clients, max_turns=1)
 
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
         """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
@@ -107,7 +100,7 @@ class Service:
         self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         num_clients = max(1, len(self.keys))
         self._readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
-        self._compilations = [FairQueue(1, num_places=_num_compilations(num_clients)) for _ in range(num_clients)]
+        self._compilations = [FairQueue(1, max_turns=_num_compilations(num_clients)) for _ in range(num_clients)]
         self._engine = AsyncEngine(engine)
 
     @classmethod
@@ -126,12 +119,12 @@ class Service:
         self._engine.close()
 
     @property
-    def held(self) -> Need:
+    def in_flight(self) -> Need:
         """Return what the requests in flight hold."""
-        return self.admission.held
+        return self.admission.in_flight
 
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.held.sequences)
+        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.in_flight.sequences)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the request names another model than this one."""
@@ -160,16 +153,14 @@ class Service:
             is_typed: see ``http_answers.typed_form``.
             client: the number of its API key.
         """
-        request: ChatRequest | CompletionRequest
+        request, response = parsed, None
         if isinstance(parsed, ResponsesRequest):
-            request = await self._readers.run(num_bytes, client, parsed.chat)
-        else:
-            request = parsed
+            request, response = await self._readers.run(num_bytes, client, parsed.chat), parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
         return await self._readers.run(
-            num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client
+            num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client, response
         )
 
     async def tokens(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
@@ -194,16 +185,16 @@ class Service:
         self.check_model(request.model)
 
         def make() -> bytes:
-            if (most := max(request.tokens, default=0)) >= self.vocab_size:
-                raise ApiError(400, f"tokens: {most} is not in the vocabulary", "tokens", "bad_token_id")
+            if (largest := max(request.tokens, default=0)) >= self.vocab_size:
+                raise ApiError(400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id")
             return json_body({"prompt": self.text.decode_with_special(request.tokens)})
 
         return await self._readers.run(num_bytes, client, make)
 
-    async def answer(self, generation: GenerationRequest, body_of: BodyOf = chat_body) -> bytes:
+    async def answer(self, generation: GenerationRequest) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
 
-        body_of: makes the body, once every sequence is finished. Raises ApiError, RequestError and EngineError.
+        Raises ApiError, RequestError and EngineError.
         """
         with self._admitted(generation):
             tasks = [
@@ -214,13 +205,8 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-            return await self._writers.run(
-                _num_values(generation), generation.client, self._written, generation, body_of
-            )
-
-    def _written(self, generation: GenerationRequest, body_of: BodyOf) -> bytes:
-        body = body_of(generation)
-        return json_body(typed_form(body) if generation.is_typed else body)
+            size = _num_values(generation)
+            return await self._writers.run(size, generation.client, lambda: json_body(generation.body()))
 
     async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
         """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
@@ -254,19 +240,24 @@ class Service:
                 raise ApiError(400, "stream: a batch's line is answered whole. Leave it out.", "stream", "bad_value")
             generation = await self.read(request, len(body), client=client)
             await self._idle_slots.wait(need_of(generation, self.max_model_len))
-            return 200, await self.answer(generation, body_of(request))
+            return 200, await self.answer(generation)
         except Exception as error:
             refusal = api_error(error)
             return refusal.status, json_body(refusal.body())
 
-    async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
+    def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
+        if generation.response is not None:
+            return response_events(self.chunks(generation), generation, generation.response)
+        return self._completion_events(generation)
+
+    async def _completion_events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         is_begun, answers = False, generation.answers
         async with aclosing(self.chunks(generation)) as chunks:
             try:
                 async for chunk in chunks:
                     is_begun = True
-                    yield await self._event(typed_form(chunk) if generation.is_typed else chunk, generation.client)
+                    yield await self._event(generation.shown(chunk), generation.client)
             except Exception as error:
                 if not is_begun:
                     raise
@@ -337,15 +328,13 @@ class Service:
     async def _put_chunks(
         self, generation: GenerationRequest, chunks: ChoiceChunks, count: int, queue: asyncio.Queue[Queued]
     ) -> None:
-        for chunk in await self._chunks(generation, chunks, count):
+        """Put the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
+        tops = generation.request.tops
+        num_new = 0 if tops is None else chunks.num_unsent(count) * (1 + tops)
+        made = chunks.until(count)
+        new = list(made) if num_new <= SHORT else await self._writers.run(num_new, generation.client, list, made)
+        for chunk in new:
             queue.put_nowait(chunk)
-
-    async def _chunks(self, generation: GenerationRequest, chunks: ChoiceChunks, count: int) -> list[Json]:
-        """Return the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
-        num_new = chunks.num_unsent(count) * (1 + (generation.request.tops or 0))
-        if generation.request.tops is None or num_new <= SHORT:
-            return list(chunks.until(count))
-        return await self._writers.run(num_new, generation.client, lambda: list(chunks.until(count)))
 
     async def _event(self, chunk: Json, client: int) -> str:
         size = num_logprobs(chunk)
@@ -389,11 +378,6 @@ def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
     """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
     is_last = chunk["choices"][0]["finish_reason"] and all(c.sequence.finish_reason for c in answers.choices)
     return chunk | {"metrics": answers.metrics()} if is_last else chunk
-
-
-def body_of(request: ChatRequest | CompletionRequest | ResponsesRequest) -> BodyOf:
-    """Return what makes the body of a request's response."""
-    return partial(response_body, body=request) if isinstance(request, ResponsesRequest) else chat_body
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Need:

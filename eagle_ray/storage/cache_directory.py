@@ -43,8 +43,8 @@ def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[b
     """
     with path.open("ab") as file:
         with log_while_waiting(waiting):
-            is_held = _lock(file, limit_s)
-        yield is_held
+            is_locked = _lock(file, limit_s)
+        yield is_locked
 
 
 def _lock(file: BinaryIO, limit_s: float | None) -> bool:

@@ -9,6 +9,9 @@ tells the two apart.
 
     with open_parquet(StoragePath.of("runs/a/data/part-001-000000.parquet")) as parquet:
         parquet.read(columns=["request_id"])
+
+`speculative.datastore` names token ids of earlier outputs, to draft from by retrieval: the outputs in the data files of
+a run directory, or the column token_ids or output_token_ids of a Parquet file.
 """
 
 from __future__ import annotations
@@ -17,16 +20,34 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.core.errors import one_line
-from eagle_ray.storage.path import FOOTER_END_BYTES, FOOTER_MARK, StorageError, StoragePath
+from eagle_ray.core.errors import ConfigError, one_line
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.store import StorageError
 
+FOOTER_MARK = b"footer checksum:"  # in a Parquet file, before the CRC-32 of its footer
+FOOTER_END_BYTES = 8  # the footer's size and Parquet's magic number, which end the file
 CHECKSUM_BYTES = len(FOOTER_MARK) + 4
 TAIL_BYTES = 64 << 10  # read at once, like Arrow's first read of a file
+COLUMNS = ("token_ids", "output_token_ids")
+KEY = "speculative.datastore"
+
+
+def parquet_bytes(table: pa.Table, compression: str) -> bytes:
+    """Return a table as a whole Parquet file in memory. Each page has a checksum.
+
+    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look there.
+    """
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression=compression, write_page_checksum=True)
+    data = buffer.getvalue().to_pybytes()
+    start = len(data) - FOOTER_END_BYTES - int.from_bytes(data[-FOOTER_END_BYTES:-4], "little")
+    return data[:start] + FOOTER_MARK + zlib.crc32(data[start:]).to_bytes(4, "little") + data[start:]
 
 
 @contextmanager
@@ -86,3 +107,60 @@ class SingleThreadedParquetFile(pq.ParquetFile):
 
     def iter_batches(self, **options: Any) -> Iterator[pa.RecordBatch]:
         return super().iter_batches(use_threads=False, **options)
+
+
+def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
+    """Return the texts, in the files' order. Raises ConfigError if there are none, or none of this vocabulary."""
+    texts = [ids for column in columns_of(name, KEY) for ids in column.to_pylist() if ids]
+    if not texts:
+        raise ConfigError(f"{KEY}: there are no token ids in {name}; output.store_token_ids keeps them")
+    largest = max(map(max, texts))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{KEY}: {name} holds token id {largest} and the target's vocabulary has {vocab_size}: it "
+            "was made with another target"
+        )
+    return texts
+
+
+def check_datastore(name: str) -> None:
+    """Check names and columns without reading texts. Raises ConfigError."""
+    for file in _files(name, KEY):
+        with _parquet(file, KEY) as parquet:
+            _column_name(parquet, file, KEY)
+
+
+def columns_of(name: str, key: str) -> Iterator[pa.ChunkedArray]:
+    """Yield the lists of token ids of every file, in order. key: the configuration key of the name, for errors."""
+    for file in _files(name, key):
+        with _parquet(file, key) as parquet:
+            yield parquet.read(columns=[_column_name(parquet, file, key)]).column(0)
+
+
+def _files(name: str, key: str) -> list[Path]:
+    path = Path(name)
+    files = [path] if path.is_file() else sorted((path / "data").rglob("*.parquet"))
+    if not files:
+        raise ConfigError(f"{key}: {name} is neither a run directory with data in it nor a file")
+    return files
+
+
+@contextmanager
+def _parquet(file: Path, key: str) -> Iterator[pq.ParquetFile]:
+    """Open a file. Raises ConfigError naming it if it or what the body reads of it is damaged."""
+    try:
+        with open_parquet(StoragePath.of(file)) as parquet:
+            yield parquet
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_damage(error)):
+            raise
+        raise ConfigError(f"{key}: {file} cannot be read as Parquet: {one_line(error)}") from None
+
+
+def _column_name(parquet: pq.ParquetFile, file: Path, key: str) -> str:
+    schema = parquet.schema_arrow
+    for name in COLUMNS:
+        kind = schema.field(name).type if name in schema.names else pa.null()
+        if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):
+            return name
+    raise ConfigError(f"{key}: {file} has no column {' or '.join(COLUMNS)} of lists of integers")

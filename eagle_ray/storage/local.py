@@ -21,11 +21,9 @@ from stat import S_ISREG
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import DISK_FULL
+from eagle_ray.storage.store import DISK_FULL, FileVersion, Precondition
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # of ours: others may keep hidden files where a run writes
-Precondition = Callable[[], None] | None  # the last look: what it raises leaves everything as it was
 
 
 class Modes(NamedTuple):
@@ -51,15 +49,15 @@ def stat(path: str) -> FileVersion:
     return _version(os.stat(path))
 
 
-def _version(found: os.stat_result) -> FileVersion:
-    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+def _version(status: os.stat_result) -> FileVersion:
+    return FileVersion(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
 
 def read_with_version(path: str) -> tuple[bytes, FileVersion]:
     """Return the bytes and the version of the file that held them."""
     with open(path, "rb") as file:
-        found = _version(os.fstat(file.fileno()))
-        return file.read(), found
+        version = _version(os.fstat(file.fileno()))
+        return file.read(), version
 
 
 def open_file(path: str) -> BinaryIO:
@@ -73,13 +71,13 @@ def list_files(directory: str) -> dict[str, FileVersion]:
 
 def _versions(paths: Iterable[str]) -> dict[str, FileVersion]:
     """Return the versions of those paths that are files."""
-    found = {}
+    versions = {}
     for path in paths:
         with suppress(OSError):  # a link to nowhere
             status = os.stat(path)
             if S_ISREG(status.st_mode):
-                found[path] = _version(status)
-    return found
+                versions[path] = _version(status)
+    return versions
 
 
 def list_names(directory: str) -> list[str]:

@@ -1,9 +1,8 @@
 """StoragePath: a local file or directory, one in an S3 bucket, or an input elsewhere, with all operations on it.
 
 Writes are atomic. The work is done by ``local``, ``s3`` and ``remote`` (gs://, hf://, https://: input only), which have
-the same functions. Nothing is cached between
-calls, so changes by other machines are visible. All failures are OSErrors; on S3 a StorageError, within a time
-limit.
+the same functions. Nothing is cached between calls, so changes by other machines are visible. All failures are
+OSErrors; on S3 a StorageError, within a time limit.
 
     output = StoragePath.of("s3://bucket/runs/a")
     (output / "data").glob("*.parquet")
@@ -12,6 +11,8 @@ limit.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import zlib
@@ -22,32 +23,20 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage import local, remote
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import NotFound, StorageError, StorageTimeout, check_bucket
+from eagle_ray.storage.store import (
+    FileVersion,
+    Precondition,
+    ReadOnlyFile,
+    check_bucket,
+)
 
-__all__ = [
-    "FOOTER_END_BYTES",
-    "FOOTER_MARK",
-    "FileVersion",
-    "NotFound",
-    "StorageError",
-    "StoragePath",
-    "StorageTimeout",
-    "json_bytes",
-    "parquet_bytes",
-    "read_json",
-    "read_json_object",
-    "write_json",
-]
-
-Precondition = Callable[[], None] | None
 S3 = "s3://"
-FOOTER_MARK = b"footer checksum:"  # in a Parquet file, before the CRC-32 of its footer
-FOOTER_END_BYTES = 8  # the footer's size and Parquet's magic number, which end the file
 SCHEMES = ("s3", *remote.PACKAGES)
+CODECS = {".gz": "gzip", ".zst": "zstd"}  # by extension
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -167,8 +156,8 @@ class StoragePath:
     def list_versions(self, pattern: str | None = None) -> dict[StoragePath, FileVersion]:
         """Return the matching files below, or all of them, sorted, with their versions."""
         store = self._store
-        found = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
-        return {StoragePath(text): found[text] for text in sorted(found)}
+        versions = store.list_files(self.text) if pattern is None else store.glob(self.text, pattern)
+        return {StoragePath(text): versions[text] for text in sorted(versions)}
 
     def list_names(self) -> list[str]:
         """Return the names of files and directories directly in this directory."""
@@ -225,16 +214,12 @@ class StoragePath:
         return s3
 
 
-def parquet_bytes(table: pa.Table, compression: str) -> bytes:
-    """Return a table as a whole Parquet file in memory. Each page has a checksum.
-
-    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look there.
-    """
-    buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression=compression, write_page_checksum=True)
-    data = buffer.getvalue().to_pybytes()
-    start = len(data) - FOOTER_END_BYTES - int.from_bytes(data[-FOOTER_END_BYTES:-4], "little")
-    return data[:start] + FOOTER_MARK + zlib.crc32(data[start:]).to_bytes(4, "little") + data[start:]
+def named_path(name: str, text: str) -> StoragePath:
+    """Return the path that a key or a flag names. Raises ConfigError that begins with its name if it cannot be one."""
+    try:
+        return StoragePath.of(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def write_json(file: StoragePath, value: Any, precondition: Precondition = None) -> None:
@@ -272,3 +257,63 @@ def read_json_object(file: StoragePath) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def open_decompressed(open_source: Callable[[], BinaryIO], codec: str) -> BinaryIO:
+    """Return the content of a compressed file as if it were not. codec: gzip or zstd, also of several members.
+
+    with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:
+        lines.readline()
+    """
+    return io.BufferedReader(DecompressedFile(open_source, codec), BUFFER_BYTES)
+
+
+class DecompressedFile(ReadOnlyFile):
+    """The content of a compressed file. A seek reads up to its position; backwards, from the start of the file.
+
+    Zeros behind the last member of a gzip file, which tapes and block devices add, are not content. Reading raises
+    OSError if the file is damaged or cut.
+    """
+
+    def __init__(self, open_source: Callable[[], BinaryIO], codec: str):
+        self._open_source, self._codec = open_source, codec
+        self._open()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("the length of a compressed file is not known")
+        target = offset + (self._position if whence == io.SEEK_CUR else 0)
+        if target < self._position:
+            self._close_stream()
+            self._open()
+        while self._position < target and self._read(min(BUFFER_BYTES, target - self._position)):
+            pass
+        return self._position
+
+    def close(self) -> None:
+        if not self.closed:
+            self._close_stream()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data: bytes = self._stream.read(size)
+        except (EOFError, zlib.error) as error:
+            raise OSError(f"the {self._codec} stream is damaged or cut: {error}") from error
+        self._position += len(data)
+        return data
+
+    def _open(self) -> None:
+        self._source = self._open_source()
+        if self._codec == "gzip":
+            self._stream: Any = gzip.GzipFile(fileobj=self._source)
+        else:
+            self._stream = pa.CompressedInputStream(pa.PythonFile(self._source, "r"), self._codec)
+        self._position = 0
+
+    def _close_stream(self) -> None:
+        self._stream.close()
+        self._source.close()  # a GzipFile leaves it open

@@ -17,8 +17,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, BinaryIO, NoReturn
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.storage_errors import NotAllowed, NotFound, NotSupported, StorageError
+from eagle_ray.storage.store import FileVersion, NotAllowed, NotFound, NotSupported, ReadOnlyFile, StorageError
 
 PACKAGES = {"gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}  # by scheme
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "oid", "mtime", "updated", "last_modified")
@@ -71,11 +70,11 @@ def open_file(url: str) -> BinaryIO:
 def list_files(directory: str) -> dict[str, FileVersion]:
     with _storage_errors(directory):
         system = _file_system(directory)
-        found = system.find(directory, detail=True)
-        if not found:  # find leaves out what it cannot list; ls raises if the server does not answer
+        infos = system.find(directory, detail=True)
+        if not infos:  # find leaves out what it cannot list; ls raises if the server does not answer
             with suppress(FileNotFoundError):
                 system.ls(directory, detail=False)
-        return _versions(directory, found)
+        return _versions(directory, infos)
 
 
 def list_names(directory: str) -> list[str]:
@@ -96,17 +95,11 @@ def refuse_write(url: str, *arguments: Any, **options: Any) -> NoReturn:
 write_atomic = create = replace = remove = make_directory = remove_temporary = check_writable = refuse_write
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(ReadOnlyFile):
     """A file of a file system of fsspec. Every failure is a StorageError with the URL."""
 
     def __init__(self, url: str, file: Any):
         self._url, self._file = url, file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return int(self._file.tell())
@@ -114,11 +107,9 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return int(self._file.seek(offset, whence))
 
-    def readinto(self, buffer: Any) -> int:
+    def _read(self, size: int) -> bytes:
         with _storage_errors(self._url):
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+            return bytes(self._file.read(size))
 
     def close(self) -> None:
         if not self.closed:
@@ -149,10 +140,10 @@ def _copy(system: Any, url: str) -> BinaryIO:
     return copy
 
 
-def _versions(directory: str, found: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
+def _versions(directory: str, infos: dict[str, dict[str, Any]]) -> dict[str, FileVersion]:
     """Return the versions by URL. A listing of an HTTP server has no sizes, so each file is asked for."""
     scheme = directory.partition("://")[0]
-    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in found.items()}
+    urls = {name if "://" in name else f"{scheme}://{name}": info for name, info in infos.items()}
     files = {url: info for url, info in urls.items() if info.get("type") == "file"}
     return {url: _version(info) if info.get("size") is not None else stat(url) for url, info in files.items()}
 

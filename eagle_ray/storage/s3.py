@@ -14,7 +14,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -25,17 +25,19 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 from s3fs import S3FileSystem
 
-from eagle_ray.storage.file_version import FileVersion
-from eagle_ray.storage.glob_match import glob_matches
-from eagle_ray.storage.retry_budget import extended_waits
-from eagle_ray.storage.storage_errors import (
+from eagle_ray.storage.store import (
     ConditionFailed,
+    FileVersion,
     NotAllowed,
     NotFound,
     NotSupported,
     ObjectChanged,
+    Precondition,
+    ReadOnlyFile,
     StorageError,
     StorageTimeout,
+    extended_waits,
+    glob_matches,
 )
 
 SCHEME = "s3://"
@@ -70,8 +72,6 @@ MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
 
 _answered: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method of requests that were answered
 
-Precondition = Callable[[], None] | None  # the last look before each try: what it raises leaves everything as it was
-
 
 def is_file(url: str) -> bool:
     try:
@@ -90,15 +90,15 @@ def stat(url: str) -> FileVersion:
     bucket, key = split_url(url)
     if not key:
         raise NotFound(f"{url}: a bucket is no file")
-    found = _request(url, "head_object", Bucket=bucket, Key=key)
-    return FileVersion(found["ContentLength"], found["ETag"])
+    response = _request(url, "head_object", Bucket=bucket, Key=key)
+    return FileVersion(response["ContentLength"], response["ETag"])
 
 
 def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
     """Return the bytes and the version of the object that held them. size: expected bytes, for the time limit."""
     bucket, key = split_url(url)
-    found = _request(url, "get_object", size, Bucket=bucket, Key=key)
-    return found["Body"], FileVersion(len(found["Body"]), found["ETag"])
+    response = _request(url, "get_object", size, Bucket=bucket, Key=key)
+    return response["Body"], FileVersion(len(response["Body"]), response["ETag"])
 
 
 def open_file(url: str) -> BinaryIO:
@@ -114,8 +114,8 @@ def list_names(directory: str) -> list[str]:
     _, prefix = _prefix(directory)
     keys: list[str] = []
     for page in _pages(directory, "", Delimiter="/"):
-        keys += [found["Key"] for found in page.get("Contents", ())]
-        keys += [found["Prefix"] for found in page.get("CommonPrefixes", ())]
+        keys += [entry["Key"] for entry in page.get("Contents", ())]
+        keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
     return sorted(key.removeprefix(prefix).rstrip("/") for key in keys)
 
 
@@ -166,27 +166,21 @@ def check_writable(directory: str) -> None:
     """Raise OSError if nothing can be written, or if the server ignores conditional writes. Leaves no object."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
-    kept = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
+    is_conditional = create(probe, b"second", None) is None and read_with_version(probe)[0] == b"first"
     remove(probe, missing_ok=True)
-    if not kept:
+    if not is_conditional:
         raise NotSupported(
             f"{directory} at {_endpoint() or 'the default endpoint'}: the server ignores If-None-Match, so that two "
             "drivers could write at once: choose one with conditional writes"
         )
 
 
-class RangeFile(io.RawIOBase):
+class RangeFile(ReadOnlyFile):
     """An object as a seekable file; raises ObjectChanged if it was replaced since it was opened."""
 
     def __init__(self, url: str, version: FileVersion):
         self._url, self._version = url, version
         self._position, self._start, self._chunk, self._readahead = 0, 0, b"", MIN_READAHEAD_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._position
@@ -195,17 +189,16 @@ class RangeFile(io.RawIOBase):
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._version.size}[whence]
         return self._position
 
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._version.size - self._position)
+    def _read(self, size: int) -> bytes:
+        wanted = min(size, self._version.size - self._position)
         if wanted <= 0:
-            return 0
+            return b""
         if not self._start <= self._position < self._start + len(self._chunk):
             self._fetch(wanted)
         offset = self._position - self._start
         part = self._chunk[offset : offset + wanted]
-        buffer[: len(part)] = part
         self._position += len(part)
-        return len(part)
+        return part
 
     def _fetch(self, wanted: int) -> None:
         in_order = self._position == self._start + len(self._chunk)
@@ -240,9 +233,9 @@ def _list_objects(directory: str, start: str) -> Iterator[tuple[str, FileVersion
     """Yield every object below the directory with a name that begins with start, in the order of names."""
     bucket, _ = _prefix(directory)
     for page in _pages(directory, start):
-        for found in page.get("Contents", ()):
-            if not found["Key"].endswith("/"):  # what consoles make for an empty directory
-                yield f"{SCHEME}{bucket}/{found['Key']}", FileVersion(found["Size"], found["ETag"])
+        for entry in page.get("Contents", ()):
+            if not entry["Key"].endswith("/"):  # what consoles make for an empty directory
+                yield f"{SCHEME}{bucket}/{entry['Key']}", FileVersion(entry["Size"], entry["ETag"])
 
 
 def _pages(directory: str, start: str, **options: Any) -> Iterator[Mapping[str, Any]]:
@@ -272,10 +265,10 @@ def _put_if(url: str, data: bytes, precondition: Precondition, **condition: Any)
 def _match_earlier_put(url: str, data: bytes) -> FileVersion | None:
     """Return the object's version if it holds these bytes: an earlier try with a lost response has succeeded."""
     try:
-        found, version = read_with_version(url, len(data))
+        content, version = read_with_version(url, len(data))
     except NotFound:
         return None
-    return version if found == data else None
+    return version if content == data else None
 
 
 def _request(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -84,21 +84,6 @@ def answer_of(events: Iterable[ChatEvent]) -> Answer:
     return Answer(texts["content"], texts["reasoning"], calls)
 
 
-def merged(events: Iterable[ChatEvent]) -> Iterator[ChatEvent]:
-    """Yield the events with neighbours of one kind joined, so that they do not depend on how a text was cut."""
-    last: ChatEvent | None = None
-    for event in events:
-        is_more = last is not None and (last.kind, last.index) == (event.kind, event.index)
-        if last is not None and is_more and event.kind in ("content", "reasoning", "arguments"):
-            last = ChatEvent(last.kind, last.text + event.text, last.index)
-            continue
-        if last is not None:
-            yield last
-        last = event
-    if last is not None:
-        yield last
-
-
 def num_begun(text: str, strings: Sequence[str]) -> int:
     """Return how many characters at the end of the text may be the beginning of one of the strings."""
     longest = max(map(len, strings), default=1) - 1
@@ -118,21 +103,21 @@ class ObjectScanner:
     def end(self, text: str) -> int | None:
         """Return the position after the object's last bracket, or None if the text does not have it yet."""
         while self._end is None and self._at < len(text):
-            found = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, self._at)
-            if found is None:
+            match = (_INSIDE_STRING if self._is_in_string else _OUTSIDE_STRING).search(text, self._at)
+            if match is None:
                 self._at = len(text)
                 return None
-            if found[0] == "\\":
-                if found.end() == len(text):
-                    self._at = found.start()
+            if match[0] == "\\":
+                if match.end() == len(text):
+                    self._at = match.start()
                     return None
-                self._at = found.end() + 1
+                self._at = match.end() + 1
                 continue
-            self._at = found.end()
-            if found[0] == '"':
+            self._at = match.end()
+            if match[0] == '"':
                 self._is_in_string = not self._is_in_string
                 continue
-            self._depth += 1 if found[0] in "{[" else -1
+            self._depth += 1 if match[0] in "{[" else -1
             if self._depth <= 0:
                 self._end = self._at
         return self._end
@@ -221,15 +206,15 @@ class IncrementalParser(ABC):
         """Skip white space and the literal, or nothing if other text follows. The text may end within the literal."""
         while True:
             start = _after_space(self._text, self._pos)
-            found = self._text[start : start + len(literal)]
-            if found == literal or (self._is_final and literal.startswith(found)):
-                self._pos = start + len(found)
-                return found == literal
-            if self._is_final or not literal.startswith(found):
+            next_text = self._text[start : start + len(literal)]
+            if next_text == literal or (self._is_final and literal.startswith(next_text)):
+                self._pos = start + len(next_text)
+                return next_text == literal
+            if self._is_final or not literal.startswith(next_text):
                 return False
             yield
 
 
 def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    return start if found is None else found.end()
+    match = _SPACE.match(text, start)
+    return start if match is None else match.end()

@@ -136,7 +136,7 @@ class ToolParser(IncrementalParser):
             yield
         if streamed is None:
             return False
-        self._pos = streamed.num_told
+        self._pos = streamed.num_sent
         if streamed.is_whole and isinstance(_loads(streamed.arguments(self._text)), dict):
             return True
         self._emit("broken", "", streamed.index)
@@ -167,8 +167,8 @@ class ToolParser(IncrementalParser):
             self._emit("arguments", _arguments_text(arguments), self._num_calls)
             self._num_calls += 1
             return True
-        is_told = streamed.is_whole and _loads(streamed.arguments(self._text)) == arguments
-        if name == streamed.name and isinstance(arguments, dict) and is_told:
+        is_complete = streamed.is_whole and _loads(streamed.arguments(self._text)) == arguments
+        if name == streamed.name and isinstance(arguments, dict) and is_complete:
             return True
         self._emit("broken", "", streamed.index)
         return False
@@ -179,7 +179,7 @@ class _StreamedCall:
 
     def __init__(self, name: str, start: int, index: int):
         self.name, self.index = name, index
-        self.num_told = start  # position in the text
+        self.num_sent = start  # position in the text
         self.is_whole = False
         self._start = start
         self._scanner = ObjectScanner(start)
@@ -189,12 +189,12 @@ class _StreamedCall:
             return ""
         end = self._scanner.end(text)
         self.is_whole = end is not None
-        start = self.num_told
-        self.num_told = len(text) if end is None else end
-        return text[start : self.num_told]
+        start = self.num_sent
+        self.num_sent = len(text) if end is None else end
+        return text[start : self.num_sent]
 
     def arguments(self, text: str) -> str:
-        return text[self._start : self.num_told]
+        return text[self._start : self.num_sent]
 
 
 def _arguments_in(call: dict[str, Any]) -> dict[str, Any] | None:
@@ -275,12 +275,12 @@ class MistralParser(ToolParser):
         """Return the name before an object of arguments, which begins at _pos then; None if no such name follows."""
         start = self._pos
         while True:
-            found = _NOT_IN_NAME.search(self._text, start)
-            end = len(self._text) if found is None else found.start()
-            if found is not None or self._is_final or end - start > MAX_NAME_CHARS:
+            match = _NOT_IN_NAME.search(self._text, start)
+            end = len(self._text) if match is None else match.start()
+            if match is not None or self._is_final or end - start > MAX_NAME_CHARS:
                 break
             yield
-        if found is None or found[0] != "{" or end - start > MAX_NAME_CHARS:
+        if match is None or match[0] != "{" or end - start > MAX_NAME_CHARS:
             return None
         named = _NAME.fullmatch(self._text, start, end)
         if named is None:
@@ -318,22 +318,22 @@ class AnswerParser:
     def feed(self, text: str) -> list[ChatEvent]:
         """Return the events that are certain after a further piece of the text."""
         events = [ChatEvent("content", text)] if self._reasoning is None else self._reasoning.feed(text)
-        return list(self._kept(self._with_calls(events)))
+        return list(self._allowed(self._with_calls(events)))
 
     def end(self) -> list[ChatEvent]:
         """Return the remaining events, once the text is whole."""
         events = self._with_calls([] if self._reasoning is None else self._reasoning.end())
         if self._tools is not None:
             events += self._tools.end()
-        return list(self._kept(events))
+        return list(self._allowed(events))
 
     def _with_calls(self, events: list[ChatEvent]) -> list[ChatEvent]:
         if self._tools is None:
             return events
-        found = [self._tools.feed(event.text) if event.kind == "content" else [event] for event in events]
-        return [event for part in found for event in part]
+        parts = [self._tools.feed(event.text) if event.kind == "content" else [event] for event in events]
+        return [event for part in parts for event in part]
 
-    def _kept(self, events: Iterable[ChatEvent]) -> Iterable[ChatEvent]:
+    def _allowed(self, events: Iterable[ChatEvent]) -> Iterable[ChatEvent]:
         for event in events:
             if self._is_parallel or event.kind in ("content", "reasoning") or self._is_only_call(event):
                 yield event
@@ -341,10 +341,10 @@ class AnswerParser:
     def _is_only_call(self, event: ChatEvent) -> bool:
         if self._only_call is None:
             self._only_call = event.index
-        is_kept = event.index == self._only_call
-        if is_kept and event.kind == "broken":
+        is_only = event.index == self._only_call
+        if is_only and event.kind == "broken":
             self._only_call = None
-        return is_kept
+        return is_only
 
 
 def parse_answer(text: str, parser: AnswerParser) -> Answer:

@@ -25,9 +25,10 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import check_schema
@@ -231,66 +232,74 @@ def tool_grammar(
     return "\n".join(f"{name}: {body}" for name, body in ({"start": start} | rules | terminals).items())
 
 
-class _HermesWriter:
+class _FormWriter(ABC):
+    """Writes the rules of one form."""
+
     def __init__(self, options: ChatOptions, special_ids: Mapping[str, int]):
-        self._options, self._special_ids = options, special_ids
+        names = frozenset(options.callable_names)
+        self._tools = [tool for tool in options.tools if _name(tool) in names]
+        self._is_parallel, self._special_ids = options.parallel_tool_calls, special_ids
 
+    @abstractmethod
     def calls(self) -> dict[str, str]:
-        more = r' ("\n" call)*' if self._options.parallel_tool_calls else ""
-        return {"calls": f"call{more}", "call": f"{self._marker(TOOL_OPEN)} rest"} | self._rest()
+        """Return the rule `calls`, of an answer that is calls alone, and the rules that it needs."""
 
+    @abstractmethod
     def free(self) -> dict[str, str]:
-        begin = _until("until_call", TOOL_OPEN, self._special_ids)
-        number = "*" if self._options.parallel_tool_calls else "?"
-        return begin | {"answer": f"(until_call rest){number} TEXT"}
+        """Return the rule `answer`, of an answer that may call or not, and the rules that only it needs."""
 
-    def _rest(self) -> dict[str, str]:
-        """Return the rules of what follows the opening marker."""
-        close = f'"\\n" {self._marker(TOOL_CLOSE)}'
-        tools = _callable(self._options)
-        objects = {f"object_{i}": _object(tool, "arguments") for i, tool in enumerate(tools)}
-        return {"rest": f'"\\n" ({" | ".join(objects)}) {close}', **objects}
+    def _objects(self, key: str) -> dict[str, str]:
+        """Return a rule for each tool: its call as an object."""
+        return {f"object_{i}": _object(tool, key) for i, tool in enumerate(self._tools)}
 
     def _marker(self, marker: str) -> str:
         return _written(marker, self._special_ids)
 
 
-class _Llama3JsonWriter:
-    def __init__(self, options: ChatOptions, special_ids: Mapping[str, int]):
-        self._options, self._special_ids = options, special_ids
-
+class _HermesWriter(_FormWriter):
     def calls(self) -> dict[str, str]:
-        objects = {f"object_{i}": _object(tool, "parameters") for i, tool in enumerate(_callable(self._options))}
-        more = ' ("; " call)*' if self._options.parallel_tool_calls else ""
-        tag = _written(PYTHON_TAG, self._special_ids)
+        more = r' ("\n" call)*' if self._is_parallel else ""
+        return {"calls": f"call{more}", "call": f"{self._marker(TOOL_OPEN)} rest"} | self._rest()
+
+    def free(self) -> dict[str, str]:
+        begin = _until("until_call", TOOL_OPEN, self._special_ids)
+        number = "*" if self._is_parallel else "?"
+        return begin | {"answer": f"(until_call rest){number} TEXT"}
+
+    def _rest(self) -> dict[str, str]:
+        """Return the rules of what follows the opening marker."""
+        close = f'"\\n" {self._marker(TOOL_CLOSE)}'
+        objects = self._objects("arguments")
+        return {"rest": f'"\\n" ({" | ".join(objects)}) {close}', **objects}
+
+
+class _Llama3JsonWriter(_FormWriter):
+    def calls(self) -> dict[str, str]:
+        objects = self._objects("parameters")
+        more = ' ("; " call)*' if self._is_parallel else ""
+        tag = self._marker(PYTHON_TAG)
         return {"calls": f"{tag}? call{more}", "call": " | ".join(objects), **objects}
 
     def free(self) -> dict[str, str]:
         return {"answer": 'calls | NO_OBJECT | ""'}
 
 
-class _MistralWriter:
+class _MistralWriter(_FormWriter):
     """Calls in a list, or each after its name: the target chooses."""
 
-    def __init__(self, options: ChatOptions, special_ids: Mapping[str, int]):
-        self._options, self._special_ids = options, special_ids
-
     def calls(self) -> dict[str, str]:
-        begin = _written(TOOL_CALLS, self._special_ids)
-        return {"calls": f"{begin} rest"} | self._rest()
+        return {"calls": f"{self._marker(TOOL_CALLS)} rest"} | self._rest()
 
     def free(self) -> dict[str, str]:
         return _until("until_call", TOOL_CALLS, self._special_ids) | {"answer": "until_call rest | TEXT"}
 
     def _rest(self) -> dict[str, str]:
-        tools = _callable(self._options)
-        objects = {f"object_{i}": _object(tool, "arguments") for i, tool in enumerate(tools)}
-        args = _written(ARGS, self._special_ids)
-        named = {f"named_{i}": f"{_literal(_name(tool))} {args}? {_arguments(tool)}" for i, tool in enumerate(tools)}
-        begin = _written(TOOL_CALLS, self._special_ids)
-        is_parallel = self._options.parallel_tool_calls
-        more_objects = ' (", " object)*' if is_parallel else ""
-        more_named = f" ({begin} named)*" if is_parallel else ""
+        objects, args = self._objects("arguments"), self._marker(ARGS)
+        named = {
+            f"named_{i}": f"{_literal(_name(tool))} {args}? {_arguments(tool)}" for i, tool in enumerate(self._tools)
+        }
+        more_objects = ' (", " object)*' if self._is_parallel else ""
+        more_named = f" ({self._marker(TOOL_CALLS)} named)*" if self._is_parallel else ""
         return {
             "rest": f'"[" object{more_objects} "]" | named{more_named}',
             "object": " | ".join(objects),
@@ -300,26 +309,11 @@ class _MistralWriter:
         }
 
 
-class _FormWriter(Protocol):
-    """Writes the rules of one form."""
-
-    def calls(self) -> dict[str, str]:
-        """Return the rule `calls`, of an answer that is calls alone, and the rules that it needs."""
-
-    def free(self) -> dict[str, str]:
-        """Return the rule `answer`, of an answer that may call or not, and the rules that only it needs."""
-
-
-_WRITERS: dict[str, Callable[[ChatOptions, Mapping[str, int]], _FormWriter]] = {
+_WRITERS: dict[str, type[_FormWriter]] = {
     "hermes": _HermesWriter,
     "llama3_json": _Llama3JsonWriter,
     "mistral": _MistralWriter,
 }
-
-
-def _callable(options: ChatOptions) -> list[Tool]:
-    names = frozenset(options.callable_names)
-    return [tool for tool in options.tools if _name(tool) in names]
 
 
 def _name(tool: Tool) -> str:

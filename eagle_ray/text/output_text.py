@@ -103,9 +103,9 @@ class StopSearch:
         text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
         if options.min_tokens:
             num_endless = self._num_chars(ids[: options.min_tokens], options)
-        found = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
-        end, start = min(found, default=(0, 0))
-        return StopPlace(self, ids, text, start, end, options) if found else None
+        ends = [place for stop in self.stops if (place := _end_of_stop(text, stop, num_endless))]
+        end, start = min(ends, default=(0, 0))
+        return StopPlace(self, ids, text, start, end, options) if ends else None
 
     def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
         """Return how many of the ids have a text of at least num_chars characters."""
@@ -133,8 +133,8 @@ class StopCheck:
 
         output_ids: everything generated so far; a call may bring several new ids.
         """
-        found = [search.num_kept(output_ids) for search in self._searches]
-        return min((num_kept for num_kept in found if num_kept is not None), default=None)
+        lengths = [search.num_ids(output_ids) for search in self._searches]
+        return min((length for length in lengths if length is not None), default=None)
 
 
 class _GrowingSearch:
@@ -151,7 +151,7 @@ class _GrowingSearch:
         self._tail = ""
         self._num_endless = 0  # characters after _tail, of the first min_tokens tokens: no stop string may end in them
 
-    def num_kept(self, output_ids: list[int]) -> int | None:
+    def num_ids(self, output_ids: list[int]) -> int | None:
         """Return how many ids to keep, as StopCheck does for its searches together."""
         for end in range(self._seen + 1, len(output_ids) + 1):
             if self._completes(output_ids, end):
@@ -189,26 +189,27 @@ class DecodeStream:
             (search.stops, _GrowingText(search.text, options, stops) if search.names_special else self._own)
             for search in text.stop_searches(stops)
         ]
-        self._held = ""
-        self._told = ""
+        self._pending = ""
+        self._sent = ""
 
     def grow(self, ids: Sequence[int]) -> str:
         """Return the text that is certain after these further ids, which do not end the output."""
-        self._held += self._own.grow(ids)
-        num_held = 0
+        self._pending += self._own.grow(ids)
+        num_pending = 0
         for stops, growing in self._searched:
             if growing is not self._own:
                 growing.grow(ids)
-            num_held = max(num_held, num_begun(growing.tail, stops))  # of another text, at least as many as of this one
-        known = self._held[: max(0, len(self._held) - num_held)]
-        self._held = self._held[len(known) :]
-        self._told += known
+            # of another text, at least as many as of this one
+            num_pending = max(num_pending, num_begun(growing.tail, stops))
+        known = self._pending[: max(0, len(self._pending) - num_pending)]
+        self._pending = self._pending[len(known) :]
+        self._sent += known
         return known
 
     def end(self, output_ids: Sequence[int]) -> str:
         """Return the rest, once all ids of the output are known."""
         whole = self._text.final_text(output_ids, self._stops, self._options)
-        return whole[len(self._told) :]
+        return whole[len(self._sent) :]
 
 
 class _GrowingText:

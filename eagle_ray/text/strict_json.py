@@ -100,7 +100,7 @@ def check_texts(value: Any) -> None:
         containers = [(place, item) for place, item in level if not isinstance(item, str)]
         if not containers:
             return
-        level = [found for place, container in containers for found in _texts_and_containers(place, container)]
+        level = [inner for place, container in containers for inner in _texts_and_containers(place, container)]
     raise _depth_error()
 
 

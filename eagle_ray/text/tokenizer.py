@@ -148,16 +148,16 @@ class Tokenizer:
             self._check_beginning(prompt, self._max_model_len)
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
 
-    def _check_beginning(self, prompt: str, most: int) -> None:
-        beginning = prompt[: MAX_CHARS_PER_TOKEN * most]
+    def _check_beginning(self, prompt: str, max_tokens: int) -> None:
+        beginning = prompt[: MAX_CHARS_PER_TOKEN * max_tokens]
         if (
             len(self._tokenizer.encode(beginning, add_special_tokens=False, verbose=False))
-            > most + MAX_TOKENS_LOST_AT_CUT
+            > max_tokens + MAX_TOKENS_LOST_AT_CUT
         ):
             raise RequestError(
                 "prompt_too_long",
                 f"the prompt of {len(prompt)} characters has more tokens than there is room for: shorten it to fewer "
-                f"than {most} (model.max_model_len is {most})",
+                f"than {max_tokens} (model.max_model_len is {max_tokens})",
             )
 
     @property
@@ -189,8 +189,8 @@ class Tokenizer:
 
     def special_id(self, role: str) -> int | None:
         """Return the id of the special token of a role, such as "bos" or "eos", or None if there is none."""
-        found: int | None = getattr(self._tokenizer, f"{role}_token_id", None)
-        return found
+        special_id: int | None = getattr(self._tokenizer, f"{role}_token_id", None)
+        return special_id
 
     def render_chat(
         self,
@@ -250,8 +250,8 @@ class Tokenizer:
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
         bare = word.lstrip() or word
-        found = [self._tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
-        return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+        spellings = [self._tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+        return [ids for i, ids in enumerate(spellings) if ids and ids not in spellings[:i]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, without special tokens by default."""
@@ -317,14 +317,14 @@ class Tokenizer:
         """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
         is_ended = output_ids and (output_ids[-1] in self._eos_ids or output_ids[-1] in options.stop_token_ids)
         ids = output_ids[:-1] if is_ended and not options.include_stop else output_ids
-        found = [
+        ends = [
             place
             for search in self.stop_searches(stops)  # a stop string that names special tokens may end in the EOS itself
             if (place := search.first_in(output_ids if search.names_special else ids, options)) is not None
         ]
-        if not found:
+        if not ends:
             return self.decode(ids, options.skip_special_tokens)
-        place = found[0] if len(found) == 1 else min(found, key=StopPlace.order)
+        place = ends[0] if len(ends) == 1 else min(ends, key=StopPlace.order)
         return place.text_to(self, self._special_tokens)
 
 
@@ -395,13 +395,16 @@ def _syntax_error(tokenizer: PreTrainedTokenizerBase, template: str) -> str | No
 
 
 class NullTokenizer(Tokenizer):
-    """Has no text: it refuses what needs words, and a decoded output is empty."""
+    """Has no text: it refuses what needs words, and a decoded output is empty.
+
+    It refuses messages, so nothing asks it for what only their answers need.
+    """
 
     def __init__(self) -> None:
         self.chat_format = ChatFormat()
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> NoReturn:
-        raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids, without stop strings")
+        raise _no_tokenizer("prompt")
 
     def render_chat(
         self,
@@ -410,29 +413,14 @@ class NullTokenizer(Tokenizer):
         continue_final_message: bool = False,
         options: ChatOptions = NO_OPTIONS,
     ) -> NoReturn:
-        self.encode("")
-
-    def with_markers(self) -> Tokenizer:
-        return self
-
-    def prompt_end(self, prompt_ids: Sequence[int]) -> str:
-        return ""
-
-    def special_marker_ids(self) -> dict[str, int]:
-        return {}
-
-    def reasoning_end_id(self) -> NoReturn:
-        self.encode("")
-
-    def token_strings(self, ids: Sequence[int]) -> NoReturn:
-        self.encode("")
+        raise _no_tokenizer("messages")
 
     def word_ids(self, word: str) -> NoReturn:
         raise RequestError("no_tokenizer", "the target has no tokenizer, so 'bad_words' cannot be used")
 
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         if stops:
-            self.encode("")
+            raise _no_tokenizer("stop")
         return []
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -446,3 +434,7 @@ class NullTokenizer(Tokenizer):
 
     def info(self) -> dict[str, Any]:
         return {"tokenizer_class": None}
+
+
+def _no_tokenizer(name: str) -> RequestError:
+    return RequestError("no_tokenizer", f"the target has no tokenizer, so {name!r} cannot be used: give token ids")

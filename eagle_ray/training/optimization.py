@@ -1,4 +1,7 @@
-"""One optimizer step: gradients of shards, summed over threads and workers, clipped, and applied.
+"""One optimizer step: gradients of a recipe's shards, summed over threads and workers, clipped, and applied.
+
+A recipe has two calls per shard: `counts`, from the masks alone, and `losses`, which divides by the counts of the whole
+step. So the sum of the shards' losses is the mean of the step, however it is split over threads and workers.
 
 On a CPU a small model is trained fastest by Python threads with one torch thread each: kernels of this size gain
 nothing from splitting. Sums are taken in a fixed order, so a run with equal seed and thread count repeats exactly.
@@ -10,10 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
+
+from eagle_ray.training.frozen_target import FeatureBatch
 
 Shard = TypeVar("Shard")
 MUON_MOMENTUM = 0.95
@@ -191,3 +198,53 @@ class GradientDescent:
         if self.clipping.value is not None:
             for gradient in gradients:
                 gradient.clamp_(-self.clipping.value, self.clipping.value)
+
+
+class HeadRecipe(Protocol):
+    """Protocol of a training method.
+
+    Attributes:
+        head: the module that is trained, in fp32.
+        num_counts: terms that `counts` returns.
+        names: of the sums that `losses` reports.
+    """
+
+    @property
+    def head(self) -> nn.Module: ...
+
+    num_counts: int
+    names: tuple[str, ...]
+
+    def counts(self, batch: FeatureBatch) -> Float[Tensor, " C"]:
+        """Return the positions of each loss term of a shard, in fp64 on the host."""
+
+    def losses(self, batch: FeatureBatch, counts: Float[Tensor, " C"], seed: int) -> Losses:
+        """Return a shard's losses. counts: of the whole step. seed: of the shard's noise."""
+
+    def matrices(self) -> list[nn.Parameter]:
+        """Return the parameters that Muon steps; AdamW steps the others."""
+
+    def save(self, path: Path) -> None:
+        """Write the head in its published layout."""
+
+
+def initialize_linears(head: nn.Module) -> None:
+    """Draw every matrix from a normal distribution, by fan-in."""
+    for parameter in head.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.5 / parameter.shape[1] ** 0.5)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return the context of a head's forward pass: bf16 products of fp32 weights, or fp32 throughout."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def agreement_names(num_levels: int) -> tuple[str, ...]:
+    """Return the names of the agreements by depth, from 1."""
+    return tuple(f"agreement_{level}" for level in range(1, num_levels + 1))
+
+
+def mean_over(total: Tensor, count: float | Tensor) -> Tensor:
+    """Return total / count, or 0 if nothing was counted."""
+    return total / max(float(count), 1.0)

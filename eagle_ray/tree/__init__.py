@@ -1,1 +1,1 @@
-"""Draft trees as tensors: expansion, budget, acceptance, static trees and statistics."""
+"""Draft trees as tensors: expansion, budget, acceptance, static trees and merging."""

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.device import to_device
 from eagle_ray.tree.draft_tree import DraftTree
 
 

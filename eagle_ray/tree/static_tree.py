@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.core.async_copy import to_device
+from eagle_ray.core.device import to_device
 from eagle_ray.core.tree_bounds import TreeBounds
 
 Path = tuple[int, ...]

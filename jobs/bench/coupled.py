@@ -22,7 +22,7 @@ import torch
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.tiny_pair.acceptance import PAPER_TREE, SMALL_TREE, TreeShape

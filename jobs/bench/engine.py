@@ -43,8 +43,8 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.heads import EagleHead
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import linear_layers, pack_linears
 from eagle_ray.planner.planner import Planner, UniformPlanner
@@ -84,18 +84,18 @@ TUNING_ROUNDS, TUNING_S = 4, 0.5  # windows of each tree
 MOST_TUNED_ROWS = {"cpu": 256, "cuda": 1024}  # of a pass: larger ones have no chance and take minutes to lose
 PER_CATEGORY = 32  # prompts to measure on, and as many to tune on
 BAD_NOISE = 0.25  # of the trained weights: tau 1.4 with 8 nodes a tree, 3.7 undamaged; never trained 1.0
-LARGEST = (60, 6, 10)
-TREES = {  # max_nodes, max_depth, top_k
-    "1/1/1": (1, 1, 1),
-    "2/2/1": (2, 2, 1),
-    "3/3/1": (3, 3, 1),
-    "4/2/2": (4, 2, 2),
-    "4/4/1": (4, 4, 1),
-    "6/3/2": (6, 3, 2),
-    "8/4/4": (8, 4, 4),
-    "12/4/4": (12, 4, 4),
-    "24/5/6": (24, 5, 6),
-    "59/6/10": (59, 6, 10),
+LARGEST = TreeBounds(60, 6, 10)
+TREES = {
+    "1/1/1": TreeBounds(1, 1, 1),
+    "2/2/1": TreeBounds(2, 2, 1),
+    "3/3/1": TreeBounds(3, 3, 1),
+    "4/2/2": TreeBounds(4, 2, 2),
+    "4/4/1": TreeBounds(4, 4, 1),
+    "6/3/2": TreeBounds(6, 3, 2),
+    "8/4/4": TreeBounds(8, 4, 4),
+    "12/4/4": TreeBounds(12, 4, 4),
+    "24/5/6": TreeBounds(24, 5, 6),
+    "59/6/10": TreeBounds(59, 6, 10),
 }
 HEADS: dict[str, Callable[[EagleHead], EagleHead]] = {
     "good": lambda head: head,
@@ -159,7 +159,7 @@ class Lane:
         made = models.engine(way, slots)
         if way.method == "none" or way.ranking != "coupled":
             return cls(made, made.planner, False)
-        return cls(models.engine(fixed_tree(*LARGEST), slots), made.planner, True)
+        return cls(models.engine(fixed_tree(LARGEST), slots), made.planner, True)
 
 
 def main() -> None:
@@ -189,10 +189,10 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     """What each way is; plain decoding is always among them."""
     ways = {
         "plain": SpeculativeConfig(method="none"),
-        "chain": fixed_tree(5, 5, 1),
-        "eagle2": fixed_tree(59, 6, 10),
+        "chain": fixed_tree(TreeBounds(5, 5, 1)),
+        "eagle2": fixed_tree(TreeBounds(59, 6, 10)),
         "adaptive": SpeculativeConfig(max_nodes=6, max_depth=6, top_k=1, budget="global"),
-        "ours": fixed_tree(*LARGEST).model_copy(update={"budget": "global"}),
+        "ours": fixed_tree(LARGEST).model_copy(update={"budget": "global"}),
     }
     if "best" in args.ways:
         ways["best"] = best_fixed(args, models, batch)
@@ -201,18 +201,17 @@ def settings_of(args: argparse.Namespace, models: Models, batch: int) -> dict[st
     return {name: ways[name] for name in WAYS if name in args.ways or name == "plain"}
 
 
-def fixed_tree(max_nodes: int, max_depth: int, top_k: int, ranking: str = "coupled") -> SpeculativeConfig:
+def fixed_tree(bounds: TreeBounds, ranking: str = "coupled") -> SpeculativeConfig:
     """Return settings that draft the same tree for every sequence at every step."""
-    bounds = dict(max_nodes=max_nodes, max_depth=max_depth, top_k=top_k)
-    return SpeculativeConfig(**bounds, budget="uniform", ranking=ranking)
+    return SpeculativeConfig(**asdict(bounds), budget="uniform", ranking=ranking)
 
 
 def best_fixed(args: argparse.Namespace, models: Models, batch: int, ranking: str = "coupled") -> SpeculativeConfig:
     """Return the fastest of TREES, with this ranking of nodes, and of plain decoding on the tuning prompts."""
     most = MOST_TUNED_ROWS[torch.device(args.device).type]
-    trees = {name: TREES[name] for name in args.trees if batch * (TREES[name][0] + 1) <= most}
+    trees = {name: TREES[name] for name in args.trees if batch * TREES[name].num_nodes <= most}
     ways = {"plain": SpeculativeConfig(method="none")}
-    ways |= {name: fixed_tree(*tree, ranking) for name, tree in trees.items()}
+    ways |= {name: fixed_tree(tree, ranking) for name, tree in trees.items()}
     lanes = {name: Lane.of(models, way, batch) for name, way in ways.items()}
     samples, _ = steady(args, replace(models, prompts=models.tuning), lanes, TUNING_ROUNDS, TUNING_S, 0)
     rates = {name: sum(taken[1:], taken[0]).decoded_per_second for name, taken in samples.items()}

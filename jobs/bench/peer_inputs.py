@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.hub import download
-from eagle_ray.methods.head_files import SAFETENSORS, load_head, read_config
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import SAFETENSORS, read_config
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.bench.embedding_map import ModelShape

@@ -37,7 +37,8 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.methods.head_files import load_head, read_config, save_head
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import read_config, save_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.requests.sequences import sequences_of
 from jobs.bench.embedding_map import ModelShape

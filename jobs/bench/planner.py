@@ -25,8 +25,8 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import SteadyQueue, run_requests
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Planner, UniformPlanner

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from eagle_ray.core.decode_batch import DecodeBatch
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.methods.drafter import Draft
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.cost_cache import CURVES, NUMBERS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
-from eagle_ray.planner.plan_search import PassSizes
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.tree.draft_plan import DraftPlan
 

@@ -1,7 +1,7 @@
 """The engine's steady state without a GPU: python -m jobs.bench.steady_state --slots 16 64 256 --json FILE
 
 An endless stream of random prompts runs on the embedded pair, with steps replayed in the order in which a GPU's host
-launches them (`engine/graphs.py` emulates that on a CPU). Outputs have lengths uniform in --outputs and end there.
+launches them (`models/graphs.py` emulates that on a CPU). Outputs have lengths uniform in --outputs and end there.
 
     share_ahead             steps launched before the one before them was read, of all steps
     prompt_passes_per_step  passes over prompts alone; each reads all weights
@@ -33,14 +33,14 @@ from eagle_ray.assembly.load_models import grammar_compiler
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.engine.verify import VerifyStepOutput
 from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
@@ -126,16 +126,16 @@ class RecordedGraphRunner(CudaGraphRunner):
 class RecordedTarget(TargetModel):
     """A target whose passes over prompts cost nothing."""
 
-    _whole: PrefillOutput | None = None
+    _whole: TargetOutput | None = None
 
-    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
+    def prefill(self, prompts: PromptBatch) -> TargetOutput:
         if self._whole is None:
             real = super().prefill(prompts)
             rows = [(PREFILL_TOKENS, x.shape[1]) for x in (real.logits, real.hidden, real.features)]
-            self._whole = PrefillOutput(*(real.logits.new_zeros(shape) for shape in rows))
+            self._whole = TargetOutput(*(real.logits.new_zeros(shape) for shape in rows))
         num_rows = len(prompts.tokens)
         whole = self._whole
-        return PrefillOutput(whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows])
+        return TargetOutput(whole.logits[: len(prompts.slots)], whole.hidden[:num_rows], whole.features[:num_rows])
 
 
 class RecordedEagleDrafter(EagleDrafter):

@@ -28,11 +28,11 @@ from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine import verify
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.scheduler import Scheduler
-from eagle_ray.kernels import cpu_ops, torch_ops
+from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.methods.calibration import Offers
 from eagle_ray.methods.candidate_ranker import CandidateRanker
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models import decoder
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import PackedLinear, pack_linears
@@ -55,8 +55,8 @@ PARTS: list[Part] = [
     (TARGET, "rotary and KV write", cpu_ops, "rotate_and_write"),
     (TARGET, "norms", cpu_ops, "add_rms_norm"),
     (TARGET, "SiLU x up", cpu_ops, "silu_mul"),
-    (TARGET, "norms (torch)", torch_ops, "add_rms_norm"),
-    (TARGET, "SiLU x up (torch)", torch_ops, "silu_mul"),
+    (TARGET, "norms (torch)", layer_ops, "add_rms_norm"),
+    (TARGET, "SiLU x up (torch)", layer_ops, "silu_mul"),
     (TARGET, "rotary angles", decoder.Angles, "__call__"),
     (TARGET, "layout", TargetModel, "_tree_layout"),
     (TARGET, "rest of the target's pass", TargetModel, "_run"),

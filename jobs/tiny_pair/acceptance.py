@@ -7,32 +7,28 @@ models.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle_ray.assembly.assemble import EngineBundle, build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core import sequence as engine_sequence
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import EngineError
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.requests.parameters import SamplingParams
 
 SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TreeShape:
-    """max_nodes counts drafted nodes, the root excluded; max_depth is the longest draft path in levels."""
-
-    max_nodes: int
-    max_depth: int
-    top_k: int
+class TreeShape(TreeBounds):
+    """A tree of this size for every sequence at every step."""
 
     def settings(self, ranking: str = "coupled") -> SpeculativeConfig:
         """Return settings that draft this tree for every sequence at every step."""
-        bounds = dict(max_nodes=self.max_nodes, max_depth=self.max_depth, top_k=self.top_k)
-        return SpeculativeConfig(**bounds, budget="uniform", ranking=ranking)
+        return SpeculativeConfig(**asdict(self), budget="uniform", ranking=ranking)
 
     def __str__(self) -> str:
         return f"{self.max_nodes} nodes, {self.max_depth} levels, top-{self.top_k}"

@@ -23,8 +23,8 @@ from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput
 from eagle_ray.api.arguments import _KEYS, EngineSettings, engine_config, sampling_config
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
-from tests.conftest import PAIR, token_rows
-from tests.support.chat_templates import R1
+from tests.support.jobs import PAIR, token_rows
+from tests.support.tokenizers import R1
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS_TEMPLATE = Path(__file__).parent.parent / "clients" / "templates" / "tiny.jinja"

@@ -27,7 +27,7 @@ from eagle_ray.methods.registry import make_drafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.cache_directory import cache_home
-from tests.conftest import PAIR
+from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 from tests.support.toy_models import LLAMA, llama
 

@@ -20,8 +20,7 @@ from eagle_ray.doctor.system import smollm2 as smollm2_finding
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.gguf import toy_metadata, toy_tensors, write_gguf
-from tests.support.slow_gguf import SlowReader, llama_logits
+from tests.support.gguf import SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
 
 ROOT = Path(__file__).parents[2]
 installed = pytest.mark.skipif(gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {INSTALL}")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.attention.attention_groups import AttentionGroup
-from eagle_ray.attention.gqa_packing import GQAPacking, fold_rectangle, unfold_rectangle
+from eagle_ray.attention.attention_groups import AttentionGroup, GQAPacking, fold_rectangle, unfold_rectangle
 
 HEADS, KV_HEADS, DIM = 6, 2, 4
 ROW_OF = torch.tensor([[0, 1, 2], [3, 0, 0], [4, 5, 0]])  # trees of 3, 1 and 2 rows

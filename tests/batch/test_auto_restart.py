@@ -21,7 +21,7 @@ from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows
 from tests.support.processes import children_of, is_running
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run", "--keep-going"]

@@ -12,10 +12,10 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.worker import baseline as module
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
-from eagle_ray.engine.graphs import GRAPHS
+from eagle_ray.models.graphs import GRAPHS
 from eagle_ray.sampling.sampler import gumbel_noise
-from tests.batch.test_worker import answers
-from tests.conftest import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows
+from tests.support.workers import answers
 
 SETTINGS = {"sampling.temperature": 0.8, "sampling.n": 2, "execution.slots": 2}
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import exit_code, small_job, token_rows
+from tests.support.jobs import exit_code, small_job, token_rows
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 6

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """Inputs that change, grow and move, and what a start does about damage and late files after the end."""
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from eagle_ray.batch.driver import settle
 from eagle_ray.batch.driver.run import run_job
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.row_index import INDEX
-from tests.batch.test_starts import answered, append, cut_off, engine, flipped, rows, without_segments
-from tests.conftest import MakeJob
+from tests.support.jobs import MakeJob
+from tests.support.starts import answered, append, cut_off, flipped, rows, without_segments
 
 
 def test_a_file_after_the_count_is_counted_at_the_next_start(make_job: MakeJob, engine, tmp_path, monkeypatch):

@@ -13,17 +13,16 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.answers import line_of
+from eagle_ray.requests.answers import output_line
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import prompt_text_of, sequences_of
 from eagle_ray.runs.run import Run
 from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
 from tests.support.row_invariants import broken_laws
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.tokenizers import special_tokenizer, thinking_target, write_tokenizer
+from tests.support.tokenizers import LLAMA3, MISTRAL, QWEN3, R1, special_tokenizer, thinking_target, write_tokenizer
+from tests.support.workers import ScriptedEngine
 
 ASK = [{"role": "user", "content": "Add 1 and 2."}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
@@ -85,7 +84,7 @@ def test_the_parts_of_an_answer_have_columns_and_the_text_stays_whole(answered):
     assert "tool_choice: must be none, auto" in errors["choice"]
     assert "tools: only with messages" in errors["prompt"]
 
-    body = line_of([first], str)["response"]["body"]["choices"][0]
+    body = output_line([first], str)["response"]["body"]["choices"][0]
     assert body["finish_reason"] == "tool_calls"
     assert body["message"] == {
         "role": "assistant",

@@ -24,7 +24,7 @@ from eagle_ray.batch.driver.cluster import (
 )
 from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.batch.worker.error_classifier import SMALLER, as_config_error
+from eagle_ray.batch.worker.crash_isolation import SMALLER, as_config_error
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError, outcome_of
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.assembly.hub import download
@@ -15,11 +12,9 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.batch.reader.test_plan import plan, write_jsonl
-from tests.batch.test_logprobs import TINY
-from tests.batch.test_sequences import request
-from tests.batch.test_worker import answers
+from tests.support.inputs import TINY, plan, request, write
 from tests.support.row_invariants import broken_laws
+from tests.support.workers import answers
 
 COLUMNS = {
     "presence_penalty": 0.5,
@@ -52,19 +47,6 @@ ROWS = [
     {"id": "stop", "messages": STORY, "stop": ["."], "include_stop_str_in_output": True},
     {"id": "free", "messages": STORY},
 ]
-
-
-def write(path: Path, row: dict) -> Path:
-    """Write a row without and a row with the controls."""
-    if path.suffix == ".jsonl":
-        return write_jsonl(path, [{"prompt": "a"}, row])
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([row, {"prompt": "a"}]).slice(0), path)
-        return path
-    cells = [json.dumps(value) if not isinstance(value, str) else value for value in row.values()]
-    quoted = ",".join('"' + cell.replace('"', '""') + '"' for cell in cells)
-    path.write_text(",".join(row) + "\n" + quoted + "\n")
-    return path
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])

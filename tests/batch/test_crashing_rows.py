@@ -9,17 +9,16 @@ import pytest
 from eagle_ray.batch.driver import execute
 from eagle_ray.batch.worker import engine_process
 from eagle_ray.batch.worker.actor import EngineActor
-from tests.batch.test_job import ids_of, rows_of
-from tests.conftest import exit_code, token_rows
-from tests.support import fragile_worker
-from tests.support.fragile_worker import ACTOR_PID, CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
+from tests.support import workers
+from tests.support.jobs import exit_code, ids_of, rows_of, token_rows
+from tests.support.workers import ACTOR_PID, CRASHES, GREEDY, KILLER, ORPHAN, TOO_LARGE
 
 
 class FragileActor(EngineActor):
     """The real one, beside a fragile worker."""
 
     def __init__(self, *args: object):
-        engine_process.WORKER = fragile_worker.CLASS
+        engine_process.WORKER = workers.CLASS
         os.environ[ACTOR_PID] = str(os.getpid())
         super().__init__(*args)
 

@@ -23,7 +23,7 @@ from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.parquet import arrow_rows
 from eagle_ray.config import ColumnsConfig, InputConfig
 from eagle_ray.requests.row_schema import REQUEST
-from tests.conftest import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows
 
 README = Path(__file__).parents[2] / "README.md"
 CONFIG = {

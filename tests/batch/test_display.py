@@ -7,34 +7,23 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from eagle_ray.batch.driver.status import Bar, Lines, _log_above, display, line_of
+from eagle_ray.batch.driver.progress_monitor import Bar, Lines, display, log_above, progress_line
+from tests.support.jobs import FACTS
 
-FACTS = {
-    "elapsed_s": 12.3,
-    "workers_ready": 2,
-    "rows_to_do": 96,
-    "rows_done": 40,
-    "rows_in_files": 32,
-    "errors": 1,
-    "tokens_per_s": 812.4,
-    "mean_acceptance_length": 4.314,
-    "busy_slots": 0.934,
-    "seconds_left": 17.2,
-}
 UNKNOWN = dict.fromkeys(("tokens_per_s", "mean_acceptance_length", "busy_slots", "seconds_left"))
 
 
 def test_a_line_says_what_is_known():
-    assert line_of(FACTS) == (
+    assert progress_line(FACTS) == (
         "[   12 s] 40 of 96 rows, 32 in files, 1 errors · 812 tokens/s · tau 4.31 · slots 93% busy · 17 s left"
     )
-    assert line_of(FACTS | UNKNOWN) == "[   12 s] 40 of 96 rows, 32 in files, 1 errors"
-    assert line_of(FACTS | {"workers_ready": 0}) == "[   12 s] loading the models"
+    assert progress_line(FACTS | UNKNOWN) == "[   12 s] 40 of 96 rows, 32 in files, 1 errors"
+    assert progress_line(FACTS | {"workers_ready": 0}) == "[   12 s] loading the models"
     waiting = {"waiting_for": "memory"}
-    assert line_of(FACTS | waiting | {"workers_ready": 0}) == "[   12 s] waiting for memory"
-    assert line_of(FACTS | waiting | UNKNOWN).endswith("32 in files, 1 errors · waiting for memory")
+    assert progress_line(FACTS | waiting | {"workers_ready": 0}) == "[   12 s] waiting for memory"
+    assert progress_line(FACTS | waiting | UNKNOWN).endswith("32 in files, 1 errors · waiting for memory")
     starting = {"workers_ready": 0, "starting": "measuring the cost of steps"}
-    assert line_of(FACTS | starting) == "[   12 s] loading the models: measuring the cost of steps"
+    assert progress_line(FACTS | starting) == "[   12 s] loading the models: measuring the cost of steps"
 
 
 def test_lines_come_when_they_are_due(messages):
@@ -83,7 +72,7 @@ def test_the_log_goes_through_whatever_has_taken_stderrs_place(monkeypatch):
     log.addHandler(handler)
     try:
         monkeypatch.setattr("sys.stderr", taken)
-        with _log_above():
+        with log_above():
             log.error("a worker ends")
         assert handler.stream is before and taken.written.count("a worker ends") >= 1
     finally:

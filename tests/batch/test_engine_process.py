@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,37 +18,37 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker import engine_process
+from eagle_ray.batch.worker.crash_isolation import Fault, WorkerError, as_config_error, classify_error
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import Fault, WorkerError, as_config_error, classify_error
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable
-from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import PAIR, token_rows
-from tests.support import fragile_worker
-from tests.support.fragile_worker import GREEDY, IS_BUGGY, KILLER, LOGGED, LOGS, TOO_LARGE, TOO_SMALL
+from tests.support import workers
+from tests.support.jobs import PAIR, token_rows
+from tests.support.workers import (
+    GREEDY,
+    IS_BUGGY,
+    KILLER,
+    LOGGED,
+    LOGS,
+    PATIENCE_S,
+    TOO_LARGE,
+    TOO_SMALL,
+    answered,
+    answers,
+    arguments_of,
+    batches_of,
+    ignore,
+    is_gone,
+    outputs,
+    pid_of,
+    until,
+)
 
-PATIENCE_S = 60
 LONG = {"sampling.max_tokens": 1000, "model.max_model_len": 1024, "sampling.ignore_eos": True}  # a second for each row
 SILENT = {"model.dtype": "float32"}  # auto says what it chose
-
-
-def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
-    plan = plan_input(config)
-    requests, schema = list(request_rows(plan)), request_schema(plan.carried_fields)
-    return [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-
-
-def arguments_of(config: JobConfig) -> tuple:
-    output = StoragePath.of(config.output.path)
-    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, WorkerPlan()
 
 
 @contextmanager
@@ -61,37 +61,9 @@ def process_of(config: JobConfig) -> Iterator[EngineProcess]:
         worker.close()
 
 
-def answered(worker: EngineProcess, *batches: pa.Table) -> list:
-    """Of each batch its answers or the error; all in flight together."""
-
-    async def all_at_once() -> list:
-        return await asyncio.gather(*(worker.answer(batch) for batch in batches), return_exceptions=True)
-
-    return asyncio.run(all_at_once())
-
-
-def ignore(line: LogLine) -> None:
-    """Show no line of a start."""
-
-
-def pid_of(worker_id: str) -> int:
-    return int(worker_id.rpartition(":")[2])
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.fixture
 def fragile(monkeypatch) -> None:
-    monkeypatch.setattr(engine_process, "WORKER", fragile_worker.CLASS)
+    monkeypatch.setattr(engine_process, "WORKER", workers.CLASS)
 
 
 def test_it_answers_as_a_worker_here_does_and_counts(make_job):
@@ -227,8 +199,8 @@ def test_a_bug_is_told_and_its_traceback_logged(fragile, make_job, capfd):
 ASKER = f"""
 import signal, sys
 from pathlib import Path
-from tests.conftest import small_job, token_rows
-from tests.batch import test_engine_process as t
+from tests.support import workers as t
+from tests.support.jobs import small_job, token_rows
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 config = small_job(Path(sys.argv[1]), token_rows(100), **{LONG | SILENT!r})
 worker = t.EngineProcess(*t.arguments_of(config), on_log=t.ignore)
@@ -300,7 +272,7 @@ def test_who_asks_has_no_torch_and_who_answers_no_ray(make_job):
 
 
 def test_what_a_worker_logs_while_it_starts_is_told_here(make_job, monkeypatch):
-    monkeypatch.setattr(engine_process, "WORKER", fragile_worker.CLASS)
+    monkeypatch.setattr(engine_process, "WORKER", workers.CLASS)
     told: list[LogLine] = []
     worker = EngineProcess(*arguments_of(make_job(token_rows(1), name=LOGS)), on_log=told.append)
     try:

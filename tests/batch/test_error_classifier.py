@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.batch.worker.error_classifier import LOOK, SMALLER, classify_error
+from eagle_ray.batch.worker.crash_isolation import LOOK, SMALLER, classify_error
 from eagle_ray.core.errors import EngineError, UnfitDevice
 
 

@@ -12,8 +12,7 @@ from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards, finish_text
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.driver.run_summary import summarize_run
-from eagle_ray.batch.driver.status import sharded_status_text
+from eagle_ray.batch.driver.status import sharded_status_text, summarize_run
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
@@ -24,8 +23,9 @@ from eagle_ray.runs.layout import SHARD_PLAN, SUCCESS, JobShard, claim_output, o
 from eagle_ray.runs.part_files import part_name
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes, read_json, write_json
-from tests.conftest import token_rows
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, read_json, write_json
+from tests.support.jobs import token_rows
 
 SCHEMA = output_schema([])
 

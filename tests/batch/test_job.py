@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,55 +12,24 @@ import ray.data
 
 from eagle_ray.batch.driver import settle
 from eagle_ray.batch.driver.claim import Claim
-from eagle_ray.batch.driver.previous_run import forget_finished
+from eagle_ray.batch.driver.job_manifest import remove_finished
 from eagle_ray.config import JobConfig
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.conftest import exit_code, small_job, token_rows
+from tests.support.jobs import (
+    exit_code,
+    ids_of,
+    rows_of,
+    small_job,
+    start_driver,
+    token_rows,
+    wait_for_another_file,
+    with_changes,
+)
 from tests.support.processes import children_of
 from tests.support.row_invariants import broken_laws
 
-RUN_JOB = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit a SIGINT that is ignored
-from eagle_ray.config import JobConfig
-from eagle_ray.batch.driver.run import run_to_end
-code = run_to_end(JobConfig.model_validate_json(sys.argv[1])).outcome.code
-print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
-"""
-
-
 INTERRUPTED = "130 ['ray']\n"  # torch is in engines' processes only
 SETTINGS = {"sampling.n": 2, "sampling.temperature": 0.7, "execution.rows_per_file": 20}
-
-
-def with_changes(config: JobConfig, **sections: dict) -> JobConfig:
-    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    return config.model_copy(update=changed)
-
-
-def rows_of(config: JobConfig) -> list[dict]:
-    files = sorted((Path(config.output.path) / "data").glob("*.parquet"))
-    return [row for file in files for row in pq.read_table(file, partitioning=None).to_pylist()]
-
-
-def ids_of(config: JobConfig) -> list[str]:
-    return sorted(row["request_id"] for row in rows_of(config))
-
-
-def start_driver(config: JobConfig, ray_address: str = "local") -> subprocess.Popen:
-    """The job in a process of its own. ray_address: of the session's Ray, which saves the start of another."""
-    config = with_changes(config, execution={"ray_address": ray_address})
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-c", RUN_JOB, config.model_dump_json()]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_another_file(config: JobConfig) -> None:
-    data, deadline = Path(config.output.path) / "data", time.monotonic() + 300
-    before = len(list(data.glob("*.parquet")))
-    while len(list(data.glob("*.parquet"))) <= before:
-        assert time.monotonic() < deadline, "the driver wrote nothing in five minutes"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +137,7 @@ def test_an_input_that_changes_while_it_is_read_ends_the_job_with_its_name(
     shutil.copyfile(done.input.path, file)
     config = with_changes(done, input={"path": str(file)})
     assert exit_code(config) == 0
-    forget_finished(StoragePath.of(config.output.path))  # else the second start would not get as far
+    remove_finished(StoragePath.of(config.output.path))  # else the second start would not get as far
     count, content = settle.remove_duplicates, file.read_bytes()
 
     def change_it(*args: object) -> None:

@@ -8,16 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from eagle_ray.assembly.hub import download
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.batch.test_worker import answers
+from tests.support.inputs import TINY
 from tests.support.row_invariants import broken_laws
+from tests.support.workers import answers
 
 WITHIN = 2e-4  # of fp32: one row's logits against the same row's among others, and a sum over the vocabulary
-TINY = {
-    "model.target": "embedded:tiny",
-    "model.draft": "embedded:tiny",
-    "sampling.max_tokens": 48,
-    "speculative.budget": "uniform",
-}
 ROWS = [
     {"id": "eos", "messages": "Say hello."},
     {"id": "stop", "messages": "Tell me a story about a fox.", "stop": ["e "]},

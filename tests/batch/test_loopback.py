@@ -20,8 +20,8 @@ from eagle_ray.batch.driver.ray_environment import (
 )
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
-from tests.conftest import small_job, token_rows
 from tests.support.clusters import start_run
+from tests.support.jobs import small_job, token_rows
 from tests.support.processes import Watched
 
 RAYS = ("gcs_server", "raylet", "ray::MapWorker(MapBatches(EngineActor))", "ray::DashboardAgent")

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pytest
 import ray
 
-from eagle_ray.batch.worker.metrics import DESCRIPTIONS, PREFIX, JobMetrics
-from eagle_ray.batch.worker.progress import WORK_COUNTERS, WorkerReport
+from eagle_ray.batch.worker.progress import DESCRIPTIONS, PREFIX, WORK_COUNTERS, JobMetrics, WorkerReport
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.conftest import exit_code, token_rows
+from tests.support.jobs import exit_code, token_rows
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 KEYS = {"request_id": "a", "sample_index": 0, "row_index": 0, "source_file": "f", "run_id": "r", "attempt": 1}

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.batch.test_job import ids_of, rows_of
-from tests.conftest import token_rows
 from tests.support.clusters import ON_FAKE_GPUS, add_node, cluster_of, raylet_of, start_run
+from tests.support.jobs import ids_of, rows_of, token_rows
 from tests.support.processes import parent_of
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import TESTS, exit_code
+from tests.support.jobs import TESTS, exit_code
 
 RUNS = TESTS / "goldens" / "runs"
 PLACE = "/tmp/old-runs"  # where they were made

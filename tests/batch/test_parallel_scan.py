@@ -22,7 +22,8 @@ from eagle_ray.batch.reader.scan import NUM_THREADS, FilePart, RowScanner, Unrea
 from eagle_ray.config import ColumnsConfig, JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import FIRST, RowPosition
-from eagle_ray.storage.path import FileVersion, StoragePath
+from eagle_ray.storage.path import StoragePath
+from eagle_ray.storage.store import FileVersion
 
 OVERRIDES = {"output.path": "unused", "input.on_unknown": "carry"}
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.reader.files import find_files
+from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output, find_files
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath
 

@@ -25,7 +25,7 @@ from eagle_ray.batch.driver.progress_monitor import (
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.batch.worker.crash_isolation import CrashLog
 from eagle_ray.batch.worker.progress import Progress, ProgressActor, WorkerReport
-from eagle_ray.engine.counters import EngineCounters
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.runs.job_errors import ClusterError, TooManyErrors, outcome_of
 from eagle_ray.storage.path import StoragePath
 

@@ -15,9 +15,8 @@ from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job, with_abso
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import read_json
-from tests.batch.heads import PATIENCE_S, free_port, head_in, wait_for
-from tests.batch.test_job import ids_of, rows_of, with_changes
-from tests.conftest import token_rows
+from tests.support.clusters import PATIENCE_S, free_port, head_in, wait_for
+from tests.support.jobs import ids_of, rows_of, token_rows, with_changes
 
 
 @pytest.fixture(scope="module")

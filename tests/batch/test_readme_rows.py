@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from tests.batch.reader.test_plan import plan
+from tests.support.inputs import plan
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -16,12 +16,12 @@ from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, output_of
+from eagle_ray.runs.layout import RUN, SHARD_PLAN, claim_output, input_lists, output_of, read_inputs
 from eagle_ray.runs.part_files import part_name
-from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.conftest import token_rows
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
+from tests.support.jobs import token_rows
 
 SCHEMA = output_schema([])
 BEGAN = datetime(2026, 11, 1, tzinfo=timezone.utc)

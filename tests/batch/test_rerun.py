@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """The same command again, with other flags: --limit, --retry-errors, --overwrite, through the command line."""
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from eagle_ray.batch.driver import verification as module
 from eagle_ray.batch.driver.verification import run_checks
 from eagle_ray.cli import main as cli
 from eagle_ray.requests.row_schema import ADDED_COLUMNS
-from tests.batch.test_starts import engine
-from tests.conftest import PAIR, token_rows
+from tests.support.jobs import PAIR, token_rows
 
 NEVER = ["--set", "execution.row_timeout_s=0.001"]  # nothing is done so soon after its admission
 

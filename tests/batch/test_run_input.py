@@ -9,17 +9,17 @@ import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.driver.path_checks import check_not_run_output
 from eagle_ray.batch.driver.ray_jobs import with_absolute_paths
+from eagle_ray.batch.reader.files import check_not_run_output
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.layout import SUCCESS, output_of
-from eagle_ray.runs.part_files import part_name
-from eagle_ray.runs.partitions import Partitions
-from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.conftest import token_rows
+from eagle_ray.runs.part_files import Partitions, part_name
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
+from tests.support.jobs import token_rows
 
 CARRIED = [pa.field("category", pa.string()), pa.field("tries", pa.int16())]
 COMMON = {"row_index": 0, "source_file": "a", "run_id": "r", "attempt": 1, "status": "ok", "temperature": 0.7}

@@ -5,15 +5,9 @@ import hashlib
 import pytest
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.request import Request
-from eagle_ray.requests.row_schema import REQUEST
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.sampling.sampler import sample_seed
-
-
-def request(**columns):
-    row = {"request_id": "q1", "row_index": 0, "source_file": "a"} | columns
-    return Request.of_row(dict.fromkeys(REQUEST.names) | row)
+from tests.support.inputs import request
 
 
 def test_a_seed_is_made_from_the_runs_seed_the_id_and_the_sample_index(make_job):
@@ -40,9 +34,13 @@ def test_validate_may_ask_for_the_first_sample_only(make_job):
     assert (alone.request_id, alone.sampling) == (first.request_id, first.sampling)
 
 
-@pytest.mark.parametrize("columns", [{"prompt": "Hi"}, {"messages": "[]"}, {"prompt_token_ids": [1], "stop": ["."]}])
-def test_text_needs_a_tokenizer(make_job, columns):
-    with pytest.raises(RequestError, match="has no tokenizer") as error:
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("prompt", {}), ("messages", {"messages": "[]"}), ("stop", {"prompt_token_ids": [1], "stop": ["."]})],
+)
+def test_text_needs_a_tokenizer(make_job, name, columns):
+    columns = columns or {"prompt": "Hi"}
+    with pytest.raises(RequestError, match=f"has no tokenizer, so '{name}' cannot be used: give token ids") as error:
         sequences_of(request(**columns), make_job(), None)
     assert error.value.code == "no_tokenizer"
 

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """Shards with an index each: second starts, growth, damage, finishing. A toy engine stands where the pipeline is."""
 
 from __future__ import annotations
@@ -17,23 +16,20 @@ from eagle_ray.runs.job_errors import Incomplete, OutputMismatch
 from eagle_ray.runs.layout import JobShard, output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath
-from tests.batch.test_starts import (
+from tests.support.jobs import MakeJob
+from tests.support.starts import (
     Killed,
     answered,
     append,
     cut_off,
-    engine,
     flipped,
     half_written,
     lost,
     of_another_form,
-    reads,
     rows,
-    scans,
+    shard_of,
     without_segments,
 )
-from tests.conftest import MakeJob
-from tests.runs.test_layout import shard_of
 
 NAMES = [f"id{i}" for i in range(30)]
 

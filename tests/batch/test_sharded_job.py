@@ -12,8 +12,7 @@ from eagle_ray.batch.driver.finish import finish_shards
 from eagle_ray.batch.driver.status import sharded_status_text
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.batch.test_job import start_driver, with_changes
-from tests.conftest import exit_code, token_rows
+from tests.support.jobs import exit_code, start_driver, token_rows, with_changes
 
 
 def wait_for_a_file(directory: Path, driver: subprocess.Popen) -> None:

@@ -21,7 +21,7 @@ from eagle_ray.batch.driver.signals import (
     interruptible,
     time_limit,
 )
-from tests.conftest import exit_code, token_rows
+from tests.support.jobs import exit_code, token_rows
 
 COMMAND = [sys.executable, "-m", "eagle_ray.cli", "run"]
 

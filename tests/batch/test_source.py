@@ -13,7 +13,7 @@ import pytest
 from ray.data import DataContext, Dataset
 
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, request_rows
-from eagle_ray.batch.reader.source import read_requests
+from eagle_ray.batch.reader.file_slices import read_requests
 from eagle_ray.config import load_config
 from eagle_ray.requests.row_schema import REQUEST
 from eagle_ray.runs.layout import JobShard

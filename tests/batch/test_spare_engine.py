@@ -16,12 +16,11 @@ import pytest
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.batch.worker import spare_engine
 from eagle_ray.batch.worker.engine_process import EngineProcess, ProcessEnded
-from eagle_ray.batch.worker.spare_engine import SpareEngine, fork_engine
+from eagle_ray.batch.worker.spare_engine import ForkedProcess, SpareEngine, fork_engine
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import ClusterError
-from tests.batch.test_engine_process import answered, arguments_of, batches_of, ignore, is_gone, pid_of, until
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
+from tests.support.workers import answered, answers, arguments_of, batches_of, ignore, is_gone, outputs, pid_of, until
 
 
 @pytest.fixture
@@ -102,3 +101,14 @@ def test_it_ends_with_its_driver_although_a_check_takes_long(make_job, tmp_path,
 
 def test_without_a_spare_process_there_is_nothing_to_fork_engine():
     assert fork_engine(None) is None and fork_engine("eagle-ray-no-such-name") is None and SpareEngine().address is None
+
+
+def test_a_process_that_got_the_pid_of_an_ended_one_is_not_killed():
+    ended, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    forked = ForkedProcess(ended.pid)
+    forked.kill()
+    assert ended.wait() == -signal.SIGKILL
+    forked.pid = other.pid  # as if the system had reused it
+    forked.kill()
+    other.communicate(b"\n")
+    assert other.returncode == 0

@@ -16,8 +16,7 @@ from eagle_ray.runs.job_errors import ClusterError
 from eagle_ray.runs.lease import Process
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, write_json
-from tests.batch.test_display import FACTS
-from tests.conftest import token_rows
+from tests.support.jobs import FACTS, token_rows
 
 AGAIN = "run the same command again to resume."
 LATER = timedelta(seconds=30)
@@ -166,6 +165,14 @@ def test_a_directory_without_a_run_is_a_usage_error(tmp_path, capsys):
         status_of(StoragePath.of(tmp_path))
     assert cli.main(["status", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_a_run_without_its_record_is_told_of_repair(tmp_path, capsys, command):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "part-001-000000.parquet").touch()
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert "its _run.json is gone, and rows are there: adopt them with eagle-ray repair" in capsys.readouterr().err
 
 
 def test_a_damaged_record_is_named(started, capsys):

@@ -18,25 +18,11 @@ from eagle_ray.requests.output_rows import controls_json
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.requests.structured import response_format_text
 from eagle_ray.sampling.grammar import GrammarSpec
-from tests.batch.reader.test_openai_batch import line
-from tests.batch.reader.test_plan import plan
-from tests.batch.test_controls import write
-from tests.batch.test_logprobs import TINY
-from tests.batch.test_sequences import request
-from tests.batch.test_worker import answers
+from tests.support.inputs import TINY, line, plan, request, write
 from tests.support.row_invariants import broken_laws
+from tests.support.schemas import FORMAT, SCHEMA
+from tests.support.workers import answers
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "pets": {"type": "array", "items": {"enum": ["fox", "dog"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "pets"],
-    "additionalProperties": False,
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
 STORY = "Tell me a story about a fox."
 ROWS = [
     {"id": "job", "messages": STORY},

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from eagle_ray.core.sequence import Sequence
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
+from tests.support.workers import answers, outputs
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from eagle_ray.cli.export import export
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
-from tests.batch.test_job import rows_of, start_driver, wait_for_another_file, with_changes
-from tests.conftest import exit_code, small_job
+from tests.support.jobs import exit_code, rows_of, small_job, start_driver, wait_for_another_file, with_changes
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 NUM_ROWS = 24

@@ -1,52 +1,24 @@
 """A worker on its own: good rows and bad ones, the acceptance laws, seeds, and what is stored."""
 
-import asyncio
 import importlib
 
-import pyarrow as pa
 import pytest
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker import worker as worker_module
-from eagle_ray.batch.worker.worker import Worker, build_engine_bundle
-from eagle_ray.config import JobConfig
+from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.requests.row_schema import request_schema, table_of
-from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 from tests.support.row_invariants import broken_laws
-
-
-def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -> list[dict]:
-    """All rows of the job, answered by one worker in batches that are in flight together."""
-    plan = plan_input(config)
-    requests = list(request_rows(plan))
-    requests = requests[::-1] if backwards else requests
-    schema = request_schema(plan.carried_fields)
-    batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
-
-    async def all_at_once() -> list[pa.Table]:
-        return await asyncio.gather(*(worker.answer(batch) for batch in batches))
-
-    try:
-        return [row for table in asyncio.run(all_at_once()) for row in table.to_pylist()]
-    finally:
-        worker.close()
+from tests.support.workers import answers, outputs
 
 
 def test_prompts_in_smaller_pieces_change_no_output(make_job):
     whole = answers(make_job(token_rows(6), **{"sampling.temperature": 0.8}))
     pieces = answers(make_job(**{"sampling.temperature": 0.8, "execution.prefill_tokens": 16}))
     assert outputs(whole) == outputs(pieces)
-
-
-def outputs(rows: list[dict]) -> dict[tuple[str, int], list[int]]:
-    return {(row["request_id"], row["sample_index"]): row["output_token_ids"] for row in rows}
 
 
 @pytest.mark.parametrize("method", ["eagle2", "none"])
@@ -79,7 +51,7 @@ def test_the_share_of_a_gpu_that_a_worker_got_reaches_its_engine(make_job, monke
 
     monkeypatch.setattr(worker_module, "build_in_thread", build)
     with pytest.raises(InterruptedError):
-        build_engine_bundle(make_job(token_rows(1)), WorkerPlan(3, 3, 1 / 3, threads=2))
+        build_engine_bundle(make_job(token_rows(1)), WorkerPlan(3, 3, 1 / 3, WorkerPlan(threads=2)))
     assert built == [(1 / 3, 2)]
 
 

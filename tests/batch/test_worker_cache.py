@@ -10,8 +10,7 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.worker.start_cache import StartCache
-from eagle_ray.batch.worker.worker import Worker
+from eagle_ray.batch.worker.worker import StartCache, Worker
 from eagle_ray.config import JobConfig
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.kernels.triton_cache import entries
@@ -19,8 +18,8 @@ from eagle_ray.planner import cost_cache
 from eagle_ray.runs.layout import CACHE, output_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
-from tests.kernels.test_triton_cache import make_entry
+from tests.support.jobs import token_rows
+from tests.support.kernels import make_entry
 
 KERNELS = "kernels-0123.tar.gz"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from eagle_ray.batch.driver import verification
-from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.claim import count_done
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.config import JobConfig
 from eagle_ray.requests.request import Request
@@ -16,9 +16,10 @@ from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.requests.sequences import seed_of
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.batch.test_worker import answers
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 from tests.support.row_invariants import broken_laws
+from tests.support.workers import answers
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Write a list of animals."]
 EMBEDDED = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "input.columns.turns": "turns"}

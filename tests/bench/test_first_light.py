@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from jobs.bench.gpu import first_light
 from jobs.bench.gpu.check_list import check_runs, pytest_detail, sanitizer_detail

@@ -12,7 +12,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from eagle_ray.cli import address_space_limit
 from eagle_ray.cli import main as cli
-from eagle_ray.cli.address_space_limit import check_address_space, out_of_memory_words
+from eagle_ray.cli.main import check_address_space, out_of_memory_words
 from eagle_ray.runs.job_errors import ClusterUnfit
+from eagle_ray.storage import path
 
 KB = 1024
 LIMITED = """
@@ -45,7 +45,7 @@ def test_commands_that_only_read_need_less():
 
 @pytest.mark.parametrize(("limit_gb", "says"), [(None, ""), (7.1, ""), (4.0, "4.0 GB of address space"), (3.4, None)])
 def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
-    limit = resource.RLIM_INFINITY if limit_gb is None else int(limit_gb * address_space_limit.GB)
+    limit = resource.RLIM_INFINITY if limit_gb is None else int(limit_gb * cli.GB)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     if says is None:
         with pytest.raises(ClusterUnfit, match=r"3\.4 GB of address space, and Ray needs 3\.5 GB"):
@@ -67,7 +67,7 @@ def test_memory_that_runs_out_in_a_command_is_one_line_and_exit_5(monkeypatch, c
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_status", fail)
+    monkeypatch.setattr(path, "named_path", fail)
     assert cli.main(["status", "x"]) == 5
     said = capsys.readouterr().err
     assert said.startswith("eagle-ray: out of memory (") and said.count("\n") == 1

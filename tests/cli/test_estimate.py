@@ -19,7 +19,7 @@ from eagle_ray.cli.estimate import (
     store_estimate,
 )
 from eagle_ray.core.errors import ConfigError
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 
 def test_each_row_takes_the_first_free_slot():

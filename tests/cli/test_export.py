@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.reader.csv import rows_in_csv
+from eagle_ray.batch.reader.text_files import rows_in_csv
 from eagle_ray.cli import main as cli
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -101,17 +101,17 @@ def test_completions_have_texts_and_bad_lines_openais_errors(exported, stored):
 
 
 def test_a_row_that_could_not_be_carried_out_is_an_error_in_place_of_a_response():
-    from eagle_ray.requests.answers import line_of
+    from eagle_ray.requests.answers import output_line
 
     row = {"request_id": "a", "run_id": "r", "status": "error", "error_code": "timeout", "error_message": "late"}
-    line = line_of([row], str)
+    line = output_line([row], str)
     assert (line["custom_id"], line["response"], line["error"]) == ("a", None, {"code": "timeout", "message": "late"})
 
 
 def test_an_answer_to_a_response_is_a_response():
     from openai.types.responses import Response
 
-    from eagle_ray.requests.answers import line_of
+    from eagle_ray.requests.answers import output_line
 
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     row = {
@@ -134,11 +134,11 @@ def test_an_answer_to_a_response_is_a_response():
         "target_model": "m",
         "config_hash": "h",
     }
-    body = Response.model_validate(line_of([row], str)["response"]["body"])
+    body = Response.model_validate(output_line([row], str)["response"]["body"])
     assert (body.output_text, body.status, body.usage.total_tokens) == ("Hi", "completed", 4)
     assert [item.type for item in body.output] == ["reasoning", "message", "function_call"]
     assert body.output[1].content[0].logprobs[0].logprob == -0.5
-    cut = line_of([row | {"finish_reason": "length", "tool_calls": None}], str)["response"]["body"]
+    cut = output_line([row | {"finish_reason": "length", "tool_calls": None}], str)["response"]["body"]
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"} and Response.model_validate(cut)
 
 
@@ -181,7 +181,7 @@ def test_a_run_that_is_not_finished_is_exported_only_where_that_is_meant(run, tm
 @pytest.mark.parametrize(
     ("make", "says", "code"),
     [
-        (lambda out: None, "no _run.json there", 2),
+        (lambda out: None, "holds no run (no _run.json)", 2),
         (lambda out: (out / "_run.json").write_text("{"), "_run.json is damaged", 6),
         (lambda out: (out / "data" / "part-001-000000.parquet").write_bytes(b"PAR1"), "is damaged", 6),
     ],

@@ -8,11 +8,10 @@ import pytest
 
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.batch.driver.input_plan import requests_of
-from eagle_ray.cli import grammar_check
-from eagle_ray.cli.grammar_check import check_grammars
-from eagle_ray.cli.validate import validate
+from eagle_ray.cli import validate as module
+from eagle_ray.cli.validate import check_grammars, validate
 from eagle_ray.sampling.grammar import GrammarCompiler
-from tests.batch.reader.test_plan import plan, write_jsonl
+from tests.support.inputs import plan, write_jsonl
 
 TARGET = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny"}
 GOOD = {"type": "object", "properties": {"age": {"type": "integer"}}}
@@ -74,7 +73,7 @@ def test_rows_past_the_first_are_compiled_once_each(make_job, tmp_path, counted)
 
 
 def test_time_is_bounded(make_job, tmp_path, monkeypatch):
-    monkeypatch.setattr(grammar_check, "CHECK_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(module, "CHECK_TIMEOUT_S", -1.0)
     rows = [{"id": f"{i}", "prompt": "x", "regex": "a"} for i in range(3)]
     check = check_grammars(requests_of(plan(write_jsonl(tmp_path / "a.jsonl", rows))), make_job(), compiler())
     assert (check.num_compiled, check.num_skipped) == (0, 3)

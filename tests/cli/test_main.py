@@ -12,20 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_ray.batch.driver.input_plan import plan_input
+from eagle_ray.batch.driver.job_manifest import open_run
+from eagle_ray.cli import arguments
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import failed_start
+from eagle_ray.config import load_config
 from eagle_ray.runs.job_errors import outcome_of
 from tests.support.tokenizers import write_tokenizer
+from tests.support.toy_models import TARGET_JSON
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}
 
 
 @pytest.fixture
 def job(tmp_path):
     """Flags of a job over three rows, one of them bad, with a target that has a tokenizer and no weights."""
     write_tokenizer(tmp_path / "target")
-    (tmp_path / "target" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET_JSON))
     rows = [
         {"id": "a", "messages": "Hi", "category": "chat"},
         {"id": "b", "messages": 5},
@@ -64,7 +68,7 @@ def test_validate_refuses_messages_without_a_template(job, capsys):
 
 def test_validate_without_a_tokenizer_shows_token_ids(job, tmp_path, capsys):
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(TARGET_JSON))
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "text"}\n')
     flags = ["-i", f"{tmp_path}/ids.jsonl", "--set", f"model.target={tmp_path}/bare"]
     assert cli.main(["validate", *job, *flags]) == 0
@@ -139,11 +143,40 @@ def test_validate_refuses_an_output_that_is_damaged_or_somebody_elses(job, tmp_p
     assert says in error and str(tmp_path / "out" / name) in error
 
 
+def test_validate_refuses_an_input_that_the_run_would_refuse(job, tmp_path, capsys):
+    flags = {"input.path": f"{tmp_path}/rows.jsonl", "output.path": f"{tmp_path}/out"}
+    config = load_config(None, sets=[word for word in job if "=" in word], env={}, overrides=flags)
+    open_run(config, plan_input(config).fingerprints)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('\n{"id": "d", "messages": "more"}')
+    assert cli.main(["validate", *job]) == 0
+    assert "a run would resume run " in capsys.readouterr().out
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "messages": "Hello"}')
+    assert cli.main(["validate", *job]) == 2
+    assert f"output.path: input changed since {tmp_path}/out was made from it" in capsys.readouterr().err
+
+
 def test_run_refuses_the_same_before_anything_starts(job, tmp_path, capsys):
     assert cli.main(["run", *job, "--set", "seed=x"]) == 2
     assert "seed: must be a 64-bit integer, got 'x' (from --set seed=x)" in capsys.readouterr().err
     assert cli.main(["run", *job, "--set", "input.columns.id=ident"]) == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_the_help_names_every_command_and_imports_none_of_them():
+    program = (
+        "import sys\nfrom eagle_ray.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: print([name for name in sys.modules if 'commands' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n") and all(f"    {name} " in done.stdout for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_shows_its_flags(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0 and f"usage: eagle-ray {command} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("usage", [[], ["generate"], ["run", "--resume", "--overwrite"], ["run", "--limit", "x"]])
@@ -191,7 +224,7 @@ def test_an_interrupt_is_exit_130(job, monkeypatch, capsys):
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_config", interrupt)
+    monkeypatch.setattr(arguments, "load_config", interrupt)
     assert cli.main(["validate", *job]) == 130
     assert capsys.readouterr().err == "eagle-ray: interrupted\n"
 
@@ -203,7 +236,7 @@ def test_a_supervisor_gets_exit_0_for_what_no_further_attempt_would_change(job, 
     wrong = ["run", *job, "--set", "seed=x"]
     assert cli.main(wrong) == 2 and cli.main([*wrong, "--exit-zero-if-permanent"]) == 0
     assert "exit 0 in place of 2 (configuration)" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "load_config", interrupt)
+    monkeypatch.setattr(arguments, "load_config", interrupt)
     assert cli.main([*wrong, "--exit-zero-if-permanent"]) == 130
 
 

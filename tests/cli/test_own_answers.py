@@ -7,7 +7,7 @@ import json
 import pytest
 
 from eagle_ray.cli import main as cli
-from eagle_ray.cli.own_answers import distinct_turns
+from eagle_ray.cli.train import distinct_turns
 
 SMALL = {
     "model.device": "cpu",

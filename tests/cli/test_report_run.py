@@ -18,9 +18,9 @@ from eagle_ray.batch.driver.job_manifest import open_run
 from eagle_ray.cli import main as cli
 from eagle_ray.requests.row_schema import output_schema, table_of
 from eagle_ray.storage import local, s3
-from eagle_ray.storage.path import parquet_bytes
-from tests.conftest import small_job
-from tests.report.test_summary import error, row
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from tests.support.jobs import small_job
+from tests.support.reports import error, row
 
 SCHEMA = output_schema([pa.field("category", pa.string())])
 

@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.cli.report_scores import scores_of
+from eagle_ray.cli.report_run import run_scores
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.part_files import part_name
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 
 CATEGORY = pa.field("category", pa.string())
 JUDGED = [pa.field("input_request_id", pa.string()), pa.field("input_sample_index", pa.int32())]
@@ -60,28 +61,28 @@ def judge(tmp_path, answers) -> StoragePath:
 
 
 def test_a_judging_run_is_scored_by_the_problems_that_it_judged(judge):
-    scores = scores_of(judge, score="text")
+    scores = run_scores(judge, score="text")
     assert scores["by"] == "category" and scores["total"]["problems"] == 2
     assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {"1": 0.75, "2": 1.0}
     assert scores["groups"]["A"]["mean"]["mean"] == 1 and scores["groups"]["A"]["majority"]["mean"] == 1
 
 
 def test_the_judged_run_takes_the_same_scores_and_its_own_answers(answers, judge):
-    scores = scores_of(answers, score="text", source=judge.text, answer_pattern=r"\d+$")
+    scores = run_scores(answers, score="text", source=judge.text, answer_pattern=r"\d+$")
     assert {k: value["mean"] for k, value in scores["total"]["pass_at"].items()} == {"1": 0.75, "2": 1.0}
     assert scores["total"]["majority"]["mean"] == 0.75  # 4 twice is right; 5 and 6 are tied
-    assert scores_of(answers, score="text", source=judge.text)["total"]["majority"] is None  # no two texts are equal
+    assert run_scores(answers, score="text", source=judge.text)["total"]["majority"] is None  # no two texts are equal
 
 
 def test_a_file_of_scores_is_joined_by_id_and_sample(answers, tmp_path):
     rows = [{"request_id": "a", "sample_index": j, "passed": j == 1} for j in (0, 1)]
     file = tmp_path / "scores.jsonl"
     file.write_text("\n".join(map(json.dumps, [*rows, {"request_id": "b", "sample_index": 1, "passed": True}])))
-    scores = scores_of(answers, source=str(file))
+    scores = run_scores(answers, source=str(file))
     assert scores["column"] == "passed" and scores["total"]["scored"] == 3 and scores["total"]["samples"] == 4
     file.write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
     with pytest.raises(ConfigError, match="has two scores for id 'a' sample 0"):
-        scores_of(answers, source=str(file))
+        run_scores(answers, source=str(file))
 
 
 def test_a_file_of_scores_whose_texts_are_not_utf_8_is_named(tmp_path, answers):
@@ -89,14 +90,14 @@ def test_a_file_of_scores_whose_texts_are_not_utf_8_is_named(tmp_path, answers):
     bad = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff")])
     pq.write_table(pa.table({"id": bad, "score": [1.0]}), tmp_path / "scores.parquet")
     with pytest.raises(ConfigError, match=r"--scores: cannot read .*scores\.parquet"):
-        scores_of(answers, source=str(tmp_path / "scores.parquet"))
+        run_scores(answers, source=str(tmp_path / "scores.parquet"))
 
 
 def test_a_run_with_a_column_of_a_usual_name_needs_no_flag(tmp_path, answers):
-    assert scores_of(answers) is None
+    assert run_scores(answers) is None
     rows = [{"request_id": f"q{i}", "sample_index": 0, "text": "x", "score": float(i)} for i in range(4)]
     run = write_run(tmp_path / "graded", rows, [pa.field("score", pa.float64())])
-    assert scores_of(run)["total"]["mean"]["mean"] == 1.5
+    assert run_scores(run)["total"]["mean"]["mean"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,4 @@ def test_what_does_not_fit_is_named(answers, arguments, said):
     if arguments.get("source") == "ANSWERS":
         arguments = arguments | {"source": answers.text}
     with pytest.raises(ConfigError, match=said):
-        scores_of(answers, **arguments)
+        run_scores(answers, **arguments)

@@ -26,7 +26,7 @@ from eagle_ray.doctor.run_checks import findings_text
 from eagle_ray.doctor.system import Finding
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
-from tests.conftest import PAIR
+from tests.support.jobs import PAIR
 from tests.support.tokenizers import LFS_POINTER, write_tokenizer
 
 

@@ -19,9 +19,16 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.registry import method_of_draft
-from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of, weights_for
-from tests.engine.test_lossless import Oracle, some_params, some_prompts
-from tests.support.dflash_checkpoints import published_head, zlab_config
+from tests.support.checkpoints import published_head, zlab_config
+from tests.support.engines import (
+    Oracle,
+    check_lossless,
+    check_lossless_when_preempted,
+    oracle_of,
+    some_params,
+    some_prompts,
+    weights_for,
+)
 from tests.support.toy_models import head, llama
 
 TREE = dict(max_nodes=8, max_depth=4, top_k=3)

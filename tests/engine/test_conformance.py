@@ -10,10 +10,10 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.head_files import load_head
 from eagle_ray.models.loader import load_causal_lm
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -60,7 +60,7 @@ def test_trees_are_the_references(pair):
         if min(step["gaps"].values()) < 1e-4:
             continue
         engine.target.cache.blocks.reserve(0, engine.target.cache.capacity)
-        prompts = PrefillBatch.of([0], [prompt["prompt"]])
+        prompts = PromptBatch.of([0], [prompt["prompt"]])
         passed = engine.target.prefill(prompts)
         roots = passed.logits.argmax(-1)
         next_tokens = prompts.tokens.roll(-1).index_copy(0, prompts.last, roots)

@@ -11,20 +11,19 @@ from transformers import LlamaForCausalLM
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine import controlled_sampling
-from eagle_ray.engine import graphs as graphs_module
+from eagle_ray.engine import controlled_sequences
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import PlainOutput, reference_decode
+from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, has_controls
-from tests.engine.test_host_syncs import watched_step
-from tests.engine.test_lossless import SAMPLING, differing, some_prompts
+from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, some_prompts
+from tests.support.operations import watched_step
 from tests.support.toy_models import llama, llama_engine, run, sequence_of, word_ids
 
 EOS = 2
 VOCAB = 97
-TREES = {"plain": (0, 0, 0), "chain": (5, 5, 1), "12 nodes": (12, 4, 4), "60 nodes": (60, 6, 10)}
 CONTROLS = {
     "presence": dict(presence_penalty=2.0),
     "frequency": dict(frequency_penalty=1.5, presence_penalty=-0.5),
@@ -70,26 +69,21 @@ def oracle():
     return prompts, params, plain
 
 
-def assert_equal(sequences: list[Sequence], plain: list) -> None:
-    assert differing([s.output_ids for s in sequences], plain) == []
-    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
-
-
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 @pytest.mark.parametrize("num_slots", [1, 5, 32])
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 18 * num_slots] for some in oracle)
-    sequences = run(llama_engine(num_slots, *TREES[tree]), prompts, params)
+    sequences = run(llama_engine(num_slots, *SOME_TREES[tree]), prompts, params)
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.controls) > 0
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
-    engine = llama_engine(6, *TREES[tree], graphs=True, overlap=overlap)
+    engine = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=overlap)
     assert_equal(run(engine, prompts, params), plain)
     assert engine.graphs.num_replayed > 0
     assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
@@ -99,7 +93,7 @@ def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
 def test_both_halves_of_a_step_with_controls_are_replayed(oracle, tree, monkeypatch):
     """The second reads the first one's results in place: it is recorded again when the first one is."""
     prompts, params, plain = (some[:24] for some in oracle)
-    engine, kinds = llama_engine(6, *TREES[tree], graphs=True, overlap=True), Counter()
+    engine, kinds = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=True), Counter()
     run_pass = engine.graphs.run
     monkeypatch.setattr(engine.graphs, "run", lambda key, *rest: kinds.update([key[0]]) or run_pass(key, *rest))
     assert_equal(run(engine, prompts, params), plain)
@@ -107,7 +101,7 @@ def test_both_halves_of_a_step_with_controls_are_replayed(oracle, tree, monkeypa
     assert 0 <= num_unread <= 1 and kinds["second half"] > 10
 
     monkeypatch.setattr(graphs_module, "MAX_GRAPHS", 2)
-    forgetful = llama_engine(6, *TREES[tree], graphs=True, overlap=True, fused=True)
+    forgetful = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=True, fused=True)
     assert_equal(run(forgetful, prompts, params), plain)
     assert forgetful.graphs.num_captured > 2
 
@@ -145,7 +139,7 @@ def test_logprobs_are_recorded_although_steps_before_had_none(oracle, tree):
         replace(first, ignore_eos=True, logprobs=i > 0, top_logprobs=2 * (i == 2), min_tokens=3) for i in range(4)
     ]
     plain = run(llama_engine(1), prompts, params)
-    for one, other in zip(run(llama_engine(1, *TREES[tree], graphs=True), prompts, params), plain, strict=True):
+    for one, other in zip(run(llama_engine(1, *SOME_TREES[tree], graphs=True), prompts, params), plain, strict=True):
         assert one.output_ids == other.output_ids
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-4)
         assert [[i for i, _ in top] for top in one.output_tops] == [[i for i, _ in top] for top in other.output_tops]
@@ -195,8 +189,8 @@ def test_a_step_without_controls_calls_nothing_of_them(monkeypatch):
         (ControlState, "sync"),
     ):
         monkeypatch.setattr(owner, name, fail)
-    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
-    monkeypatch.setattr(controlled_sampling, "to_device", fail)
+    monkeypatch.setattr(controlled_sequences, "DeviceToHost", fail)
+    monkeypatch.setattr(controlled_sequences, "to_device", fail)
     assert watched_step(llama_engine(3, 12, 4, 4)) == ([], ["numpy"])
 
 
@@ -224,11 +218,11 @@ def bounded():
     return prompts, params, markers, plain
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 @pytest.mark.parametrize("options", [{}, {"graphs": True, "overlap": True}], ids=["", "replayed"])
 def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, options):
     prompts, params, markers, plain = bounded
-    sequences = run(llama_engine(5, *TREES[tree], **options), prompts, params, reasonings=markers)
+    sequences = run(llama_engine(5, *SOME_TREES[tree], **options), prompts, params, reasonings=markers)
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences) > 0

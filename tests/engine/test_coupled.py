@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import MAX_FEEDBACK

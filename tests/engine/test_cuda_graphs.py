@@ -19,7 +19,6 @@ from transformers import LlamaForCausalLM
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine.graphs import InputBuffers
 from eagle_ray.engine.verify import Verifier
 from eagle_ray.kv import kv_cache
 from eagle_ray.methods.calibration import Calibration
@@ -27,14 +26,15 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models import target as target_module
+from eagle_ray.models.graphs import InputBuffers
 from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
-from tests.engine.test_host_syncs import TO_HOST
-from tests.models.test_placement import fake_to, fake_zeros
+from tests.support.families import fake_to, fake_zeros
+from tests.support.operations import TO_HOST
 from tests.support.toy_models import head, head3, llama
 
 DEVICE = torch.device("cpu:1")
@@ -124,7 +124,7 @@ class Watched:
 
 
 SENDERS = (
-    "core.async_copy",
+    "core.device",
     "attention.prefill_metadata",
     "methods.eagle.drafter",
     "methods.pair_drafter",

@@ -21,7 +21,7 @@ from eagle_ray.methods.eagle import draft_vocab
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, read_draft_vocab, write_draft_vocab
 from eagle_ray.models.packed_linear import PackedLinear, slice_rows
 from eagle_ray.requests.parameters import SamplingParams
-from tests.conftest import PAIR
+from tests.support.jobs import PAIR
 from tests.support.toy_models import head, llama, run
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"

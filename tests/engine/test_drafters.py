@@ -1,92 +1,36 @@
 """EAGLE's rivals on the same engine: whatever drafts, every output is plain decoding's, token for token."""
 
-import itertools
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-import torch
-from torch import nn
 
-from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
+from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.sequence import Sequence, SequenceStatus
-from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.reference import reference_decode
+from eagle_ray.core.sequence import Sequence
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
-from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params, some_prompts
-from tests.support.dflash_checkpoints import published_head, zlab_config
-from tests.support.toy_models import LLAMA, head, llama, run
+from tests.support.engines import (
+    DRAFT_METHODS,
+    Oracle,
+    Whimsical,
+    check_lossless,
+    differing,
+    engine_for,
+    oracle_of,
+    some_params,
+    some_prompts,
+)
+from tests.support.toy_models import llama, run
 
-METHODS = ["eagle1", "sequoia", "draft_model", "medusa", "hydra", "dflash", "dflash causal"]
-DYNAMIC = METHODS[2:]  # whose trees any plan may shape
-SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in METHODS[:2]]
-TREE = dict(max_nodes=20, max_depth=4, top_k=4, budget="uniform")
-
-
-def weights_for(method: str) -> nn.Module:
-    """Random, in the shapes that go with the toy Llama. The small model has one layer and heads of its own width;
-    a DFlash head comes from a published directory.
-    """
-    torch.manual_seed(3)
-    if method == "draft_model":
-        return DraftModel(llama(seed=1, num_hidden_layers=1, hidden_size=24, num_key_value_heads=1, head_dim=8))
-    if method.startswith("dflash"):
-        switch = {"causal_head": True} if method == "dflash causal" else {}
-        with TemporaryDirectory() as directory:
-            return published_head(Path(directory), zlab_config(**switch))
-    sizes = 3, 2, LLAMA["hidden_size"], LLAMA["vocab_size"]
-    if method in ("medusa", "hydra"):
-        return MedusaHeads(*sizes, own_lm_head=True) if method == "medusa" else HydraHeads(*sizes)
-    return head()
-
-
-def engine_for(method: str, num_slots: int, weights: nn.Module | None = None, **settings: object) -> Engine:
-    kv_tokens = settings.pop("kv_tokens", None)
-    speculative = SpeculativeConfig(method=method.split()[0], **{**TREE, **settings})
-    weights = weights_for(method) if weights is None else weights
-    return build_engine(llama(), weights, speculative, EngineArgs(num_slots, 128, kv_tokens=kv_tokens))
-
-
-def oracle_of(prompts: list[list[int]], params: list[SamplingParams], **shape: int) -> Oracle:
-    model = llama(**shape)
-    model.set_attn_implementation("sdpa")
-    plain = [reference_decode(model, ids, p, frozenset([2])) for ids, p in zip(prompts, params, strict=True)]
-    return prompts, params, plain
-
-
-def check_lossless(engine: Engine, oracle: Oracle) -> list[Sequence]:
-    prompts, params, plain = oracle
-    sequences = run(engine, prompts, params)
-    assert differing([s.output_ids for s in sequences], plain) == []
-    assert sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True)) >= len(plain) - 1
-    return sequences
-
-
-def check_lossless_when_preempted(engine: Engine, oracle: Oracle, every: int) -> None:
-    """Send the youngest running sequence back every few steps."""
-    prompts, params, plain = oracle
-    sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
-    for sequence in sequences:
-        engine.add(sequence)
-    for number in itertools.count(1):
-        engine.step()
-        if not engine.has_work:
-            break
-        running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
-        if number % every == 0 and len(running) > 1:
-            engine.scheduler._preempt(running[-1])
-    assert differing([s.output_ids for s in sequences], plain) == []
+DYNAMIC = DRAFT_METHODS[2:]  # whose trees any plan may shape
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in DRAFT_METHODS[:2]]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +52,7 @@ def test_every_method_equals_plain_decoding(oracle, method, num_slots):
     check_lossless(engine_for(method, num_slots), oracle)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DRAFT_METHODS)
 def test_reused_prefixes_chunks_and_preemption_change_nothing(alike, method):
     """Prompts by chunks of two blocks; everyone but the oldest is sent back once, in the middle of decoding."""
     prompts, params, plain = alike

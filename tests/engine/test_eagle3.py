@@ -14,8 +14,8 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.requests.parameters import SamplingParams
-from tests.conftest import PAIR
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.support.engines import Whimsical, some_params, some_prompts
+from tests.support.jobs import PAIR
 from tests.support.toy_models import head3, llama_engine, run
 
 E3 = PAIR.parent / "pair_e3"

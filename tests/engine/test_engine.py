@@ -11,7 +11,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from tests.engine.test_lossless import some_params, some_prompts
+from tests.support.engines import some_params, some_prompts
 from tests.support.toy_models import EOS, llama_engine, run, table_engine
 
 VOCAB = 8

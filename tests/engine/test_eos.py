@@ -7,8 +7,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from tests.engine.test_drafters import engine_for, oracle_of
-from tests.engine.test_lossless import differing, some_prompts
+from tests.support.engines import differing, engine_for, oracle_of, some_prompts
 from tests.support.toy_models import LLAMA, llama, llama_engine, run
 
 TREE = 20, 4, 4

@@ -9,28 +9,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eagle_ray.core.graph_protocol import PaddedInput
+from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine import graphs as graphs_module
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.models import graphs as graphs_module
+from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.static_planner import StaticPlanner
+from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
+from tests.support.engines import E3, SLOTS, OffAndOn, Whimsical, jobs, some_params, some_prompts
 from tests.support.kernels import compile_fails
 from tests.support.toy_models import head3, llama_engine, run
-
-E3 = dict(num_hidden_layers=7)
-SLOTS = 6
 
 
 def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **sizes: object) -> Engine:
@@ -38,17 +34,6 @@ def engine(tree: tuple[int, int, int], generation: int, graphs: bool = True, **s
     made = llama_engine(SLOTS, *tree, graphs=graphs, **shape | sizes)
     made.mixed_prefill = False  # as where steps are replayed: what is drafted depends on who decodes beside whom
     return made
-
-
-def jobs(num: int, most: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and parameters of sequences that end after very different numbers of steps, some with logprobs."""
-    params = [
-        replace(
-            p, max_tokens=2 + 7 * i % most, ignore_eos=i % 2 == 0, logprobs=i % 5 == 0, top_logprobs=3 * (i % 10 == 0)
-        )
-        for i, p in enumerate(some_params(num, most))
-    ]
-    return some_prompts(num), params
 
 
 def told(sequence: Sequence) -> tuple:
@@ -121,26 +106,6 @@ def test_pre_emption_changes_nothing():
     scarce = llama_engine(4, 12, 4, 4, kv_tokens=6 * BLOCK_SIZE, graphs=True)
     assert [s.output_ids for s in run(scarce, prompts, params)] == outputs
     assert scarce.counters.num_preemptions > 0 and scarce.graphs.num_replayed > 0
-
-
-class OffAndOn:
-    """Long without drafts, then with some of some depth, by turns."""
-
-    will_draft = True
-
-    def __init__(self, uniform, off: int):
-        self._uniform, self._off, self._step = uniform, off, 0
-        self.caught_up = []
-
-    def plan(self, batch) -> DraftPlan:
-        self._step += 1
-        return PLAIN if self._step % (self._off + 3) < self._off else replace(self._uniform.plan(batch), max_depth=2)
-
-    def allocate(self, draft, plan, batch):
-        return self._uniform.allocate(draft, plan, batch)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        self.caught_up.append(outcome.num_catch_up / outcome.batch_size)
 
 
 @pytest.mark.parametrize("off", [1, 12])

@@ -4,65 +4,16 @@ Checked on a CPU by watching which operations the step dispatches.
 """
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner
-from eagle_ray.planner.static_planner import StaticPlanner
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat
+from tests.support.operations import WatchCopies, WatchOperations, watched_step
 from tests.support.toy_models import llama_engine
-
-DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
-TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}
-
-
-class WatchOperations(TorchDispatchMode):
-    """Counts operations whose result or shape must reach the host before the next one can start."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        masked = name.startswith("index") and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())
-        )
-        if name in DATA_DEPENDENT or masked:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-class WatchCopies(TorchFunctionMode):
-    """Counts calls that hand a tensor's values to Python."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in TO_HOST:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def watched_step(engine) -> tuple[list[str], list[str]]:
-    """The syncs of one decode step of three running sequences, greedy and sampled."""
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50, ignore_eos=True)
-    for i, params in enumerate((SamplingParams(max_tokens=50, ignore_eos=True), sampled, sampled)):
-        engine.add(Sequence(str(i), [5, 6 + i], params))
-    engine.step()
-    with WatchOperations() as operations, WatchCopies() as copies:
-        engine.step()
-    return operations.seen, copies.seen
 
 
 def test_a_speculative_step_copies_once():

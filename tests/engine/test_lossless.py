@@ -1,6 +1,5 @@
 """Losslessness as equality: every output is plain decoding's, token for token, whatever the tree or the batch."""
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -12,53 +11,13 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.reference import PlainOutput, reference_decode
-from eagle_ray.methods.drafter import Draft
-from eagle_ray.planner.planner import Allocation, StepOutcome
+from eagle_ray.engine.reference import reference_decode
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.tree.budget import Budget, best_of_batch
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from jobs.tiny_pair.prompts import prompt_rows
+from tests.support.engines import TREES, Oracle, Whimsical, differing, some_params, some_prompts
 from tests.support.toy_models import llama, llama_engine, run
-
-TREES = {
-    "plain": (0, 0, 0),
-    "1 node": (1, 6, 10),
-    "chain": (5, 5, 1),
-    "8 nodes": (8, 4, 4),
-    "12 nodes": (12, 4, 4),
-    "60 nodes": (60, 6, 10),
-}
-Oracle = tuple[list[list[int]], list[SamplingParams], list[PlainOutput]]
-SAMPLING = [
-    dict(),
-    dict(temperature=0.8),
-    dict(temperature=1.0, top_p=0.9),
-    dict(temperature=1.3, top_k=20, min_p=0.02),
-]
-
-
-def some_prompts(count: int, vocab: int = 97, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocab) for _ in range(rng.randint(1, 30))] for _ in range(count)]
-
-
-def some_params(count: int, max_tokens: int) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=max_tokens, seed=i * 7 - 3, **SAMPLING[i % len(SAMPLING)]) for i in range(count)]
-
-
-def differing(outputs: list[list[int]], plain: list[PlainOutput]) -> list[int]:
-    """Return the rows that part from plain decoding in a token that rounding could not have made it sample."""
-    rows = []
-    for i, (ids, oracle) in enumerate(zip(outputs, plain, strict=True)):
-        if ids != oracle.ids:
-            place = next(j for j, (a, b) in enumerate(itertools.zip_longest(ids, oracle.ids)) if a != b)
-            in_both = place < min(len(ids), len(oracle.ids))
-            rows += [] if in_both and ids[place] in oracle.reachable[place] else [i]
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +37,6 @@ def test_every_tree_and_batch_size_equals_plain_decoding(oracle, tree, num_slots
     assert differing([s.output_ids for s in sequences], plain) == []
     exact = sum(s.output_ids == p.ids for s, p in zip(sequences, plain, strict=True))
     assert exact >= len(plain) - 1  # near-ties are rarer than one row in a thousand
-
-
-class Whimsical:
-    """Drafts for whom it likes, as wide and deep as it likes or not at all, and verifies what it likes of it."""
-
-    def __init__(self, seed: int):
-        self.rng = random.Random(seed)
-
-    @property
-    def will_draft(self) -> bool:
-        return self.rng.random() < 0.5
-
-    def plan(self, batch: DecodeBatch) -> DraftPlan:
-        if self.rng.random() < 0.3:
-            return PLAIN
-        some = sorted(self.rng.sample(range(len(batch)), self.rng.randint(1, len(batch))))
-        members = self.rng.choice([None, tuple(some)])
-        enough = self.rng.choice([None, lambda builder: self.rng.random() < 0.3])
-        return DraftPlan(self.rng.randint(1, 5), self.rng.randint(1, 4), members, enough)
-
-    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        num_nodes = self.rng.randint(1, 20)
-        num_rows = len(batch) + self.rng.randint(0, 3 * len(batch))
-        keep = best_of_batch(draft.tree, Budget(num_rows, num_nodes))
-        return Allocation(keep, min(num_nodes, draft.tree.num_nodes), num_rows)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        pass
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 32])

@@ -23,10 +23,17 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.conftest import PAIR
-from tests.engine.test_drafters import check_lossless, check_lossless_when_preempted, oracle_of
-from tests.engine.test_lossless import Oracle, Whimsical, some_params, some_prompts
-from tests.support.dflash_checkpoints import published_head, zlab_config
+from tests.support.checkpoints import published_head, zlab_config
+from tests.support.engines import (
+    Oracle,
+    Whimsical,
+    check_lossless,
+    check_lossless_when_preempted,
+    oracle_of,
+    some_params,
+    some_prompts,
+)
+from tests.support.jobs import PAIR
 from tests.support.toy_models import head, head3, llama, run
 
 LAYERS = 7

@@ -13,7 +13,7 @@ from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from tests.engine.test_scheduler import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
+from tests.support.scheduling import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.support.toy_models import llama_engine
 
 

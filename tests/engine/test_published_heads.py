@@ -9,8 +9,8 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from tests.engine.test_lossless import some_params, some_prompts
 from tests.support.checkpoints import E3, LLAMA3_ROPE, RAW, Tensors, eagle3_tensors, eagle_tensors, write
+from tests.support.engines import some_params, some_prompts
 from tests.support.toy_models import llama, run
 
 NARROW = E3 | {"hidden_size": 16, "target_hidden_size": 32}

@@ -12,60 +12,15 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine import scheduler
 from eagle_ray.engine.calibrate import calibrate_costs
-from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.prefill import PendingPrefill
-from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.engine.scheduler import GROUP_STEPS, Scheduler
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.requests.parameters import SamplingParams
-from tests.engine.test_lossless import SAMPLING, differing
-from tests.support.toy_models import llama, llama_engine
+from tests.support.engines import SAMPLING
+from tests.support.scheduling import BLOCK, MODEL, PLAIN, TREE, assert_plain, finish, prompts_of, sequences, step
+from tests.support.toy_models import llama_engine
 
-PLAIN, TREE = (0, 0, 0), (8, 3, 4)
-BLOCK = 32
-MODEL = llama()
 MODEL.set_attn_implementation("sdpa")
-
-
-def oracle(sequence: Sequence) -> PlainOutput:
-    params = replace(sequence.sampling, max_tokens=sequence.max_tokens)
-    return reference_decode(MODEL, sequence.prompt_ids, params, frozenset([2]))
-
-
-def sequences(prompts: list[list[int]], max_tokens: int = 20) -> list[Sequence]:
-    params = [SamplingParams(max_tokens=max_tokens, seed=i, **SAMPLING[i % 4]) for i in range(len(prompts))]
-    return [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
-
-
-def step(engine: Engine) -> list[Sequence]:
-    done = engine.step()
-    engine.scheduler.check_integrity()
-    return done
-
-
-def finish(engine: Engine, added: list[Sequence]) -> None:
-    for sequence in added:
-        engine.add(sequence)
-    while engine.has_work:
-        step(engine)
-
-
-def assert_plain(done: list[Sequence]) -> None:
-    """Outputs are plain decoding's and the counts obey the law, whatever happened on the way."""
-    plain = [oracle(s) for s in done]
-    assert differing([s.output_ids for s in done], plain) == []
-    for sequence in done:
-        stats = sequence.stats
-        produced = 1 + stats.num_steps + stats.num_accepted_draft_tokens - stats.num_discarded_tokens
-        assert len(sequence.output_ids) == produced
-        assert sequence.arrived_at <= sequence.admitted_at <= sequence.first_token_at <= sequence.finished_at
-        assert sequence.target_forwards >= 1 + stats.num_steps
-
-
-def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 97) for _ in range(n)] for n in lengths]
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
@@ -116,9 +71,9 @@ def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     engine = llama_engine(2, *TREE)
     finish, learn, heard = engine.prefiller.finish, engine.planner.observe, []
 
-    def slow(*args: object) -> PendingPrefill:
+    def slow(*args: object) -> None:
         time.sleep(0.5)
-        return finish(*args)
+        finish(*args)
 
     engine.prefiller.finish, engine.planner.observe = slow, lambda outcome: (heard.append(outcome), learn(outcome))
     first, second = sequences(prompts_of(5, 6))

@@ -20,7 +20,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.engine.test_lossless import SAMPLING, TREES, differing
+from tests.support.engines import SAMPLING, TREES, differing
 from tests.support.schemas import Schema, check_schema, some_schemas
 from tests.support.toy_models import run
 

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
-from eagle_ray.core.acceptance_stats import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
+from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.engine import step_output
-from eagle_ray.engine.step_output import NUM_COUNTS, StepOutput, UnflushedStats
+from eagle_ray.engine import step as step_module
+from eagle_ray.engine.step import NUM_COUNTS, StepOutput, UnflushedStats
 from eagle_ray.requests.parameters import SamplingParams
 
 SLOTS, DEPTH = 6, 3
@@ -39,7 +39,7 @@ def count(sequence: Sequence, row: list[int], depth: int, passes: int) -> None:
 
 def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
     """Steps of any depth, sequences that come and go, and flushes at any time."""
-    monkeypatch.setattr(step_output, "MAX_STEPS", 7)
+    monkeypatch.setattr(step_module, "MAX_STEPS", 7)
     choices, source = random.Random(1), np.random.default_rng(1)
     unflushed = UnflushedStats(SLOTS, DEPTH)
     running = {slot: (sequence(f"{slot}", slot), sequence(f"{slot}", slot)) for slot in range(SLOTS)}

@@ -15,7 +15,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine import controlled_sampling
+from eagle_ray.engine import controlled_sequences
 from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
@@ -24,12 +24,10 @@ from eagle_ray.sampling import grammar_state
 from eagle_ray.sampling.control_state import ReasoningIds
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
-from tests.engine.test_controls import TREES, assert_equal
-from tests.engine.test_drafters import weights_for
-from tests.engine.test_lossless import SAMPLING, some_prompts
-from tests.support.limited_matcher import LimitedMatcher
+from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, some_prompts, weights_for
+from tests.support.schemas import LimitedMatcher
+from tests.support.tokenizers import toy_tokenizer
 from tests.support.toy_models import head3, llama, llama_engine, run, sequence_of, word_ids
-from tests.support.toy_tokenizer import toy_tokenizer
 
 EOS, VOCAB = 2, 97
 TEXT = toy_tokenizer()
@@ -108,11 +106,11 @@ def oracle():
     return prompts, params, plain_outputs(prompts, params)
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 @pytest.mark.parametrize("num_slots", [1, 10])
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 12 + 4 * num_slots] for some in oracle)
-    sequences = run(engine_with_grammars(num_slots, *TREES[tree]), prompts, params, specs_of(params))
+    sequences = run(engine_with_grammars(num_slots, *SOME_TREES[tree]), prompts, params, specs_of(params))
     assert_equal(sequences, plain)
     if tree == "60 nodes":
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.grammar) > 0
@@ -122,13 +120,13 @@ def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
-    engine = engine_with_grammars(6, *TREES[tree], graphs=True, overlap=overlap)
+    engine = engine_with_grammars(6, *SOME_TREES[tree], graphs=True, overlap=overlap)
     assert_equal(run(engine, prompts, params, specs_of(params)), plain)
     assert engine.graphs.num_replayed > 0
     assert engine.counters.num_ahead >= overlap * (engine.counters.num_steps - 2)
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 def test_the_forced_end_of_a_reasoning_begins_the_grammar(tree):
     """It would hardly come by itself: the target never saw the token."""
     prompts, reasoning = some_prompts(12, seed=4), ReasoningIds((), ((AFTER,),))
@@ -141,7 +139,7 @@ def test_the_forced_end_of_a_reasoning_begins_the_grammar(tree):
         reference_decode(model, ids, p, frozenset([EOS]), grammars, spec=spec, reasoning=reasoning)
         for ids, p, spec in zip(prompts, params, specs, strict=True)
     ]
-    sequences = run(engine_with_grammars(5, *TREES[tree]), prompts, params, specs, [reasoning] * 12)
+    sequences = run(engine_with_grammars(5, *SOME_TREES[tree]), prompts, params, specs, [reasoning] * 12)
     assert_equal(sequences, plain)
     for s in sequences:
         num_thought = s.output_ids.index(AFTER)
@@ -198,11 +196,11 @@ def test_preempted_sequences_keep_their_place():
     assert engine.counters.num_preemptions > 0
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 def test_controls_that_leave_no_token_fail_that_sequence_alone(tree):
     conflict = SamplingParams(max_tokens=20, choice=["na12"], min_tokens=12)
     params = [conflict, replace(conflict, min_tokens=0), SamplingParams(max_tokens=20)]
-    sequences = run(engine_with_grammars(3, *TREES[tree]), [[5, 6], [5, 6], [7]], params)
+    sequences = run(engine_with_grammars(3, *SOME_TREES[tree]), [[5, 6], [5, 6], [7]], params)
     assert [s.error and s.error.code for s in sequences] == ["grammar_conflict", None, None]
     assert sequences[0].finish_reason is None and sequences[1].finish_reason == "stop"
     assert TEXT.decode(sequences[1].output_ids) == "na12"
@@ -299,7 +297,7 @@ def test_many_outputs_that_end_before_their_dead_ends_are_no_errors(method):
     check_conflicting(method, some_conflicting(1000, seed=1))
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", SOME_TREES)
 def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree, monkeypatch):
     """The parser is made to fail after every "b": outputs without one are as they were."""
 
@@ -313,9 +311,9 @@ def test_a_node_past_the_parsers_limit_fails_only_an_output_that_reaches_it(tree
     params = [SamplingParams(max_tokens=20, temperature=1.0, seed=i, regex="[a-f]{8}") for i in range(16)]
     prompts = some_prompts(16, seed=4)
     plain = plain_outputs(prompts, params)
-    engine = engine_with_grammars(5, *TREES[tree])
-    compiled = engine.grammars._compiled
-    monkeypatch.setattr(engine.grammars, "_compiled", lambda spec: Limited(compiled(spec)))
+    engine = engine_with_grammars(5, *SOME_TREES[tree])
+    compiled = engine.grammars.compile_matcher
+    monkeypatch.setattr(engine.grammars, "compile_matcher", lambda spec: Limited(compiled(spec)))
     sequences = run(engine, prompts, params)
     fails = [TEXT.token_to_id("b") in p.ids for p in plain]
     assert 0 < sum(fails) < 16
@@ -375,5 +373,5 @@ def test_a_step_without_grammars_calls_nothing_of_them(monkeypatch):
 
     monkeypatch.setattr(grammar_state.GrammarState, "path_masks", fail)
     monkeypatch.setattr(grammar_state.GrammarState, "sync", fail)
-    monkeypatch.setattr(controlled_sampling, "DeviceToHost", fail)
+    monkeypatch.setattr(controlled_sequences, "DeviceToHost", fail)
     run(engine_with_grammars(3, 12, 4, 4), [[5], [6]], [SamplingParams(max_tokens=8)] * 2)

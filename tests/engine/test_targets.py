@@ -12,7 +12,7 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
-from tests.engine.test_lossless import differing, some_params, some_prompts
+from tests.support.engines import differing, some_params, some_prompts
 from tests.support.families import FAMILIES, plain_copy, random_model
 from tests.support.toy_models import head, run
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.reference import reference_decode
@@ -23,7 +23,7 @@ from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from jobs.tiny_pair.prompts import prompt_rows
-from tests.engine.test_lossless import Oracle, Whimsical, differing, some_params
+from tests.support.engines import Oracle, Whimsical, differing, some_params
 from tests.support.toy_models import Roomy, head, llama, run
 
 FAST = ["ngram", "recycling", "lookahead", "eagle2+suffix"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.engine import controlled_sampling, prefill, top_logprobs
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.engine import controlled_sequences, prefill, step
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import sampler
 from tests.support.toy_models import llama_engine, run
@@ -20,7 +20,7 @@ def plain_log_probs(ids):
     target = llama_engine(1).target
     target.cache.blocks.reserve(0, len(ids))
     with torch.inference_mode():
-        return target.logits(target.prefill(PrefillBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
+        return target.logits(target.prefill(PromptBatch.of([0], [ids])).hidden)[:-1].log_softmax(-1)
 
 
 class WatchRows(TorchDispatchMode):
@@ -40,10 +40,10 @@ def test_few_rows_are_copied_at_a_time(tree, monkeypatch):
     params = [replace(ASKING, seed=i, presence_penalty=0.5 * (i > 1)) for i in range(4)]
     prompts = [[5 + i, 9, 33, 7, 21, 40, 2] for i in range(4)]
     whole = run(llama_engine(4, *tree), prompts, params)
-    for module in (sampler, top_logprobs, prefill, controlled_sampling):
+    for module in (sampler, step, prefill, controlled_sequences):
         monkeypatch.setattr(module, "SLICE_ROWS", 3)
-    applied, apply = [], controlled_sampling.sample
-    monkeypatch.setattr(controlled_sampling, "sample", lambda x, *rest: applied.append(len(x)) or apply(x, *rest))
+    applied, apply = [], controlled_sequences.sample
+    monkeypatch.setattr(controlled_sequences, "sample", lambda x, *rest: applied.append(len(x)) or apply(x, *rest))
     with WatchRows() as watch:
         sliced = run(llama_engine(4, *tree), prompts, params)
     assert [s.output_ids for s in sliced] == [s.output_ids for s in whole]

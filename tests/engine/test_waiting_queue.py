@@ -7,8 +7,7 @@ import pytest
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.engine.waiting_queue import PATIENCE, TURN, FirstComeQueue, LengthEstimate, ThroughputQueue
-from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.kv.prefix_cache import split_blocks
+from eagle_ray.kv.block_manager import BlockManager, split_blocks
 from eagle_ray.requests.parameters import SamplingParams
 
 SIZE = 4

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile
-from tests.support.gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, write_gguf
-from tests.support.slow_gguf import SlowReader
+from tests.support.gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, SlowReader, write_gguf
 
 METADATA = {"a.text": "Größe", "a.number": 7, "a.flag": True, "a.list": ["x", "y"], "a.float": 0.5, "a.ints": [1, 2]}
 

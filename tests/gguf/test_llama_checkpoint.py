@@ -10,8 +10,7 @@ from safetensors.numpy import load_file
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, unpermute, write_checkpoint
 from eagle_ray.models.loader import eos_ids, load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
-from tests.support.slow_gguf import SlowReader, llama_logits
+from tests.support.gguf import F32, SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")

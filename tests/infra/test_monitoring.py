@@ -12,7 +12,7 @@ import pytest
 import yaml
 from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
-from eagle_ray.batch.worker.metrics import DESCRIPTIONS, LABELS, LATENCY, PREFIX
+from eagle_ray.batch.worker.progress import DESCRIPTIONS, LABELS, LATENCY, PREFIX
 
 INFRA = Path(__file__).parent.parent.parent / "infra"
 COUNTERS = {f"ray_{PREFIX}{name}_total" for name in DESCRIPTIONS}

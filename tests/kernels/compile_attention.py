@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from eagle_ray.kernels.flash_decoding import attend, combine
-from eagle_ray.kernels.tile_config import LEAST_TILES, MOST_SPLITS, tile_shape
 from eagle_ray.kernels.tree_attention import COMBINE_WARPS, TOGETHER, padded
+from eagle_ray.kernels.tree_metadata import MAX_SPLITS, MIN_TILES, tile_shape
 from tests.support.kernel_compiler import Resources, compiled
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INDICES = "lengths first words depths column_depths slots table seq starts counts tile_trees tile_begins"
-SIZES = """window num_parts per_tree num_trees num_nodes num_rows num_words num_columns most_columns table_width
-    depth_pitch column_pitch query_head query_row"""
+INDICES = "lengths first words depths position_depths slots table seq starts counts tile_trees tile_begins"
+SIZES = """window num_parts per_tree num_trees num_nodes num_rows num_words num_positions max_positions table_width
+    depth_pitch position_pitch query_head query_row"""
 ALIGNED = {"query", "keys", "values", "out", "parts", "tops", "query_head", "query_row"}
 HEADS, KV_HEADS = 32, 8
 ASKED = {"first": "*i64", "window": "i32", "softcap": "fp32", "sinks": "*bf16"}
@@ -49,15 +49,15 @@ def attention(
     shape = tile_shape(rows, key_dim, value_dim, dtype, divmod(capability, 10))
     constants: dict[str, Any] = dict.fromkeys(ASKED.keys() - set(asked))
     constants |= dict(HEADS=HEADS, KV_HEADS=KV_HEADS, DK=key_dim, DV=value_dim, BLOCK_SIZE=32, WIDE=False)
-    constants |= dict(PAD_DK=padded(key_dim), PAD_DV=padded(value_dim), LEAST_TILES=LEAST_TILES)
-    constants |= dict(BLOCK_M=shape.rows, BLOCK_N=shape.columns)
+    constants |= dict(PAD_DK=padded(key_dim), PAD_DV=padded(value_dim), MIN_TILES=MIN_TILES)
+    constants |= dict(BLOCK_M=shape.rows, BLOCK_N=shape.keys)
     options = dict(num_warps=shape.warps, num_stages=shape.stages)
     return compiled(attend, types(dtype), constants, capability, ALIGNED, **options)
 
 
 def combination(dtype: torch.dtype, capability: int) -> Resources:
     constants: dict[str, Any] = dict(first=None, window=None, HEADS=HEADS, DV=128, PAD_DV=128, BLOCK_N=64)
-    constants |= dict(LEAST_TILES=LEAST_TILES, MOST_PARTS=MOST_SPLITS, TOGETHER=TOGETHER)
+    constants |= dict(MIN_TILES=MIN_TILES, MAX_PARTS=MAX_SPLITS, TOGETHER=TOGETHER)
     aligned = {"out", "parts", "tops"}
     return compiled(combine, types(dtype), constants, capability, aligned, num_warps=COMBINE_WARPS)
 

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction, native_specialize_impl
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.graph_warmup import capture
-from eagle_ray.engine.step_output import StepOutput
+from eagle_ray.engine.step import StepOutput
 from eagle_ray.kernels import availability
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams

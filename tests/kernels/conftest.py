@@ -1,4 +1,4 @@
-"""Kernels run on a GPU where there is one, else in Triton's interpreter: see device.py.
+"""Kernels run on a GPU where there is one, else in Triton's interpreter: see tests/support/kernels.py.
 
 tests/conftest.py has set Triton's variable for that, before any test imports a kernel.
 """
@@ -9,7 +9,7 @@ from eagle_ray.kernels.availability import is_interpreting
 from tests.support.messages import messages  # noqa: F401
 
 if is_interpreting():
-    from tests.kernels.interpreter import mend
+    from tests.support.kernels import mend
 
     mend()
 

@@ -14,14 +14,14 @@ from dataclasses import asdict
 
 import torch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
-from eagle_ray.kernels.cut_floor import least_kept
+from eagle_ray.kernels.topk_topp import retained_floor
 from eagle_ray.kernels.draft_level import append_level
 from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
-from eagle_ray.kernels.kv_commit import commit
-from eagle_ray.kernels.log_probs import log_probs_of
-from eagle_ray.kernels.sample import pick
+from eagle_ray.kernels.fused_layer import commit
+from eagle_ray.kernels.topk import log_probs_of
+from eagle_ray.kernels.sample import sample_rows
 from eagle_ray.kernels.topk import Push, top_k
-from tests.kernels.launches import resources
+from tests.support.kernel_compiler import resources
 
 dtype, capability, most = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "all"
 logits, whole = torch.zeros(4, 128256, dtype=dtype), torch.zeros(4, dtype=torch.int64)
@@ -39,12 +39,12 @@ for call in (
     lambda: silu_mul(torch.zeros(4, 2 * 14336, dtype=dtype)),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles, head, head, 1e-6),
-    lambda: pick(logits, real, *cuts, whole, whole, whole),
-    lambda: pick(logits, real, None, None, None, whole, whole, whole),
+    lambda: sample_rows(logits, real, *cuts, whole, whole, whole),
+    lambda: sample_rows(logits, real, None, None, None, whole, whole, whole),
     lambda: log_probs_of(logits, whole),
     lambda: top_k(logits[:, None], 10),
     lambda: top_k(logits[:, None], 10, push),
-    lambda: least_kept(logits[:, None, :32768], real, whole, real, real, 64),
+    lambda: retained_floor(logits[:, None, :32768], real, whole, real, real, 64),
     lambda: append_level(buffers, 10, 1, *level, torch.ones(6, 2, 3)),
     lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
 ):

@@ -9,11 +9,13 @@ import torch
 from eagle_ray.attention.cpu_attention import CpuMetadata
 from eagle_ray.attention.metadata import TreeMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.engine.graphs import CudaGraphRunner, fallbacks
-from eagle_ray.kernels import availability, cpu_ops, tile_config
+from eagle_ray.engine.verify import fallbacks
+from eagle_ray.kernels import availability, cpu_ops
 from eagle_ray.kernels.availability import is_triton_error, turn_off, use_triton, why_not
+from eagle_ray.kernels.tree_metadata import unsupported_heads
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.kernels import compile_fails
 from tests.support.toy_models import llama_engine, run
@@ -76,7 +78,7 @@ def test_a_model_that_kernels_do_not_serve_takes_the_portable_path(monkeypatch, 
     caplog.set_level("INFO", "eagle_ray")
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # on a machine with a GPU it is not set
-    assert tile_config.why_not(torch.float64, 64, 64) and tile_config.why_not(torch.bfloat16, 320, 64)
+    assert unsupported_heads(torch.float64, 64, 64) and unsupported_heads(torch.bfloat16, 320, 64)
     wide, narrow = (KVCache(BlockManager(1, 32), 1, 1, dim, torch.float32, "cpu") for dim in (320, 64))
     assert uses_triton(narrow) and not uses_triton(wide) and not uses_triton(wide)
     assert len([m for m in messages if "heads of 320 numbers are larger than 256" in m]) == 1

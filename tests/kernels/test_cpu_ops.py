@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eagle_ray.kernels import cpu_ops, torch_ops
-from eagle_ray.kernels.cpu_ops import ScoreRule, SeenColumns
+from eagle_ray.kernels import cpu_ops, layer_ops
+from eagle_ray.kernels.cpu_ops import ScoreRule, SeenPositions
 
 pytestmark = pytest.mark.skipif(
     not cpu_ops.available(torch.device("cpu"), torch.float32), reason="no compiled library: install with a C++ compiler"
@@ -36,11 +36,11 @@ def test_norms_and_activation_are_torchs(dtype, rows, size):
     ours, theirs = hidden.clone(), hidden.clone()
     normed = cpu_ops.add_rms_norm(ours, delta, weight, 1e-5)
     torch.testing.assert_close(
-        normed, torch_ops.add_rms_norm(theirs, delta, weight, 1e-5), atol=DTYPES[dtype], rtol=1e-2
+        normed, layer_ops.add_rms_norm(theirs, delta, weight, 1e-5), atol=DTYPES[dtype], rtol=1e-2
     )
     assert torch.equal(ours, theirs)
     gate_up = 4 * torch.randn(rows, 2 * size).to(dtype)
-    torch.testing.assert_close(cpu_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), atol=DTYPES[dtype], rtol=1e-2)
+    torch.testing.assert_close(cpu_ops.silu_mul(gate_up), layer_ops.silu_mul(gate_up), atol=DTYPES[dtype], rtol=1e-2)
 
 
 def test_the_activation_holds_at_the_ends_of_its_range():
@@ -62,7 +62,7 @@ def test_heads_are_rotated_and_written_where_they_belong(dtype, normed, dim):
     query, key, value = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if normed:
         query, key = (F.rms_norm(x, (dim,), w, 1e-6) for x, w in zip((query, key), norms, strict=True))
-    wanted = [torch_ops.rotated(x, angles.cos(), angles.sin()) for x in (query, key)]
+    wanted = [layer_ops.rotated(x, angles.cos(), angles.sin()) for x in (query, key)]
     value = value.clone()
     cpu_ops.rotate_and_write(qkv, keys, values, cells, angles.cos(), angles.sin(), *norms, 1e-6)
     tolerance = {"atol": 2 * DTYPES[dtype], "rtol": 1e-2}
@@ -72,7 +72,7 @@ def test_heads_are_rotated_and_written_where_they_belong(dtype, normed, dim):
     assert not values[[i for i in range(50) if i not in cells.tolist()]].any()
 
 
-def ragged(num_columns: int) -> SeenColumns:
+def ragged(num_columns: int) -> SeenPositions:
     """Rows of a long tree, a short one, a prompt and a single one, in four slots with scattered blocks."""
     table = torch.randperm(SLOTS * 6).view(SLOTS, 6)
     slots = torch.tensor([0] * 19 + [2] * 3 + [1] * 20 + [3])
@@ -81,24 +81,24 @@ def ragged(num_columns: int) -> SeenColumns:
     end[22:42] = 40 + torch.arange(20)
     begin = torch.randint(0, 4, slots.shape)
     mask = (torch.rand(len(slots), num_columns) < 0.4).to(torch.uint8)
-    return SeenColumns(table, BLOCK_SIZE, slots, begin, end, trunk, mask)
+    return SeenPositions(table, BLOCK_SIZE, slots, begin, end, trunk, mask)
 
 
-def columns_of(seen: SeenColumns, row: int) -> list[int]:
+def columns_of(seen: SeenPositions, row: int) -> list[int]:
     tree = [int(seen.trunk[row]) + j for j in range(seen.mask.shape[1]) if seen.mask[row, j]]
     return [*range(int(seen.begin[row]), int(seen.end[row])), *tree]
 
 
-def only(seen: SeenColumns, row: int) -> SeenColumns:
+def only(seen: SeenPositions, row: int) -> SeenPositions:
     rows = (getattr(seen, name)[row : row + 1].contiguous() for name in ("slots", "begin", "end", "trunk", "mask"))
-    return SeenColumns(seen.table, seen.block_size, *rows)
+    return SeenPositions(seen.table, seen.block_size, *rows)
 
 
-def in_order(seen: SeenColumns, row: int) -> tuple[SeenColumns, list[int]]:
+def in_order(seen: SeenPositions, row: int) -> tuple[SeenPositions, list[int]]:
     """The same row where all that it sees stands one after the other, and where that stood before."""
     columns, zero = columns_of(seen, row), torch.zeros(1, dtype=torch.int64)
     table, end = torch.arange(6)[None], torch.tensor([len(columns)])
-    return SeenColumns(table, BLOCK_SIZE, zero, zero, end, end, torch.zeros(1, 0, dtype=torch.uint8)), columns
+    return SeenPositions(table, BLOCK_SIZE, zero, zero, end, end, torch.zeros(1, 0, dtype=torch.uint8)), columns
 
 
 SHAPES = [(8, 2, 128, 128, 7), (4, 4, 12, 20, 3), (6, 2, 40, 40, 0), (7, 1, 64, 64, 70)]
@@ -128,7 +128,7 @@ def test_each_row_attends_to_what_it_sees(dtype, shape, softcap, has_sinks):
         torch.testing.assert_close(out[row].float(), wanted, atol=DTYPES[dtype], rtol=1e-2)
 
 
-def cells_of(seen: SeenColumns, row: int, columns: list[int]) -> torch.Tensor:
+def cells_of(seen: SeenPositions, row: int, columns: list[int]) -> torch.Tensor:
     table = seen.table[seen.slots[row]]
     return torch.tensor([int(table[c // BLOCK_SIZE]) * BLOCK_SIZE + c % BLOCK_SIZE for c in columns])
 
@@ -160,7 +160,7 @@ def test_a_rows_bits_depend_on_nothing_but_what_it_sees(dtype, shape, threads):
 
 def test_a_row_that_sees_nothing_is_zero():
     zero = torch.zeros(1, dtype=torch.int64)
-    seen = SeenColumns(torch.zeros(1, 1, dtype=torch.int64), 32, zero, zero, zero, zero, zero[:, None][:, :0].byte())
+    seen = SeenPositions(torch.zeros(1, 1, dtype=torch.int64), 32, zero, zero, zero, zero, zero[:, None][:, :0].byte())
     out = cpu_ops.attend(seen, torch.randn(1, 2, 16), torch.randn(32, 2, 16), torch.randn(32, 2, 16), ScoreRule(1.0))
     assert not out.any()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.kernels import cut_floor as kernel
+from eagle_ray.kernels import topk_topp as kernel
 from eagle_ray.methods.coupling import NUM_CUT, least_kept
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.kernels import DEVICE
@@ -27,13 +27,13 @@ def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tenso
     cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     expected = least_kept(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
     expected[sampling.temperature == 0] = -torch.inf
-    return kernel.least_kept(logits, *cuts, NUM_CUT), expected
+    return kernel.retained_floor(logits, *cuts, NUM_CUT), expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 7, 64, 65, 500])
 def test_the_kernel_finds_what_sorting_finds(vocab, dtype, monkeypatch):
-    monkeypatch.setattr(kernel, "BLOCK", 128)
+    monkeypatch.setattr(kernel, "ROW_BLOCK", 128)
     logits = 3 * torch.randn(len(PARAMS), 2, vocab, generator=torch.Generator().manual_seed(vocab))
     found, expected = both(logits.to(dtype))
     assert torch.equal(found, expected)

@@ -7,26 +7,26 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.backend import num_gathered
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
-from eagle_ray.core.graph_protocol import PaddedInput
+from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.slot_limits import PREFILL_TOKENS
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.engine.scheduler import Scheduler
 from eagle_ray.kernels import availability
 from eagle_ray.kernels.tree_metadata import PackedRows, TileSchedule
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_host_syncs import WatchCopies, WatchOperations
-from tests.kernels.test_tree_attention import trees_of
+from tests.support.forests import trees_of
 from tests.support.kernels import DEVICE, compile_fails
+from tests.support.operations import WatchCopies, WatchOperations
 from tests.support.toy_models import llama_engine, run
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]

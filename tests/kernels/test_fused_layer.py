@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from eagle_ray.attention.metadata import AttentionShape, Rotary
-from eagle_ray.kernels import fused_layer, torch_ops
+from eagle_ray.kernels import fused_layer, layer_ops
 from eagle_ray.models.target import TargetModel
-from tests.models.test_decoder import COVERED
-from tests.support.families import CHUNKS, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
+from tests.support.families import CHUNKS, COVERED, FAMILIES, assert_trees_equal, plain_copy, random_model, target_of
 from tests.support.kernels import DEVICE
 from tests.support.operations import device_operations, tree_pass
 from tests.support.toy_models import llama
@@ -27,7 +26,7 @@ def test_add_rms_norm(rows, width, has_delta, dtype):
     residual, weight = random(rows, width, dtype=dtype), random(width, dtype=dtype)
     delta = random(rows, width + 1, dtype=dtype)[:, 1:].contiguous() if has_delta else None
     sums = residual.clone()
-    expected = torch_ops.add_rms_norm(sums, delta, weight, 1e-5)
+    expected = layer_ops.add_rms_norm(sums, delta, weight, 1e-5)
     found = fused_layer.add_rms_norm(residual, delta, weight, 1e-5)
     torch.testing.assert_close(residual, sums, atol=0, rtol=ROUNDING[dtype])  # the interpreter cuts bf16 off
     torch.testing.assert_close(found, expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
@@ -37,7 +36,7 @@ def test_add_rms_norm(rows, width, has_delta, dtype):
 @pytest.mark.parametrize("rows, width", [(1, 8), (3, 1024), (2, 2500)])
 def test_silu_mul(rows, width, dtype):
     both = 4 * random(rows, 2 * width, dtype=dtype)
-    expected = torch_ops.silu_mul(both)
+    expected = layer_ops.silu_mul(both)
     torch.testing.assert_close(fused_layer.silu_mul(both), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 

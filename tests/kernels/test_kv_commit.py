@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels import kv_commit as kernel
+from eagle_ray.kernels import fused_layer as kernel
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.accept import VerifyResult

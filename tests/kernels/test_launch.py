@@ -8,8 +8,7 @@ import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import sample as kernel
-from eagle_ray.kernels.availability import why_not
-from eagle_ray.kernels.launch import launch
+from eagle_ray.kernels.availability import launch, why_not
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import sample
 
@@ -51,11 +50,11 @@ def test_a_launch_is_on_its_tensors_device_and_changes_none(current, monkeypatch
 
 
 def test_nothing_is_launched_but_here():
-    """`kernel[grid](...)` stands in launch.py alone."""
+    """`kernel[grid](...)` stands in `launch` alone."""
     for path in KERNELS.glob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         direct = [call for call in calls if isinstance(call.func, ast.Subscript)]
-        assert bool(direct) == (path.name == "launch.py"), path
+        assert bool(direct) == (path.name == "availability.py"), path
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU at most")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.kernels import gumbel
+from eagle_ray.kernels import jit_functions
 from eagle_ray.kernels import sample as kernel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import gumbel_noise, process, sample
@@ -46,16 +46,16 @@ def both(logits, params, seed: int = 0, block: int = kernel.BLOCK) -> tuple[list
 @triton.jit
 def _noise(seeds, positions, out, SIZE: tl.constexpr):
     row, tokens = tl.program_id(0), tl.arange(0, SIZE)
-    key = gumbel.noise_key(tl.load(seeds + row), tl.load(positions + row))
-    tl.store(out + row * SIZE + tokens, gumbel.gumbel(key, tokens.to(tl.int64)))
+    key = jit_functions.noise_key(tl.load(seeds + row), tl.load(positions + row))
+    tl.store(out + row * SIZE + tokens, jit_functions.gumbel(key, tokens.to(tl.int64)))
 
 
 @triton.jit
 def _logs(numbers, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     v = tl.load(numbers + at)
-    tl.store(out + at, gumbel.log(v))
-    tl.store(out + SIZE + at, gumbel._log_1_minus(v))
+    tl.store(out + at, jit_functions.log(v))
+    tl.store(out + SIZE + at, jit_functions._log_1_minus(v))
 
 
 def test_the_noise_is_the_portable_noise():

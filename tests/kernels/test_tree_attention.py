@@ -7,11 +7,16 @@ from hypothesis import strategies as st
 
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.attention.prefill_metadata import PrefillMetadata
-from eagle_ray.kernels.tile_config import TileShape, busy_share, num_splits, tile_shape
-from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows, TileSchedule
+from eagle_ray.kernels.tree_metadata import (
+    TileSchedule,
+    TileShape,
+    busy_share,
+    num_splits,
+    tile_shape,
+)
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from tests.support.forests import Forest
+from tests.support.forests import Forest, trees_of
 from tests.support.kernels import DEVICE
 
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -118,13 +123,6 @@ def test_tiles_hold_every_row_once(counts, group, size):
               for m in range(begin, min(begin + size, counts[b] * group))]  # fmt: skip
     assert sorted(places) == [(b, m) for b, n in enumerate(counts) for m in range(n * group)]
     assert len(tiles.trees) == tiles.count
-
-
-def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
-    """Nothing but where rows lie."""
-    nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
-    rows = PackedRows.of(seq, batch)
-    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)
 
 
 @given(st.integers(1, 4000), st.integers(0, 40_000), st.integers(1, 200))

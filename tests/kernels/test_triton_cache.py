@@ -9,18 +9,7 @@ import pytest
 
 from eagle_ray.kernels import triton_cache
 from eagle_ray.kernels.triton_cache import entries, pack, unpack
-
-
-def make_entry(directory: Path, name: str, code: bytes = b"code") -> None:
-    """Write what Triton writes for one kernel, and what it leaves beside."""
-    entry = directory / name
-    (entry / "tmp.pid_1").mkdir(parents=True)
-    (entry / "tmp.pid_1" / "k.cubin").write_bytes(b"half")
-    (entry / "k.cubin").write_bytes(code)
-    (entry / "k.llir").write_text("intermediate")
-    (entry / "k.so").write_bytes(b"of the host")
-    paths = {name: str(entry / name) for name in ("k.cubin", "k.llir")}
-    (entry / "__grp__k.json").write_text(json.dumps({"child_paths": paths}))
+from tests.support.kernels import make_entry
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.methods.dflash.drafter import DFlashDrafter
 from eagle_ray.methods.dflash.heads import DFlashHead
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
@@ -25,11 +25,7 @@ from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.simulated_costs import flat
-from tests.engine.test_drafters import check_lossless, oracle_of
-from tests.engine.test_lossless import Whimsical, some_params, some_prompts
-from tests.methods.test_eagle import path
-from tests.methods.test_medusa import PROMPTS, Recording
-from tests.support.dflash_checkpoints import (
+from tests.support.checkpoints import (
     MASK,
     VOCAB,
     published_head,
@@ -38,7 +34,9 @@ from tests.support.dflash_checkpoints import (
     tensors_of,
     zlab_config,
 )
+from tests.support.engines import Whimsical, check_lossless, oracle_of, some_params, some_prompts
 from tests.support.toy_models import best, llama, run
+from tests.support.trees import PROMPTS, Recording, path
 
 DEPTH = 4
 BOUNDS = TreeBounds(20, DEPTH, 4)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.dflash.checkpoint import spread_layers
-from eagle_ray.methods.head_files import load_dflash, load_head, meta_dflash
-from tests.support.dflash_checkpoints import (
+from eagle_ray.methods.dflash.checkpoint import load_dflash, meta_dflash, spread_layers
+from eagle_ray.methods.eagle.checkpoint import load_head
+from tests.support.checkpoints import (
     BLOCK,
     HIDDEN,
     LAYERS,

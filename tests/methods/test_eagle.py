@@ -9,11 +9,12 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
 from tests.support.toy_models import head, head3, llama, llama_engine
+from tests.support.trees import path
 
 
 @pytest.mark.parametrize("generation", ["EAGLE-2", "EAGLE-3"])
@@ -27,7 +28,7 @@ def test_drafted_values_equal_uncached_forwards_of_each_path(generation):
     prompts = [[5, 9, 23, 40, 11], [7, 31, 3]]
     for slot in (0, 2):
         target.cache.blocks.reserve(slot, 64)
-    packed = PrefillBatch.of([2, 0], prompts)
+    packed = PromptBatch.of([2, 0], prompts)
     features = (passed := target.prefill(packed)).features
     first = passed.logits.argmax(-1)
     drafter.prefill(packed, packed.tokens.roll(-1).index_copy(0, packed.last, first), features)
@@ -87,17 +88,6 @@ class Scripted(UniformPlanner):
     def allocate(self, draft, plan, batch):
         self.drafts.append(draft)
         return Allocation(draft.tree.depths == 0, 1, len(batch))
-
-
-def path(tree, b, node):
-    """Tokens from the root's child down to node, and its conditional log-probability at each of them."""
-    tokens, values = [], []
-    while node > 0:
-        parent = int(tree.parents[b, node])
-        tokens.insert(0, int(tree.tokens[b, node]))
-        values.insert(0, float(tree.log_values[b, node] - tree.log_values[b, parent]))
-        node = parent
-    return tokens, values
 
 
 def chained(eagle, target, tokens, features, path_tokens):

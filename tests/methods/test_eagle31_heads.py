@@ -22,12 +22,11 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.methods.eagle.checkpoint import head_config
+from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
-from eagle_ray.methods.eagle.head_decoder import head_forward
-from eagle_ray.methods.eagle.heads import Eagle3Head
-from eagle_ray.methods.head_files import load_head, meta_head, save_head
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.methods.eagle.heads import Eagle3Head, head_forward
+from eagle_ray.methods.head_files import save_head
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.support.checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write
@@ -148,7 +147,7 @@ def test_a_drafters_chain_has_the_log_probabilities_of_the_equations(tmp_path, s
     drafter, target = drafter_and_target(load_head(write(tmp_path, tensors, raw), TARGET))
     prompt = [5, 9, 23, 40, 11]
     target.cache.blocks.reserve(0, 64)
-    packed = PrefillBatch.of([0], [prompt])
+    packed = PromptBatch.of([0], [prompt])
     output = target.prefill(packed)
     root = output.logits.argmax(-1)
     drafter.prefill(packed, torch.cat([packed.tokens[1:], root]), output.features)

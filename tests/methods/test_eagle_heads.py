@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from tests.support.checkpoints import (
     E3,
     LLAMA3_ROPE,

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.checkpoint import load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import load_head, meta_head, read_shapes, save_head
+from eagle_ray.methods.head_files import read_shapes, save_head
 from tests.support.checkpoints import (
     E3,
     LAYOUTS,

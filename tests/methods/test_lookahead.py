@@ -11,8 +11,7 @@ from eagle_ray.methods.lookup.lookahead import FIRST_EARNED, FIRST_GUESSES, Look
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import accept_path
 from eagle_ray.tree.draft_plan import DraftPlan
-from tests.methods.test_lookup import Known, paths
-from tests.tree.test_draft_tree import check_laws
+from tests.support.trees import Known, check_laws, paths
 
 PERIOD = 7
 

@@ -1,7 +1,6 @@
 """Drafters that read texts: what they offer, against the texts themselves; what they learn, and from whom."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,14 +13,7 @@ from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate
 from eagle_ray.methods.lookup.ngram import LONGEST, NgramIndex
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
-from tests.tree.test_draft_tree import check_laws
-
-
-@dataclass(eq=False)
-class Known:
-    """A sequence as far as it is known."""
-
-    token_ids: list[int]
+from tests.support.trees import Known, check_laws, paths
 
 
 def drafted(drafter: LookupDrafter, texts: list[Known], plan: DraftPlan, eos_ids: tuple[int, ...] = ()) -> Draft:
@@ -29,19 +21,6 @@ def drafted(drafter: LookupDrafter, texts: list[Known], plan: DraftPlan, eos_ids
     roots = torch.tensor([t.token_ids[-1] for t in texts])
     sampling = SamplingBatch.of([SamplingParams()] * len(texts), eos_ids=eos_ids)
     return drafter.draft(batch, roots, plan, sampling, texts)
-
-
-def paths(draft: Draft, b: int) -> dict[tuple[int, ...], float]:
-    """The paths of tree b from the root's child on, with their values."""
-    tree, found = draft.tree, {}
-    for node in range(1, tree.num_nodes):
-        path, up = [], node
-        while tree.valid[b, node] and up > 0:
-            path.insert(0, int(tree.tokens[b, up]))
-            up = int(tree.parents[b, up])
-        if path:
-            found[tuple(path)] = float(tree.log_values[b, node].exp())
-    return found
 
 
 def test_the_longest_context_comes_first_and_leaves_the_rest_to_shorter_ones():

@@ -9,23 +9,11 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.medusa.drafter import MedusaDrafter
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from tests.methods.test_eagle import path
 from tests.support.toy_models import LLAMA, llama, run
+from tests.support.trees import PROMPTS, Recording, path
 
 H, V, HEADS = LLAMA["hidden_size"], LLAMA["vocab_size"], 3
-PROMPTS = [[3 + (7 * i + k * k) % 90 for k in range(2 + i)] for i in range(9)]
-
-
-class Recording(UniformPlanner):
-    """Keeps every sequence's tokens at each draft, and its tree."""
-
-    seen: tuple[tuple[list[int], object, int], ...] = ()
-
-    def allocate(self, draft, plan, batch):
-        self.seen += tuple((list(s.token_ids), draft.tree, i) for i, s in enumerate(batch.sequences))
-        return super().allocate(draft, plan, batch)
 
 
 def engine_of(heads: nn.Module, num_slots: int) -> Engine:

@@ -13,7 +13,7 @@ from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.lookup.drafter import interpolate
 from eagle_ray.methods.lookup.rest import LONGEST, MAX_POSITIONS, TRIED, RestIndex
-from eagle_ray.storage.datastore import check_datastore, read_datastore
+from eagle_ray.storage.checked_parquet import check_datastore, read_datastore
 
 
 def followed(texts: list[list[int]], run: list[int]) -> dict[int, int]:

@@ -11,8 +11,7 @@ from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.methods.test_lookup import paths
-from tests.tree.test_draft_tree import check_laws
+from tests.support.trees import check_laws, paths
 
 VOCAB = 12
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 3

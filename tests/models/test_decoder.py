@@ -11,17 +11,17 @@ from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import cpu_ops
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
-from eagle_ray.methods.eagle.head_decoder import head_forward
+from eagle_ray.methods.eagle.heads import head_forward
 from eagle_ray.models import decoder as decoder_module
 from eagle_ray.models.decoder import Decoder, is_llama_shaped
 from eagle_ray.models.packed_linear import OutputSlice, PackedLinear, pack_linears
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.families import (
     CHUNKS,
+    COVERED,
     FAMILIES,
-    LLAMA3_ROPE,
     PROMPTS,
     SLOTS,
     assert_trees_equal,
@@ -34,15 +34,6 @@ from tests.support.families import (
 )
 from tests.support.toy_models import head, head3, llama, llama_engine, run
 
-COVERED = {
-    "llama": config_of("llama", attention_bias=True, mlp_bias=True),
-    "llama3 rope": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16, tie_word_embeddings=True),
-    "mistral": FAMILIES["mistral"],
-    "qwen2": FAMILIES["qwen2"],
-    "qwen2 yarn": FAMILIES["deepseek distilled qwen"],
-    "qwen3": FAMILIES["qwen3"],
-    "one kv head": config_of("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=24),
-}
 needs_cpp = pytest.mark.skipif(
     not cpu_ops.available(torch.device("cpu"), torch.float32), reason="no compiled library: install with a C++ compiler"
 )
@@ -64,7 +55,7 @@ def test_prompts_and_trees_equal_transformers(name, packed, operations):
     model = random_model(COVERED[name])
     plain = plain_copy(model)
     if packed:
-        pack_linears(model, fewest_weights=1)
+        pack_linears(model, min_weights=1)
     assert is_llama_shaped(model)
     assert_trees_equal(plain, target_of(model), CHUNKS, atol=1e-4)
 
@@ -90,7 +81,7 @@ def test_logits_are_within_1e_5(name, operations):
 def test_features_are_the_inputs_of_their_layers(operations):
     model = llama(num_hidden_layers=5)
     plain, target = plain_copy(model), target_of(model, feature_layers=(3, 0, 4))
-    features = target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
+    features = target.prefill(PromptBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
     for ids, found in zip(PROMPTS, features, strict=True):
         hidden = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         torch.testing.assert_close(found, torch.cat([hidden[i][0] for i in (3, 0, 4)], -1), atol=1e-4, rtol=0)
@@ -103,19 +94,19 @@ def test_features_are_the_inputs_of_their_layers(operations):
 def test_a_nodes_logits_are_those_of_plain_decoding_bit_for_bit(name, dtype):
     """Whatever tree it stands in and whatever is verified beside it; with packed linears, as the product runs them."""
     model = random_model(COVERED[name]).to(dtype)
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     if not isinstance(model.lm_head, PackedLinear):
         pytest.skip("this torch or CPU packs no such layers")
     target, tree = target_of(model), random_trees([9, 2, 6])
     prefill(target, None)
     lengths = [len(ids) for ids in PROMPTS]
     rows = tree.pack(torch.tensor(lengths), 20)
-    together, _ = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8)
+    together = target.verify(tree, rows, DecodeSlots.of(SLOTS, lengths), max_depth=8).logits
     for b, slot in enumerate(SLOTS):
         for depth, parent in enumerate(path(tree, b, deepest(tree, b))):
             alone = DraftTree.of_roots(tree.tokens[b, parent][None])
             batch = DecodeSlots.of([slot], [lengths[b] + depth])
-            logits, _ = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0)
+            logits = target.verify(alone, alone.pack(batch.lengths, 1), batch, max_depth=0).logits
             assert torch.equal(logits[0], together[rows.row_of[b, parent]])
 
 
@@ -148,7 +139,7 @@ def test_merged_projections_keep_the_module_tree_as_it_was():
     qkv = [decoder._layers[0].attention.qkv.weight for decoder in (first, second)]
     assert qkv[0].data_ptr() == qkv[1].data_ptr() == attention.q_proj.weight.data_ptr()
     assert torch.equal(plain_copy(model)(ids, use_cache=False).logits, before)
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(model(ids, use_cache=False).logits, before, atol=1e-4, rtol=0)
     slices = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -182,7 +173,7 @@ def test_heads_compute_what_their_modules_do(make, packed, operations):
     weights = make()
     module = copy.deepcopy(weights)
     if packed:
-        pack_linears(weights, fewest_weights=1)
+        pack_linears(weights, min_weights=1)
     target = target_of(llama(head_dim=weights.config.head_dim))
     hidden = torch.randn(2, 8, weights.config.hidden_size)
     positions, lengths = torch.arange(8), [0]
@@ -193,7 +184,7 @@ def test_heads_compute_what_their_modules_do(make, packed, operations):
         cells=target.cache.slot_mapping(torch.full((8,), SLOTS[0]), positions),
         ancestors=chain,
         depths=positions[None],
-        column_depths=positions[None],
+        position_depths=positions[None],
     )
     features = hidden[1].clone()
     found = head_forward(weights)(hidden[0], features, positions, layout)

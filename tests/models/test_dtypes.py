@@ -12,7 +12,7 @@ from eagle_ray.models.loader import auto_dtype
 def big(tmp_path):
     """A directory with a large weight file, which takes no disk."""
     with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(loader.LEAST_BF16_BYTES)
+        file.truncate(loader.MIN_BF16_BYTES)
     return tmp_path
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import eagle_ray
-from eagle_ray.methods.head_files import load_head, save_head
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.head_files import save_head
 from tests.support.checkpoints import E3, LAYOUTS, RAW, eagle3_tensors, eagle_tensors, target_config, write
 from tests.support.engine_loaders import SGLANG, VLLM, loader_faults
 

@@ -15,7 +15,7 @@ SHAPES = [(512, 512), (96, 2048), (33, 65)]  # the second is one whose kernel fo
 
 def packable(dtype: torch.dtype) -> bool:
     model = nn.Sequential(nn.Linear(8, 8, dtype=dtype))
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     return isinstance(model[0], PackedLinear)
 
 
@@ -123,7 +123,7 @@ def test_a_kernel_is_made_for_every_number_of_rows_once_per_shape(monkeypatch):
 @torch.no_grad()
 def test_a_packed_model_keeps_its_embedding_and_its_logits():
     plain, packed = llama(tie_word_embeddings=True), llama(tie_word_embeddings=True)
-    pack_linears(packed, fewest_weights=1)
+    pack_linears(packed, min_weights=1)
     assert not any(type(module) is nn.Linear for module in packed.modules())
     ids = torch.randint(3, 97, (2, 30))
     wanted, got = plain(ids).logits, packed(ids).logits

@@ -13,9 +13,9 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kv import kv_cache
 from eagle_ray.models import target as target_module
 from eagle_ray.models.supported_models import probe
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.support.families import FAMILIES, PROMPTS, SLOTS, random_model, target_of
+from tests.support.families import FAMILIES, PROMPTS, SLOTS, fake_to, fake_zeros, random_model, target_of
 from tests.support.toy_models import llama
 
 
@@ -77,21 +77,6 @@ def test_a_model_of_another_build_is_refused():
         layer_sizes(model)
 
 
-def fake_to(module: nn.Module, device: str) -> nn.Module:
-    """Module.to, which swaps tensors in place; fake ones cannot be swapped."""
-    for part in module.modules():
-        for key, weight in part._parameters.items():
-            part._parameters[key] = None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
-        for key, buffer in part._buffers.items():
-            part._buffers[key] = None if buffer is None else buffer.to(device)
-    return module
-
-
-def fake_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A cache's memory, not mapped from the machine's own."""
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
 OFTEN = ["gpt_oss"]  # sinks and experts; the others take their seconds with the slow tests
 
 
@@ -111,10 +96,10 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
         dispatch(model, ["cpu", "cpu:1"], [0, 1])
         target = target_of(model, feature_layers=(0, 1))
-        prompts = PrefillBatch.of(SLOTS, PROMPTS)
+        prompts = PromptBatch.of(SLOTS, PROMPTS)
         passed = target.prefill(prompts)
         assert {passed.logits.device, passed.features.device} == {torch.device("cpu")}
         tree = DraftTree.of_roots(torch.tensor([5, 6, 7]))
         batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS])
-        logits, features = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
-        assert {logits.device, features.device} == {torch.device("cpu")}
+        output = target.verify(tree, tree.pack(batch.lengths, 3), batch, max_depth=0)
+        assert {output.logits.device, output.features.device} == {torch.device("cpu")}

@@ -112,7 +112,7 @@ def test_its_trees_equal_its_own_forward(checkpoint):
     path, stays, atol = checkpoint
     model, plain = load_causal_lm(path, "auto", "cpu"), load_causal_lm(path, "auto", "cpu")
     plain.set_attn_implementation("eager")
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     replaced = {name for name, module in model.named_modules() if isinstance(module, PackedLinear) and "_proj" in name}
     assert bool(replaced) != stays
     assert_trees_equal(plain, target_of(model), CHUNKS, atol)

@@ -14,9 +14,8 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.supported_models import SUPPORTED, check_config, kv_elements_per_token, max_exact_position
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
-from tests.engine.test_host_syncs import WatchCopies, WatchOperations
 from tests.support.families import (
     CHUNKS,
     FAMILIES,
@@ -32,6 +31,7 @@ from tests.support.families import (
     random_trees,
     target_of,
 )
+from tests.support.operations import WatchCopies, WatchOperations
 
 MIXED = [name for name in FAMILIES if "moe" in name or name in ("mixtral", "gpt_oss")]
 
@@ -72,7 +72,7 @@ def test_experts_are_chosen_without_a_look_at_the_device(name):
 def test_taps_are_the_inputs_of_their_layers(name):
     model = random_model(FAMILIES[name])
     plain, target = plain_copy(model), target_of(model, feature_layers=(0, 1))
-    features = target.prefill(PrefillBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
+    features = target.prefill(PromptBatch.of(SLOTS, PROMPTS)).features.split([len(ids) for ids in PROMPTS])
     for ids, found in zip(PROMPTS, features, strict=True):
         own = plain(torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states
         torch.testing.assert_close(found, torch.cat([own[0][0], own[1][0]], -1), atol=1e-4, rtol=0)
@@ -84,7 +84,7 @@ def test_packed_and_spread_models_compute_what_they_did(name):
     model = random_model(FAMILIES[name])
     plain = plain_copy(model)
     dispatch(model, ["cpu", "cpu"], [0, 1])
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     own = [plain(torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in PROMPTS]
     torch.testing.assert_close(prefill(target_of(model), None), torch.stack(own), atol=1e-4, rtol=0)
 
@@ -119,7 +119,7 @@ def test_drafts_past_the_original_positions_change_nothing_before_them(config):
     batch = DecodeSlots.of(SLOTS, lengths)
     rows = tree.pack(batch.lengths, 27)
     assert rows.positions.max() > 21
-    logits, _ = target.verify(tree, rows, batch, max_depth=8)
+    logits = target.verify(tree, rows, batch, max_depth=8).logits
     for row in (rows.positions < 21).nonzero().flatten().tolist():
         b = int(rows.seq[row])
         ids = PROMPTS[b] + tree.tokens[b, path_to(tree, b, int(rows.node[row]))].tolist()
@@ -136,7 +136,7 @@ def test_the_other_families_too(family):
     plain, target = plain_copy(model), target_of(model)
     assert_trees_equal(plain, target, CHUNKS)
     assert target.cache.keys[0, 0, 0].numel() + target.cache.values[0, 0, 0].numel() == kv_elements_per_token(config)
-    pack_linears(model, fewest_weights=1)
+    pack_linears(model, min_weights=1)
     assert_trees_equal(plain, target_of(model))
 
 
@@ -157,4 +157,4 @@ def test_a_model_of_more_than_text_is_refused():
 
 def _verify(target: TargetModel, roots: torch.Tensor, batch: DecodeSlots) -> torch.Tensor:
     tree = DraftTree.of_roots(roots)
-    return target.verify(tree, tree.pack(batch.lengths, len(roots)), batch, max_depth=0)[0]
+    return target.verify(tree, tree.pack(batch.lengths, len(roots)), batch, max_depth=0).logits

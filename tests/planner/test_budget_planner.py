@@ -12,15 +12,15 @@ from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.core.step_timer import StepTimes
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner, PassSizes
 from eagle_ray.planner.acceptance_model import MEMORY
 from eagle_ray.planner.budget_planner import NUM_PROBES, BudgetPlanner, Mode
 from eagle_ray.planner.cost_cache import CURVES
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
-from eagle_ray.planner.plan_search import REVIEW_EVERY, PassSizes
+from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -164,7 +164,7 @@ def test_drafts_that_nearly_pay_are_kept(pair, share, goes_on):
     planner = BudgetPlanner(TreeBounds(60, 6, 10), believed)
     made.engine.planner = SimulatedPlanner(planner, cpu())
     run(made.engine, prompts, [LONG] * 8)
-    best = planner.search.best(crowd, planner._acceptance, 0.0)
+    best = planner.search.best(crowd, planner.acceptance, 0.0)
     plain = planner.search.plain_rate(8, crowd.num_cached)
     more = 8 * best.tau * (1 / (share * plain) - 1 / best.rate)
     believed.draft_overhead = CostCurve([8], [believed.draft_overhead(8) + more])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_ray.core.step_timer import StepTimes
+from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import (
     CalibrationRun,
@@ -201,7 +201,7 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     engine = llama_engine(4, 8, 3, 3)
     planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
     engine.planner = planner
-    bench, held = CalibrationRun(engine, planner, apart), engine.target.cache.blocks._held
+    bench, held = CalibrationRun(engine, planner, apart), engine.target.cache.blocks._slot_blocks
     bench.run_step(CalibrationSetting(1, 1, 0, 0), longest)
     bench.run_step(CalibrationSetting(4, 1, 0, 0), longest)
     assert len({blocks[0] for blocks in held}) == (4 if apart else 1)

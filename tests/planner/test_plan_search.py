@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.acceptance_model import AcceptanceModel, CalibratedAcceptance
 from eagle_ray.planner.budget_planner import WIDTHS
 from eagle_ray.planner.cost_model import CostCurve, StepCosts
-from eagle_ray.planner.plan_search import PassSizes, PlanEstimate, PlanSearch
+from eagle_ray.planner.plan_search import PlanEstimate, PlanSearch
 from eagle_ray.tree.expand import TreeBuilder
 from jobs.bench.simulated_costs import flat
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
-from eagle_ray.config import load_config
 from eagle_ray.report.html import page
 from eagle_ray.report.scores import ScoredSample, score_report
-from eagle_ray.report.summary import RunStats, summary_json
+from eagle_ray.report.summary import summary_json
+from tests.support.reports import SECTIONS, group, record, summary
 
 VOID = {"meta", "br"}
 
@@ -41,79 +40,6 @@ class Outline(HTMLParser):
             self.words.append(data.strip())
             if self.open[-1] == "h2":
                 self.headings.append(data)
-
-
-def group(**changes: Any) -> RunStats:
-    """100 rows of 10 steps each: two tokens drafted in a step, one of them accepted in every second step."""
-    counts = {"rows": 100, "prompt_tokens": 900, "output_tokens": 1600, "steps": 1000, "decode_s": 30.0}
-    drafts = {"draft_tokens": 2000, "accepted_draft_tokens": 500, "accepted_by_depth": [400, 100]}
-    bins = {"confidence_nodes": [900, 600], "confidence_accepted": [50, 450], "confidence_expected": [90.0, 420.0]}
-    calibrated = {name.replace("confidence", "calibrated"): value for name, value in bins.items()}
-    return RunStats(**counts | drafts | bins | calibrated | changes)
-
-
-def record(**changes: Any) -> dict[str, Any]:
-    config = load_config(None, env={}, overrides={"input.path": "a.jsonl", "output.path": "b", "name": "<weekend>"})
-    attempt = {"attempt": 1, "started_at": "2026-11-21T12:00:00+00:00", "outcome": "done"}
-    versions = {"python": "3.11", "ray": "2.60.0"}
-    return {"name": config.name, "config": config.model_dump(), "attempts": [attempt], "versions": versions} | changes
-
-
-def summary(by: str | None = "category", **changes: Any) -> dict[str, Any]:
-    groups = {"code": group(), "chat & co": group(accepted_draft_tokens=100)} if by else {"": group()}
-    last_work = {"tokens_per_s": 1234.4, "busy_slots": 0.934}
-    facts = {"run_id": "r1", "attempt": 1, "config_hash": "c0ffee", "last_work": last_work}
-    return facts | summary_json(groups, by) | changes
-
-
-TIMELINE = {
-    "bin_s": 5,
-    "num_bins": 3,
-    "attempts": [{"attempt": n, "started_at": "2026-11-21T12:00:00", "offset_s": 7.5 * (n - 1)} for n in (1, 2)],
-    "workers": {
-        f"host:{n}": {
-            "rows": 4,
-            "output_tokens": 77,
-            "mean_tokens_per_s": 8.2,
-            "mean_busy_slots": 3.25,
-            "tokens_per_s": [10.0, 20.0, 5.0],
-            "busy_slots": [1.0, 4.0, 2.5],
-        }
-        for n in (1, 2)
-    },
-}
-SECTIONS = {
-    "Over time": {"timeline": TIMELINE},
-    "Budget of a step": {"budget": {"budget": [1, 9], "steps": [10, 30], "accepted": [0, 60]}},
-    "Against plain decoding": {
-        "baseline_rows": {
-            "asked": 50,
-            "rows": 48,
-            "slots": 16,
-            "output_tokens": 999,
-            "tokens_per_s": 300.0,
-            "plain_tokens_per_s": 120.0,
-            "speed_up": 2.5,
-        }
-    },
-    "Verified": {
-        "verify_rows": {
-            "rows": 20,
-            "identical": 19,
-            "differing": [
-                {
-                    "request_id": "q<7>",
-                    "sample_index": 1,
-                    "position": 17,
-                    "token": 5,
-                    "plain_token": None,
-                    "gap": 1e-5,
-                    "near_tie": True,
-                }
-            ],
-        }
-    },
-}
 
 
 def test_a_bare_run_has_its_facts_and_its_drafts():

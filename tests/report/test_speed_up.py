@@ -7,7 +7,7 @@ import pytest
 
 from eagle_ray.report.comparison import MIN_PAIRS, Pair, SpeedUp, side_by_side
 from eagle_ray.report.text import interval_words, side_by_side_table
-from tests.report.test_summary import error, reader, row, write
+from tests.support.reports import error, reader, row, write
 
 TRUE_RATIO = 1.5
 SPREAD = 0.3  # of a row's own ratio, as a standard deviation of its logarithm

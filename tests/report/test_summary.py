@@ -1,6 +1,5 @@
 """The summary adds up; its ratios are of sums, not means of ratios; its tables are plain."""
 
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,56 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.report.comparison import side_by_side
-from eagle_ray.report.summary import ReadColumns, RunStats, sum_groups, summarise, summary_json
+from eagle_ray.report.summary import RunStats, sum_groups, summarise, summary_json
 from eagle_ray.report.text import render, run_table, side_by_side_table
-from eagle_ray.requests.row_schema import output_schema, table_of
-from eagle_ray.runs.part_files import read_tables
-from eagle_ray.storage.path import StoragePath
-
-SCHEMA = output_schema([pa.field("category", pa.string())])
-
-
-def row(request_id: str, category: str | None, steps: int, accepted: int, decode_s: float = 1.0) -> dict:
-    """A greedy answer of 1 + steps + accepted tokens over drafts of one token."""
-    return {
-        "request_id": request_id,
-        "sample_index": 0,
-        "row_index": 0,
-        "source_file": "a",
-        "run_id": "r",
-        "attempt": 1,
-        "category": category,
-        "status": "ok",
-        "finish_reason": "length",
-        "prompt_tokens": 4,
-        "output_token_ids": list(range(1 + steps + accepted)),
-        "completion_tokens": 1 + steps + accepted,
-        "num_spec_steps": steps,
-        "num_draft_tokens": 3 * steps,
-        "num_accepted_draft_tokens": accepted,
-        "acceptance_histogram": [steps - accepted, accepted],
-        "proposed_by_depth": [3 * steps],
-        "accepted_by_depth": [accepted],
-        "decode_s": decode_s,
-        "prefill_s": 0.1,
-    }
-
-
-def error(request_id: str, category: str | None) -> dict:
-    kept = ("request_id", "sample_index", "row_index", "source_file", "run_id", "attempt", "category")
-    blank = {name: value for name, value in row(request_id, category, 1, 0).items() if name in kept}
-    return blank | {"status": "error", "error_code": "prompt_too_long", "error_message": "too long"}
-
-
-def reader(output: Path) -> ReadColumns:
-    return partial(read_tables, StoragePath.of(output) / "data")
-
-
-def write(output: Path, *files: list[dict]) -> Path:
-    (output / "data").mkdir(parents=True)
-    for i, rows in enumerate(files):
-        pq.write_table(table_of(rows, SCHEMA), output / "data" / f"part-001-{i:06d}.parquet")
-    return output
+from eagle_ray.requests.row_schema import table_of
+from tests.support.reports import SCHEMA, error, reader, row, write
 
 
 @pytest.fixture

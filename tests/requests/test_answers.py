@@ -6,13 +6,13 @@ from eagle_ray.api.arguments import prompt_requests
 from eagle_ray.api.request_output import completion_of
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_config
-from eagle_ray.core.acceptance_stats import AcceptanceStats
-from eagle_ray.requests.answers import TokenUsage, line_of
+from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.requests.answers import TokenUsage, output_line
 from eagle_ray.requests.output_rows import OutputRows, answer_reader
 from eagle_ray.requests.sequence_answers import Choice, ChoiceChunks, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.chat_templates import QWEN3
+from tests.support.tokenizers import QWEN3
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -79,7 +79,7 @@ def test_a_line_of_a_batch_has_the_choice_of_the_body(finished, tokenizer):
     constants = {"run_id": "r", "config_hash": "h", "target_model": "m"}
     rows = OutputRows(config, tokenizer, constants, 0.0).of(asked, [sequence])
     url = "/v1/chat/completions" if answers.is_chat else "/v1/completions"
-    line = line_of([rows[0] | {"error_code": None, "url": url}], answers.reader.spell)
+    line = output_line([rows[0] | {"error_code": None, "url": url}], answers.reader.spell)
     body, whole = line["response"]["body"], answers.body()
     assert body["choices"] == whole["choices"]
     assert TokenUsage.of_body(body)[:2] == TokenUsage.of_body(whole)[:2]

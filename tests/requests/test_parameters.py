@@ -9,7 +9,7 @@ from eagle_ray.api.arguments import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest, parse_batch_line
-from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Door, SamplingParams
+from eagle_ray.requests.parameters import BODY, CHAT, SAMPLING, Api, SamplingParams
 from eagle_ray.requests.refused import REFUSED, fix_of
 
 PACKAGE = Path(__file__).parents[2] / "eagle_ray"
@@ -25,7 +25,7 @@ OTHER_LISTS = {
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "requests/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
-    "serve/response_events.py": "keys of a response",
+    "serve/generation_request.py": "keys of a response",
     "text/chat_options.py": "arguments of transformers that are no values of a template",
 }
 
@@ -49,25 +49,25 @@ def test_no_other_module_lists_parameters():
 
 @pytest.mark.parametrize("row", [*SAMPLING.values(), *CHAT.values(), *BODY.values()], ids=lambda row: row.name)
 def test_a_row_says_what_it_does_and_what_a_value_must_be_at_each_door(row):
-    assert row.about.endswith(".") and row.doors
-    assert row.defaults.keys() | row.required <= {*row.doors}
-    assert all(row.kind_at(door).form for door in row.doors)
+    assert row.about.endswith(".") and row.apis
+    assert row.defaults.keys() | row.required <= {*row.apis}
+    assert all(row.kind_at(door).form for door in row.apis)
 
 
 def test_a_refused_parameter_is_not_one_of_its_doors():
     """A row of REFUSED that is also a parameter here is refused at the doors that do not have it."""
     rows = {**SAMPLING, **CHAT, **BODY}
-    assert not [name for name, row in REFUSED.items() if name in rows and row.doors <= rows[name].doors]
+    assert not [name for name, row in REFUSED.items() if name in rows and row.apis <= rows[name].apis]
     assert not [name for name, row in REFUSED.items() if row.use is not None and row.use not in rows]
 
 
 def test_what_to_do_about_a_parameter_is_what_its_door_has():
-    assert (fix_of("max_new_tokens", Door.CHAT), fix_of("random_seed", Door.RESPONSES)) == (
+    assert (fix_of("max_new_tokens", Api.CHAT), fix_of("random_seed", Api.RESPONSES)) == (
         "use max_tokens",
         "use seed",
     )
-    assert fix_of("max_new_tokens", Door.RESPONSES) == "give max_output_tokens"
-    assert fix_of("x", Door.CHAT) == "leave it out"
+    assert fix_of("max_new_tokens", Api.RESPONSES) == "give max_output_tokens"
+    assert fix_of("x", Api.CHAT) == "leave it out"
 
 
 def found_at_every_door(name, value):

@@ -5,6 +5,7 @@ import errno
 import pytest
 
 from eagle_ray.batch.driver import run
+from eagle_ray.cli import arguments
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import (
@@ -16,8 +17,8 @@ from eagle_ray.runs.job_errors import (
     outcome_by_code,
     outcome_of,
 )
-from eagle_ray.storage import storage_errors
-from eagle_ray.storage.storage_errors import StorageError
+from eagle_ray.storage import store
+from eagle_ray.storage.store import StorageError
 
 CODES = {
     "ConfigError": 2,
@@ -49,7 +50,7 @@ def subclasses(of: type) -> list[type]:
 
 
 STOPPED = [cls for cls in subclasses(JobError) if cls.__module__ == JobError.__module__]
-STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == storage_errors.__name__)]
+STORAGE = [StorageError, *(cls for cls in subclasses(StorageError) if cls.__module__ == store.__name__)]
 ALL = [ConfigError, *STOPPED, *STORAGE, KeyboardInterrupt]
 
 
@@ -67,7 +68,7 @@ def test_the_job_and_the_command_line_give_the_same_code(cls, monkeypatch, capsy
 
     assert outcome_of(error).code == CODES[cls.__name__]
     assert run.ending_of(fail, "info").outcome.code == CODES[cls.__name__]
-    monkeypatch.setattr(cli, "load_config", fail)
+    monkeypatch.setattr(arguments, "load_config", fail)
     assert cli.main(["run", "-c", "any.yaml"]) == CODES[cls.__name__]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all(line.startswith("eagle-ray: ") for line in said)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eagle_ray.batch.driver.completeness import ExpectedRows, count_done
+from eagle_ray.batch.driver.claim import count_done
+from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
@@ -12,15 +13,11 @@ from eagle_ray.runs.layout import JobShard, claim_output, data_of, output_of, ro
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.row_index import digests
 from eagle_ray.storage.path import StoragePath
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
+from tests.support.starts import shard_of
 
 ARRAY = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "6"}
 REQUIRED = ["input.path=in.jsonl", "output.path=out"]
-
-
-def shard_of(request_id: str, count: int) -> int:
-    """The slow, obvious assignment."""
-    return int.from_bytes(digests([request_id])[0].ljust(16, b"\0")[:8], "big") % count + 1
 
 
 @pytest.mark.parametrize("count", [1, 3, 64])

@@ -21,11 +21,10 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import output_schema
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked, OutputMismatch, StorageUnavailable
-from eagle_ray.runs.layout import RUN, output_of
-from eagle_ray.runs.recorded_inputs import input_lists, read_inputs
+from eagle_ray.runs.layout import RUN, input_lists, output_of, read_inputs
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath, read_json, write_json
-from tests.conftest import token_rows
+from tests.support.jobs import token_rows
 
 DEEP = "[" * 100_000  # JSON that Python's reader gives up
 HOLD = """

@@ -13,8 +13,8 @@ import pytest
 
 from eagle_ray.runs.job_errors import OutputDamaged
 from eagle_ray.runs.part_files import open_part, read_columns
-from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, open_parquet
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import SingleThreadedParquetFile, open_parquet, parquet_bytes
+from eagle_ray.storage.path import StoragePath
 
 COLUMNS = {f"column_{i}": list(range(400)) for i in range(12)}
 

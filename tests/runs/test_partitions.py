@@ -17,11 +17,11 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
 from eagle_ray.runs.job_errors import OutputMismatch
 from eagle_ray.runs.output_index import OutputIndex, excess_in, without_ids
-from eagle_ray.runs.part_files import has_column, part_files, read_tables
-from eagle_ray.runs.partitions import HIVE_NULL, Partitions
+from eagle_ray.runs.part_files import HIVE_NULL, Partitions, has_column, part_files, read_tables
 from eagle_ray.runs.row_index import Digests, digests
-from eagle_ray.storage.path import StoragePath, parquet_bytes
-from tests.conftest import small_job
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
+from tests.support.jobs import small_job
 
 CARRIED = {"lang": pa.string(), "shard": pa.int64(), "day": pa.date32(), "score": pa.float64(), "tags": pa.json_()}
 CARRIED |= {"uuid": pa.binary(16), "bytes": pa.large_binary(), "noon": pa.time32("s"), "tick": pa.time64("ns")}

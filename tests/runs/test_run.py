@@ -15,14 +15,16 @@ import pyarrow as pa
 import pytest
 
 from eagle_ray.config.records import RunRecord
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs import lease as leases
 from eagle_ray.runs import run as runs
 from eagle_ray.runs.job_errors import FencedError, OutputLocked
 from eagle_ray.runs.layout import RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.lease import LOCK, Process, hold
 from eagle_ray.runs.part_files import part_files, part_name, read_part
-from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import StoragePath, json_bytes, parquet_bytes
+from eagle_ray.runs.run import Run, RunState
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, json_bytes
 
 IDS = [f"id-{i}" for i in range(9)]
 IDS_PER_PART = 2
@@ -200,6 +202,16 @@ def test_each_id_is_there_once_however_often_its_processes_are_killed(place, req
     for _ in range(40 if root.is_local else 3):
         kills = [Kill(choice.randrange(25), *choice.choice(ENDS)) for _ in range(choice.randrange(2, 5))]
         check_schedule(root / uuid4().hex, storage, kills)
+
+
+def test_a_directory_that_cannot_be_written_is_named_by_the_key_of_its_configuration(tmp_path):
+    (tmp_path / "file").write_text("")
+    state = RunState(StoragePath.of(tmp_path / "file" / "batch"), None, None)
+    with hold(StoragePath.of(tmp_path / "other")) as lease:
+        with pytest.raises(ConfigError, match=r"^serving\.batches\.path: cannot write to "):
+            Run.claim(lease, state, {}, key="serving.batches.path").__enter__()
+        with pytest.raises(ConfigError, match=r"^output\.path: cannot write to "):
+            Run.claim(lease, state, {}).__enter__()
 
 
 def test_a_part_that_was_rewritten_meanwhile_is_not_rewritten(tmp_path):

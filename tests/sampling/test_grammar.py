@@ -14,7 +14,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.sampling import grammar as module
 from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarSpec
 from eagle_ray.sampling.grammar_state import GrammarState
-from tests.support.limited_matcher import LimitedMatcher
+from tests.support.schemas import LimitedMatcher
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"
 VOCAB, END = 1536, 4
@@ -133,7 +133,7 @@ def test_no_mask_is_computed_below_a_dead_end(compiler):
             self.failed = True
 
     [token] = encode("a")
-    state = GrammarState(Limited(compiler._compiled(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
+    state = GrammarState(Limited(compiler.compile_matcher(GrammarSpec("regex", "[a-z]{8}"))), VOCAB, [END])
     state.tree_masks([0, token, token, token], [-1, 0, 1, 2])
     assert len(masks) == 2  # of the root, with the tree and alone
     assert state.dead_end_in([token]).num_tokens == 0

@@ -10,18 +10,9 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
-
-SETTINGS = {
-    "model.device": "cpu",
-    "speculative.max_nodes": 8,
-    "speculative.max_depth": 3,
-    "speculative.top_k": 4,
-    "speculative.budget": "uniform",
-    "sampling.max_tokens": 16,
-    "serving.slots": 4,
-    "serving.max_queued": 12,
-    "serving.max_body_bytes": 100_000,
-}
+from tests.support.serving import SETTINGS
+from tests.support.tokenizers import QWEN3
+from tests.support.workers import ScriptedEngine
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +25,26 @@ def service() -> Iterator[Service]:
 @pytest.fixture(scope="session")
 def app(service):
     return build_app(service)
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "qwen3.jinja"
+    template.write_text(QWEN3)
+    settings = SETTINGS | {"model.chat_template": str(template), "sampling.max_tokens": 400}
+    service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def answering(qwen, monkeypatch):
+    """A function of a text: the application whose model writes it."""
+
+    def app_of(text, size=3):
+        ids = [*qwen.text.encode(text, add_special_tokens=False), min(qwen.text.eos_ids)]
+        scripted = ScriptedEngine(qwen._engine, ids, qwen.text.eos_ids, size)
+        monkeypatch.setattr(qwen, "_engine", scripted)
+        return build_app(qwen)
+
+    return app_of

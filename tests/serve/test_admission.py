@@ -57,7 +57,7 @@ def test_a_request_larger_than_an_empty_server_is_refused_for_ever(few):
     limit = few.admission.limit.tokens
     wide = {"prompt": [5] * 10, "n": 12, "max_tokens": limit // 12}
     assert str(limit) in refused(ask(few, wide), 400, "too_many_tokens", "max_tokens")
-    assert few.held == Need()
+    assert few.in_flight == Need()
 
 
 def test_tokens_count_beside_sequences(few):
@@ -67,8 +67,8 @@ def test_tokens_count_beside_sequences(few):
     async def main():
         app, n = build_app(service), service.admission.limit.tokens // service.max_model_len
         async with exchange(app, "POST", TEXT, json.dumps(long | {"n": n}).encode()):
-            await until(lambda: service.held.sequences == n)
-            held = service.held
+            await until(lambda: service.in_flight.sequences == n)
+            held = service.in_flight
             return n, held, await post(app, TEXT, long)
 
     n, held, second = asyncio.run(main())
@@ -96,7 +96,7 @@ def test_what_is_held_is_released_once_however_a_request_ends(few):
     async def main():
         for _ in range(10):
             await asyncio.gather(*(come_and_go() for _ in range(30)))
-            assert few.held == Need()
+            assert few.in_flight == Need()
         await until(lambda: not few._engine._engine.has_work)
 
     asyncio.run(main())
@@ -120,7 +120,7 @@ def test_admission_is_exact_over_random_requests():
             else:
                 held.append((client, need, block))
             total = sum((need for _, need, _ in held), Need())
-            assert admission.held == total and total.fits(limit)
+            assert admission.in_flight == total and total.fits(limit)
 
 
 def test_a_key_that_floods_leaves_room_to_others():
@@ -129,7 +129,7 @@ def test_a_key_that_floods_leaves_room_to_others():
         while True:
             blocks.append(admission.admit(Need(1, 10), client=0))
             blocks[-1].__enter__()
-    assert full.value.status == 429 and admission.held.sequences == 75
+    assert full.value.status == 429 and admission.in_flight.sequences == 75
     admission.check(Need(10, 100), client=1)
     with pytest.raises(ApiError) as never:
         admission.check(Need(76, 100), client=1)
@@ -170,7 +170,7 @@ def test_a_flood_of_one_key_does_not_delay_another():
 
     async def main():
         flood = [asyncio.ensure_future(ask_as("flood")) for _ in range(40)]
-        await until(lambda: service.held.sequences == 40)
+        await until(lambda: service.in_flight.sequences == 40)
         await asyncio.gather(*(ask_as("other") for _ in range(4)))
         await asyncio.gather(*flood)
 
@@ -179,7 +179,7 @@ def test_a_flood_of_one_key_does_not_delay_another():
     finally:
         service.close()
     assert len(ends) == 44 and "other" not in ends[24:]
-    assert service.held == Need()
+    assert service.in_flight == Need()
 
 
 def test_clients_that_all_wait_are_served_alike_in_tokens():
@@ -188,7 +188,7 @@ def test_clients_that_all_wait_are_served_alike_in_tokens():
     went = []
 
     async def main():
-        queue = FairQueue(num_clients=3, num_places=2)
+        queue = FairQueue(num_clients=3, max_turns=2)
         over = asyncio.Event()
 
         async def ask_on(client):
@@ -214,7 +214,7 @@ def test_clients_that_all_wait_are_served_alike_in_tokens():
 
 def test_a_turn_that_is_cancelled_gives_its_place_back():
     async def main():
-        queue, chance = FairQueue(num_clients=2, num_places=3), random.Random(2)
+        queue, chance = FairQueue(num_clients=2, max_turns=3), random.Random(2)
 
         async def hold(client):
             async with queue.turn(client, 10):
@@ -240,7 +240,7 @@ def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(dec
     ended = []
 
     async def main():
-        queue = FairQueue(num_clients=2, num_places=6)
+        queue = FairQueue(num_clients=2, max_turns=6)
 
         async def run(client, tokens, used):
             async with queue.turn(client, tokens) as turn:
@@ -266,7 +266,7 @@ def test_a_client_that_reserves_too_much_does_not_delay_one_that_comes_later(dec
 
 def test_a_turn_ends_in_the_tick_in_which_a_waiting_one_is_cancelled():
     async def main():
-        queue, over = FairQueue(num_clients=2, num_places=1), asyncio.Event()
+        queue, over = FairQueue(num_clients=2, max_turns=1), asyncio.Event()
 
         async def hold(client):
             async with queue.turn(client, 10):
@@ -302,4 +302,4 @@ def test_a_client_that_leaves_while_its_choices_wait_raises_no_error_elsewhere(s
         gc.collect()
     finally:
         service.close()
-    assert not errors and service.held == Need()
+    assert not errors and service.in_flight == Need()

@@ -4,49 +4,31 @@ import asyncio
 import copy
 import json
 
-import pyarrow as pa
 import pytest
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.driver.input_plan import plan_input, request_rows
-from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.config import ServeConfig
 from eagle_ray.requests.openai_bodies import CompletionRequest
-from eagle_ray.requests.row_schema import request_schema, table_of
-from eagle_ray.runs.run import Run
 from eagle_ray.serve import openapi
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.endpoint_metrics import Snapshot, prometheus_text
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.service import Service
-from eagle_ray.storage.path import StoragePath
-from tests.conftest import small_job
-from tests.serve.conftest import SETTINGS
-from tests.support.serving import exchange, get, parsed, post, request
+from tests.support.serving import (
+    CHAT,
+    FRANCE,
+    TEXT,
+    ask,
+    batch_rows,
+    exchange,
+    get,
+    parsed,
+    post,
+    request,
+    texts,
+)
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 ENDLESS = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
-
-
-def ask(app, path, body, **headers):
-    return asyncio.run(post(app, path, body, headers))
-
-
-def batch_rows(tmp_path, rows):
-    """What a batch job makes of the rows, with the same pair."""
-    pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
-    pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
-    config = small_job(tmp_path, rows, **pair)
-    plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
-    try:
-        requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
-        answers: pa.Table = asyncio.run(worker.answer(requests))
-        return answers.to_pylist()
-    finally:
-        worker.close()
 
 
 def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
@@ -74,20 +56,6 @@ def test_seeded_answers_are_the_batch_jobs(app, tmp_path):
     streams = asyncio.run(all_at_once({"stream": True}))
     told = [text for answer in streams for text in texts(answer.events)]
     assert told == [row["text"] for row in rows]
-
-
-def texts(events):
-    """Of each choice of a stream, by index; what every stream must keep to is checked on the way."""
-    assert events[-1] == "[DONE]"
-    found, ended = {}, {}
-    for choice in (choice for event in events[:-1] for choice in event["choices"]):
-        piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-        assert choice["index"] not in ended and "\ufffd" not in piece
-        found[choice["index"]] = found.get(choice["index"], "") + piece
-        if choice["finish_reason"]:
-            ended[choice["index"]] = choice["finish_reason"]
-    assert ended.keys() == found.keys()
-    return [found[index] for index in sorted(found)]
 
 
 def without_cache(usage):
@@ -255,7 +223,7 @@ def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
 def test_a_full_queue_refuses_at_once_and_has_room_again(app, service):
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
-            while service.held.sequences < 16:
+            while service.in_flight.sequences < 16:
                 await asyncio.sleep(0.005)
             refused = [await post(app, TEXT, {"prompt": "a"} | extra) for extra in ({}, {"stream": True})]
         return refused, await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
@@ -395,4 +363,5 @@ def test_a_target_without_words_takes_and_gives_token_ids():
     assert [i for event in events for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
     for refused in (ask(app, TEXT, {"prompt": "a"}), ask(app, CHAT, FRANCE), ask(app, TEXT, body | {"stop": "a"})):
         assert refused.status == 400 and refused.json["error"]["code"] == "no_tokenizer"
+        assert refused.json["error"]["message"].endswith("cannot be used: give token ids")
     mute.close()

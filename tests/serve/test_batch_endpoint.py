@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.serve.test_endpoint import Server, replicas
-from tests.serve.test_endpoint import until as until_soon
 from tests.support.processes import descendants
+from tests.support.serving import Server, replicas
+from tests.support.serving import until as until_soon
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 openai = pytest.importorskip("openai")

@@ -6,50 +6,15 @@ import json
 import pytest
 
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.service import Service
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.serve.conftest import SETTINGS
-from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.serving import post
+from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, post
+from tests.support.tokenizers import LLAMA3, MISTRAL, R1
 
 CHAT = "/v1/chat/completions"
-ASK = [{"role": "user", "content": "Add 1 and 2."}]
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}}},
-}
 BAD_SCHEMA = {"strict": True, "parameters": {"type": "object", "properties": {"a": {"type": "nothing"}}}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
-ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
 LLAMA3_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
 LLAMA3_OTHER = '{"name": "f", "parameters": {}}'
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    template = tmp_path_factory.mktemp("template") / "qwen3.jinja"
-    template.write_text(QWEN3)
-    settings = SETTINGS | {"model.chat_template": str(template), "sampling.max_tokens": 400}
-    service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
-    yield service
-    service.close()
-
-
-@pytest.fixture
-def answering(qwen, monkeypatch):
-    """A function of a text: the application whose model writes it."""
-
-    def app_of(text, size=3):
-        ids = [*qwen.text.encode(text, add_special_tokens=False), min(qwen.text.eos_ids)]
-        scripted = ScriptedEngine(qwen._engine, ids, qwen.text.eos_ids, size)
-        monkeypatch.setattr(qwen, "_engine", scripted)
-        return build_app(qwen)
-
-    return app_of
 
 
 def whole(app, **body):

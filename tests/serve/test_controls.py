@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serve.test_app import CHAT, FRANCE, TEXT, ask, batch_rows, texts
+from tests.support.serving import CHAT, FRANCE, TEXT, ask, batch_rows, texts
 
 
 def content(app, **extra: object) -> str:

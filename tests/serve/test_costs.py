@@ -19,8 +19,7 @@ from eagle_ray.serve import service as services
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import LONG, Service
-from tests.serve.conftest import SETTINGS
-from tests.support.serving import Answer, exchange, get, post, request
+from tests.support.serving import SETTINGS, Answer, exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ALPHA, BETA = {"Authorization": "Bearer alpha"}, {"Authorization": "Bearer beta"}

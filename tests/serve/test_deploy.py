@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.batch.heads import free_port, head_in, wait_for
+from tests.support.clusters import free_port, head_in, wait_for
 from tests.support.processes import Watched
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,11 +6,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,21 +16,20 @@ from ray.serve.schema import ServeDeploySchema
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.serve_endpoint import _check_port
 from eagle_ray.config import load_serve_config
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.async_engine import Occupancy
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.serve.endpoint_metrics import (
     STALE_S,
     MetricsAggregator,
     ReplicaMetrics,
     Snapshot,
-    merge,
+    merged_snapshot,
     prometheus_text,
 )
 from tests.support.clusters import cluster_of
-from tests.support.processes import Watched, descendants, parent_of
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.processes import Watched, parent_of
+from tests.support.serving import ROOT, Server, replicas, until
 
 
 def config_of(**settings):
@@ -68,7 +64,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
 def test_the_method_that_auto_chose_is_a_gauge_of_its_name():
     held = Occupancy(0, 0, 8)
     chosen = [EngineCounters(4, method=method) for method in ("suffix", "suffix", "none", None)]
-    text = prometheus_text(merge(ReplicaMetrics().snapshot(engine, held, 0) for engine in chosen))
+    text = prometheus_text(merged_snapshot(ReplicaMetrics().snapshot(engine, held, 0) for engine in chosen))
     assert 'eagle_ray_speculative_method{method="suffix"} 2\n' in text
     assert 'eagle_ray_speculative_method{method="none"} 1\n' in text and "eagle_ray_replicas 4\n" in text
 
@@ -79,7 +75,7 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
 
     def put(board, name, counters, known=None):
         told = asyncio.run(board.put(name, Snapshot(counters, {"running": 1}), known or {}))
-        return told, merge(told.values())
+        return told, merged_snapshot(told.values())
 
     board = MetricsAggregator()
     put(board, "a", {"x": 5, "y": 0})
@@ -91,51 +87,6 @@ def test_replicas_add_up_and_counters_never_go_back(monkeypatch):
         told, together = put(board, "b", {"x": 2})
         assert together == Snapshot({"x": 7, "y": 0}, {"running": 1}) and set(told) == {ended, "b"}
     assert put(board, "c", {"x": 1})[1] == Snapshot({"x": 8, "y": 0}, {"running": 2})
-
-
-class Server:
-    """`eagle-ray serve` in a process of its own."""
-
-    def __init__(self, tmp_path, address="local", **settings):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
-        self.log = tmp_path / "log"
-        command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", "configs/serve_demo.yaml"]
-        command += ["--port", str(self.port), "--set", f"serving.ray_address={address}"]
-        command += [part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
-
-    def ask(self, method, path, body=None, headers=None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, None if body is None else json.dumps(body), headers or {})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-
-    def metric(self, name):
-        lines = self.ask("GET", "/metrics")[1].splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"eagle_ray_{name}"))
-
-    def until_ready(self, seconds=120):
-        for _ in range(seconds * 5):
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                if self.ask("GET", "/health")[0] == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.2)
-        raise AssertionError(self.log.read_text())
-
-
-def replicas():
-    """Their pids, of all descendants of this process."""
-    return [
-        pid
-        for pid in descendants(os.getpid())
-        if b"ServeReplica:eagle-ray:engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
 
 
 def test_every_process_of_an_endpoint_listens_on_loopback_alone(tmp_path, monkeypatch):
@@ -238,13 +189,6 @@ class Crowd:
         while not self._over.wait(0.2):
             if (number := self._server.metric("generation_tokens_total")) > 0:
                 self.counted.append(number)
-
-
-def until(condition, seconds=240):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.2)
 
 
 @pytest.mark.slow

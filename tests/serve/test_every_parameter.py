@@ -13,7 +13,7 @@ import pytest
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import TokenizeRequest, parse_batch_line
-from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.parameters import Api
 from eagle_ray.requests.refused import REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.http_answers import ApiError, api_error
@@ -249,10 +249,10 @@ def is_label(name: str) -> bool:
 def own_values(path: str, name: str) -> tuple[Any, ...]:
     """The values of an unbuilt parameter that ask for nothing."""
     kind = LINE_KINDS[path]
-    row = refused_at(kind.door).get(name)
+    row = refused_at(kind.api).get(name)
     if name in kind.rows() or row is None:
         return ()
-    return row.no_op_at(kind.door) + row.empties_at(kind.door)
+    return row.no_op_at(kind.api) + row.empties_at(kind.api)
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)
@@ -312,10 +312,10 @@ def test_a_line_of_a_batch_file_has_the_same_parameters(path, name):
     probe = True if name == "prompt_logprobs" else PROBES_BY_PATH[path].get(name, 7.5)
     found = row_of(**{name: probe})
     is_refused = isinstance(found, str) and found.startswith(f"body.{name} ")
-    is_same = is_no_op(name, probe, Door(path))
+    is_same = is_no_op(name, probe, Api(path))
     assert is_refused or (found == plain if is_same else not isinstance(found, str) and found != plain)
     if is_refused and name != "typo_of_a_parameter":
-        values = REFUSED.get(name, Refused(name)).no_op_at(Door(path))
+        values = REFUSED.get(name, Refused(name)).no_op_at(Api(path))
         assert all(row_of(**{name: value}) == plain for value in values)
 
 

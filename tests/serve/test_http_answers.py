@@ -5,8 +5,10 @@ import json
 import random
 import threading
 
+import pytest
+
 from eagle_ray.serve import http_answers
-from eagle_ray.serve.http_answers import json_body, json_parts
+from eagle_ray.serve.http_answers import event, json_body, json_parts
 from eagle_ray.serve.request_body import parse
 from tests.support.serving import get, post
 
@@ -40,6 +42,13 @@ def logprobs_of(num_tokens):
     top = [{"token": f"t{i}", "logprob": -1.25, "bytes": [116, 48]} for i in range(20)]
     content = [{"token": "t0", "logprob": -0.5, "bytes": [116], "top_logprobs": top} for _ in range(num_tokens)]
     return {"choices": [{"index": 0, "message": {"content": "x"}, "logprobs": {"content": content}}]}
+
+
+@pytest.mark.parametrize("choice", [{"text": "a\u2028b", "logprobs": None}, logprobs_of(50)["choices"][0], None])
+def test_an_event_is_one_line_of_json(choice):
+    body = {"type": "error"} if choice is None else {"choices": [choice, choice]}
+    line = event(body).removeprefix("data: ").removesuffix("\n\n")
+    assert json.loads(line) == body and len(line.splitlines()) == 1 and ", " not in line
 
 
 def test_no_part_of_a_long_answer_is_long():

@@ -14,8 +14,8 @@ from eagle_ray.config import load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.serve.access import ENV_NAME, AllowedHosts, ApiKeys, read_keys
 from eagle_ray.serve.proxy_errors import ROUTES, middlewares
-from tests.serve.test_endpoint import Server, descendants
-from tests.support.serving import get
+from tests.support.processes import descendants
+from tests.support.serving import Server, get
 
 SECRET = "sk-a1b2c3d4e5f6"
 

@@ -334,7 +334,7 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 def test_a_full_queue_does_not_tokenize(app, service, monkeypatch):
     async def main():
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | {"n": 16}).encode()):
-            await until(lambda: service.held.sequences == 16)
+            await until(lambda: service.in_flight.sequences == 16)
             read = []
             monkeypatch.setattr(service.text, "encode", lambda prompt: read.append(prompt) or [5])
             return await post(app, TEXT, {"prompt": "a"}), read
@@ -376,13 +376,13 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
             await until(lambda: scheduler.num_running == 4)
             if phase == "queued":
                 async with exchange(app, "POST", TEXT, json.dumps(body).encode()):
-                    await until(lambda: service.held.sequences == 5)
-                await until(lambda: service.held.sequences == 4)
+                    await until(lambda: service.in_flight.sequences == 5)
+                await until(lambda: service.in_flight.sequences == 4)
         if phase != "queued":
             async with exchange(app, "POST", TEXT, json.dumps(body).encode()) as talk:
                 if phase == "unread":
                     talk.reads.clear()
-                await until(lambda: service.held.sequences == 1)
+                await until(lambda: service.in_flight.sequences == 1)
                 if phase in ("decode", "unread"):
                     steps = engine.counters().num_steps
                     await until(lambda: engine.counters().num_steps > steps + 2)
@@ -390,7 +390,7 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
         await until(lambda: not service._engine._engine.has_work)
         return engine.counters().num_steps - left
 
-    assert asyncio.run(main()) <= 2 and service.held.sequences == 0 and not service._engine._steps.calls
+    assert asyncio.run(main()) <= 2 and service.in_flight.sequences == 0 and not service._engine._steps.calls
 
 
 def test_an_event_has_no_line_ends_but_its_own():

@@ -11,9 +11,8 @@ import pytest
 
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from tests.serve.test_app import FRANCE
 from tests.support.browser import CHROMIUM, DRIVER, browser, serving
-from tests.support.serving import get, post, request
+from tests.support.serving import FRANCE, get, post, request
 
 TIPS = "I need five tips for hiking."
 CODE = "I need a Python function that returns the average of the doubles of the numbers that are negative."
@@ -185,7 +184,7 @@ def test_stop_ends_the_answer_and_frees_its_slot_and_the_chat_goes_on(page, serv
     assert page.find_element("id", "send").text == "Stop"
     page.find_element("id", "send").click()
     ended(page)
-    until(page, lambda: service.held.sequences == 0)
+    until(page, lambda: service.in_flight.sequences == 0)
     num_words = len(words(page))
     assert page.find_element("id", "send").text == "Send" and not all_of(page, ".trouble:not([hidden])")
     give(page, max_tokens=4)

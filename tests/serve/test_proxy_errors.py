@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
-from eagle_ray.serve import proxy_errors, request_body
+from eagle_ray.serve import proxy_errors
 from tests.support.serving import get, parsed
 
 OK = b'data: {"choices":[]}\n\n'
@@ -139,8 +139,8 @@ class GreedyProxy:
 
 def test_a_slow_replica_slows_the_client(monkeypatch):
     """The proxy is never further ahead of it than the window and one part of the body."""
-    monkeypatch.setattr(request_body, "MAX_AHEAD_BYTES", 4000)
-    monkeypatch.setattr(request_body, "ACKNOWLEDGE_BYTES", 1000)
+    monkeypatch.setattr(proxy_errors, "MAX_AHEAD_BYTES", 4000)
+    monkeypatch.setattr(proxy_errors, "ACKNOWLEDGE_BYTES", 1000)
     num_sent, num_taken, ahead = 0, 0, []
 
     async def slow(scope, receive, send):
@@ -165,7 +165,7 @@ def test_a_slow_replica_slows_the_client(monkeypatch):
         async def send(message):
             sent.append(message)
 
-        app = proxy_errors.OpenAIErrorMiddleware(GreedyProxy(request_body.AcknowledgeBody(slow)))
+        app = proxy_errors.OpenAIErrorMiddleware(GreedyProxy(proxy_errors.AcknowledgeBody(slow)))
         await app({"type": "http", "method": "POST", "path": "/v1/files", "headers": []}, receive, send)
         return sent
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from tests.serve.test_chat import ADD, ARGUMENTS, ASK, CALL, answering, qwen  # noqa: F401
-from tests.support.serving import get, post, request
+from tests.support.serving import ADD, ARGUMENTS, ASK, CALL, get, post, request
 
 URL = "/v1/responses"
 BAD_FORM = {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}
@@ -64,7 +63,7 @@ def texts(response):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_items_whole_and_as_events(answering, size):  # noqa: F811
+def test_items_whole_and_as_events(answering, size):
     app = answering(f"<think>\nOne and two.\n</think>\n\nI add.\n{CALL}\n{CALL}", size)
     whole = respond(app, tools=[TOOL])
     call = ("function_call", "add", ARGUMENTS, "completed")
@@ -108,7 +107,7 @@ def added_up(events):
     return items
 
 
-def test_what_max_output_tokens_cuts_is_incomplete(answering):  # noqa: F811
+def test_what_max_output_tokens_cuts_is_incomplete(answering):
     app = answering("Three and more.")
     whole = respond(app, max_output_tokens=4)
     assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -116,7 +115,7 @@ def test_what_max_output_tokens_cuts_is_incomplete(answering):  # noqa: F811
     assert stream(app, max_output_tokens=4)[-1]["type"] == "response.incomplete"
 
 
-def test_a_call_that_turns_out_to_be_none_is_incomplete_and_its_text_follows(answering):  # noqa: F811
+def test_a_call_that_turns_out_to_be_none_is_incomplete_and_its_text_follows(answering):
     text = '<tool_call>\n{"name": "add", "arguments": {oops}}\n</tool_call>'
     app = answering(text, 1)
     assert texts(respond(app, tools=[TOOL])) == [("message", text, "completed")]
@@ -124,7 +123,7 @@ def test_a_call_that_turns_out_to_be_none_is_incomplete_and_its_text_follows(ans
     assert call[0] == "function_call" and call[3] == "incomplete" and message == ("message", text, "completed")
 
 
-def test_a_conversation_is_the_chats(qwen, answering):  # noqa: F811
+def test_a_conversation_is_the_chats(qwen, answering):
     app = answering("Three.")
     first = respond(app, instructions="Be short.", tools=[TOOL])
     items = [

@@ -6,13 +6,12 @@ import json
 import pytest
 
 from eagle_ray.config import load_serve_config
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
 from eagle_ray.serve.request_body import parse
-from tests.serve.test_app import CHAT, FRANCE, TEXT
-from tests.support.serving import post
+from tests.support.serving import CHAT, FRANCE, TEXT, post
 
 ASKS = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}
 

@@ -7,8 +7,8 @@ import json
 import jsonschema
 import pytest
 
-from tests.batch.test_structured import FORMAT, SCHEMA
-from tests.serve.test_app import CHAT, FRANCE, TEXT, ask, batch_rows, texts
+from tests.support.schemas import FORMAT, SCHEMA
+from tests.support.serving import CHAT, FRANCE, TEXT, ask, batch_rows, texts
 
 
 def test_answers_are_the_batch_jobs(app, tmp_path):

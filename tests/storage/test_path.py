@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from eagle_ray.storage.path import StoragePath, read_json, write_json
+from tests.support.s3 import check_creates_and_replaces
 
 KILLED = """
 import os, signal, sys
@@ -90,18 +91,6 @@ def test_what_the_last_look_raises_leaves_everything_as_it_was(here):
     with pytest.raises(RuntimeError, match="overtaken"):
         (here / "a.json").write_atomic(b"new", refuse)
     assert here.list_names() == ["a.json"] and (here / "a.json").read_bytes() == b"old"
-
-
-def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
-    """The law of both halves; returns the file, which holds b"second"."""
-    file = directory / "deep" / "a"
-    first = file.create(b"first")
-    assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
-    second = file.replace(b"second", first.version)
-    assert second == file.stat() and file.replace(b"third", first.version) is None
-    assert file.read_bytes() == b"second" and file.read_with_version() == (b"second", second)
-    assert (directory / "none").replace(b"x", second.version) is None
-    return file
 
 
 def test_creating_leaves_what_is_there_and_replacing_wants_the_version_it_saw(here):

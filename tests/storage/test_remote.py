@@ -17,11 +17,10 @@ from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.storage import remote
-from eagle_ray.storage.model_store import fetch_model
+from eagle_ray.storage.model_files import fetch_model
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.storage_errors import NotFound, NotSupported, StorageError
-from tests.batch.reader.test_compressed import JSONL, zstd
-from tests.batch.reader.test_plan import ids, plan
+from eagle_ray.storage.store import NotFound, NotSupported, StorageError
+from tests.support.inputs import JSONL, ids, plan, zstd
 
 
 class RangeHandler(SimpleHTTPRequestHandler):

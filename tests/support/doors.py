@@ -32,7 +32,7 @@ from eagle_ray.config import JobConfig, load_config, load_serve_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence as EngineSequence
 from eagle_ray.engine.async_engine import AsyncEngine
-from eagle_ray.requests.answers import line_of
+from eagle_ray.requests.answers import output_line
 from eagle_ray.requests.parameters import SAMPLING, Group
 from eagle_ray.requests.row_schema import OUTPUT_FIELDS, REQUEST, table_of
 from eagle_ray.runs.job_errors import OUTCOMES
@@ -45,7 +45,6 @@ from eagle_ray.storage.path import StoragePath
 from tests.support.serving import request as http_request
 
 __all__ = ["OUTCOMES", "OUTPUT_FIELDS", "SAMPLING_NAMES", "URLS", "Doors", "openapi"]
-
 URLS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses"}
 Json = dict[str, Any]
 PATHS = URLS | {"tokenize": "/tokenize"}
@@ -226,7 +225,7 @@ class Doors:
 
     def exported(self, rows: list[Json], url: str | None) -> Json:
         """Return the line that `eagle-ray export` makes of one request's output rows."""
-        return line_of([row | {"url": url} for row in rows], self.spell)
+        return output_line([row | {"url": url} for row in rows], self.spell)
 
     def _job(self, name: str, **settings: Any) -> JobConfig:
         paths = {"input.path": str(self._directory / name), "output.path": str(self._directory / "out")}

@@ -32,7 +32,6 @@ VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
 BOTH = (VLLM, SGLANG)
 EAGLE, EAGLE3 = "EAGLE", "EAGLE-3"  # the method that the engine is started with
 ANY = (EAGLE, EAGLE3)
-
 CONFIG_KEYS = (  # without them, the loaders read LlamaConfig's defaults, which are Llama-7B's
     "hidden_size",
     "intermediate_size",

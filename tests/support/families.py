@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.toy_models import LLAMA, best, random_tree
 
@@ -51,8 +51,6 @@ FAMILIES = {
     "gemma2": config_of("gemma2", head_dim=16, sliding_window=WINDOW, query_pre_attn_scalar=24),
     "gpt_oss": config_of("gpt_oss", **MOE, head_dim=16, sliding_window=WINDOW, rope_parameters=YARN_ROPE),
 }
-
-
 ROUTED = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1)
 LATENT = dict(
     MOE,
@@ -156,12 +154,12 @@ def target_of(model: PreTrainedModel, **how: Any) -> TargetModel:
 def prefill(target: TargetModel, chunks: list[int] | None) -> Tensor:
     """PROMPTS in the target's slots; the logits after each. chunks: where each is cut in two."""
     if chunks is None:
-        return target.prefill(PrefillBatch.of(SLOTS, PROMPTS, target.device)).logits
+        return target.prefill(PromptBatch.of(SLOTS, PROMPTS, target.device)).logits
     heads = [ids[:n] for ids, n in zip(PROMPTS, chunks, strict=True)]
-    first = target.prefill(PrefillBatch.of(SLOTS, heads, target.device)).logits
+    first = target.prefill(PromptBatch.of(SLOTS, heads, target.device)).logits
     rest = [b for b, ids in enumerate(PROMPTS) if len(ids) > chunks[b]]
     later = target.prefill(
-        PrefillBatch.of(
+        PromptBatch.of(
             [SLOTS[b] for b in rest],
             [PROMPTS[b][chunks[b] :] for b in rest],
             target.device,
@@ -205,8 +203,34 @@ def assert_trees_equal(
     tree = random_trees(budgets).to(target.device)
     batch = DecodeSlots.of(SLOTS, [len(ids) for ids in PROMPTS], target.device)
     rows = tree.pack(batch.lengths, sum(budgets) + padding)
-    logits, _ = target.verify(tree, rows, batch, max_depth=8)
+    logits = target.verify(tree, rows, batch, max_depth=8).logits
     for b, budget in enumerate(budgets):
         for node in range(budget):
             ids = PROMPTS[b] + tree.tokens[b, path_to(tree, b, node)].tolist()
             torch.testing.assert_close(logits[rows.row_of[b, node]], own(ids), atol=atol, rtol=0)
+
+
+def fake_to(module: nn.Module, device: str) -> nn.Module:
+    """Module.to, which swaps tensors in place; fake ones cannot be swapped."""
+    for part in module.modules():
+        for key, weight in part._parameters.items():
+            part._parameters[key] = None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
+        for key, buffer in part._buffers.items():
+            part._buffers[key] = None if buffer is None else buffer.to(device)
+    return module
+
+
+def fake_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A cache's memory, not mapped from the machine's own."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+COVERED = {
+    "llama": config_of("llama", attention_bias=True, mlp_bias=True),
+    "llama3 rope": config_of("llama", rope_parameters=LLAMA3_ROPE, head_dim=16, tie_word_embeddings=True),
+    "mistral": FAMILIES["mistral"],
+    "qwen2": FAMILIES["qwen2"],
+    "qwen2 yarn": FAMILIES["deepseek distilled qwen"],
+    "qwen3": FAMILIES["qwen3"],
+    "one kv head": config_of("qwen3", num_attention_heads=3, num_key_value_heads=1, head_dim=24),
+}

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_ray.attention.metadata import AttentionParams, TreeMetadata
 from eagle_ray.attention.triton_attention import TritonTreeMetadata
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels.tree_metadata import PackedRows
+from eagle_ray.kernels.tree_metadata import KernelTrees, PackedRows
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.tree.draft_tree import pack_ancestors
@@ -123,3 +123,10 @@ class Forest:
         for row, (b, i) in enumerate(places):
             row_of[b, i] = row
         return torch.tensor(seq, device=DEVICE), torch.tensor(node, device=DEVICE), row_of.to(DEVICE)
+
+
+def trees_of(seq: torch.Tensor, batch: int) -> KernelTrees:
+    """Nothing but where rows lie."""
+    nothing = torch.zeros(batch, 1, 1, dtype=torch.int64)
+    rows = PackedRows.of(seq, batch)
+    return KernelTrees(*[nothing[:, 0, 0]] * 2, nothing[0], nothing, nothing[0], nothing[0], rows, None, 0, 0)

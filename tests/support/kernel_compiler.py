@@ -1,6 +1,8 @@
 """What a kernel takes of a GPU, compiled for it without one: registers, spills, shared memory.
 
-Not in a process in which Triton interprets.
+Not in a process in which Triton interprets. The launches may be those that a call would make:
+
+    resources(lambda: sample_rows(...), 90)        # {"draw": Resources(registers=40, spilled=0, ...), ...}
 """
 
 from __future__ import annotations
@@ -8,13 +10,16 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 COPIES = re.compile(r"cp\.async\.cg\.shared\.global.*0x10")
@@ -61,3 +66,62 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
         command = [PTXAS, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return int(re.search(r"Used (\d+) registers", said)[1]), int(re.search(r"(\d+) bytes spill stores", said)[1])
+
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, kernel: JITFunction, args: tuple, kwargs: dict[str, Any]) -> Launch:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        return cls(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs, options)
+
+    def compile(self, capability: int) -> Resources:
+        fixed = {p.name for p in self.kernel.params if p.is_constexpr}
+        constants, signature, hints = {}, {}, {}
+        for place, (name, value) in enumerate(self.arguments.items()):
+            if name in fixed or value is None:
+                constants[(place,)], signature[name] = value, "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name], hints[(place,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+        source = ASTSource(self.kernel, signature, constants, hints)
+        return compiled_source(source, capability, self.options)
+
+
+def resources(call: Callable[[], object], capability: int) -> dict[str, Resources]:
+    """Of every kernel that the call launches, for each set of its constants."""
+    return {name: launch.compile(capability) for name, launch in launches(call).items()}
+
+
+def launches(call: Callable[[], object]) -> dict[str, Launch]:
+    """What would be launched, one for each set of constants; nothing is."""
+    seen: dict[str, Launch] = {}
+
+    def note(kernel: JITFunction, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        launch = Launch.of(kernel, args, kwargs)
+        fixed = [p.name for p in kernel.params if p.is_constexpr]
+        absent = [name for name, value in launch.arguments.items() if value is None]
+        seen[f"{kernel.__name__} {[launch.arguments[name] for name in fixed]} {absent}"] = launch
+
+    run, JITFunction.run = JITFunction.run, note
+    try:
+        call()
+    finally:
+        JITFunction.run = run
+    return seen

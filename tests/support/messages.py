@@ -1,5 +1,7 @@
 """A fixture that tests/conftest.py and tests/kernels/conftest.py share: the latter also runs without the former."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator
 

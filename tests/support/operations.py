@@ -1,4 +1,4 @@
-"""What a GPU would be given to do: kernels of ours and operations of torch, counted on a CPU, views left out.
+"""What a GPU would be given to do, on a CPU: launches and operations counted, copies to the host watched.
 
 device_operations(lambda: tree_pass(target, plain=True))     # Counter({"mm": 16, "_add_rms_norm": 9, ...})
 """
@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.kernels import cut_floor, draft_level, fused_layer, kv_commit, log_probs, sample, topk, tree_attention
+from eagle_ray.core.sequence import Sequence
+from eagle_ray.kernels import draft_level, fused_layer, sample, topk, topk_topp, tree_attention
 from eagle_ray.models.target import TargetModel
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.kernels import DEVICE
 
-LAUNCHING = (cut_floor, draft_level, fused_layer, kv_commit, log_probs, sample, topk, tree_attention)
+LAUNCHING = (draft_level, fused_layer, sample, topk, topk_topp, tree_attention)
 NO_WORK = {  # views, and memory that nothing is written to
     "view",
     "_unsafe_view",
@@ -117,3 +120,50 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._watch._is_paused = False
+
+
+DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}
+TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"}
+
+
+class WatchOperations(TorchDispatchMode):
+    """Counts operations whose result or shape must reach the host before the next one can start."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        masked = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())
+        )
+        if name in DATA_DEPENDENT or masked:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class WatchCopies(TorchFunctionMode):
+    """Counts calls that hand a tensor's values to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in TO_HOST:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def watched_step(engine) -> tuple[list[str], list[str]]:
+    """The syncs of one decode step of three running sequences, greedy and sampled."""
+    sampled = SamplingParams(temperature=0.9, top_p=0.9, top_k=5, min_p=0.01, max_tokens=50, ignore_eos=True)
+    for i, params in enumerate((SamplingParams(max_tokens=50, ignore_eos=True), sampled, sampled)):
+        engine.add(Sequence(str(i), [5, 6 + i], params))
+    engine.step()
+    with WatchOperations() as operations, WatchCopies() as copies:
+        engine.step()
+    return operations.seen, copies.seen

@@ -1,6 +1,6 @@
-"""FaultProxy: an HTTP proxy on this machine that stands before an S3 server and fails on demand.
+"""A real HTTP S3 server (moto's) on this machine, a bucket of its own for every test, and a proxy that fails on demand.
 
-It forwards what it gets and notes every request; a fault that was asked for takes the place of the next answers.
+The proxy forwards what it gets and notes every request; a fault takes the place of the next answers.
 
     with FaultProxy("127.0.0.1", 5000) as proxy:
         proxy.fail("PUT", Refuse(503, "SlowDown"), times=2)
@@ -9,12 +9,21 @@ It forwards what it gets and notes every request; a fault that was asked for tak
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import pyarrow.fs
+import pytest
+
+from eagle_ray.storage.path import StoragePath
 
 CHUNK = 16 << 10
 
@@ -201,3 +210,56 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: object) -> None:
         """Quiet."""
+
+
+def check_creates_and_replaces(directory: StoragePath) -> StoragePath:
+    """The law of both halves; returns the file, which holds b"second"."""
+    file = directory / "deep" / "a"
+    first = file.create(b"first")
+    assert first == file.stat() and file.create(b"second") is None and file.read_bytes() == b"first"
+    second = file.replace(b"second", first.version)
+    assert second == file.stat() and file.replace(b"third", first.version) is None
+    assert file.read_bytes() == b"second" and file.read_with_version() == (b"second", second)
+    assert (directory / "none").replace(b"x", second.version) is None
+    return file
+
+
+STARTED: set[str] = set()  # URLs of servers: each folder that imports the fixture has one of its own
+
+
+@pytest.fixture(scope="session")
+def s3_server(s3_endpoint) -> Iterator[str]:
+    """Its URL, the one in the environment. Folders that import this fixture share the server of the first one."""
+    if s3_endpoint in STARTED:
+        yield s3_endpoint
+        return
+    from moto.server import ThreadedMotoServer
+
+    address = urlsplit(s3_endpoint)
+    server = ThreadedMotoServer(address.hostname, address.port, verbose=False)
+    server.start()
+    STARTED.add(s3_endpoint)
+    yield s3_endpoint
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def outside(s3_server) -> pyarrow.fs.S3FileSystem:
+    """Another library's view of the server."""
+    return pyarrow.fs.S3FileSystem(
+        access_key=os.environ["AWS_ACCESS_KEY_ID"],
+        secret_key=os.environ["AWS_SECRET_ACCESS_KEY"],
+        region="us-east-1",
+        endpoint_override=s3_server.removeprefix("http://"),
+        scheme="http",
+        allow_bucket_creation=True,
+    )
+
+
+@pytest.fixture
+def bucket(outside) -> StoragePath:
+    name = f"test-{uuid4().hex[:12]}"
+    outside.create_dir(name)
+    found = StoragePath.of(f"s3://{name}")
+    assert not found.is_directory()  # and the session is made, before a test counts seconds
+    return found

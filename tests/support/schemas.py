@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 
@@ -109,3 +110,38 @@ def check_schema(text: str, schema: Schema) -> None:
     """Raise jsonschema's ValidationError or json's if the text is not a value of the schema, formats included."""
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
+
+
+class LimitedMatcher:
+    """Passes all calls on to the real matcher until it has failed. Subclasses set `failed`."""
+
+    def __init__(self, real: Any, failed: bool = False):
+        self.real, self.failed = real, failed
+
+    def deep_copy(self) -> LimitedMatcher:
+        return type(self)(self.real.deep_copy(), self.failed)
+
+    def is_error(self) -> bool:
+        return self.failed
+
+    def get_error(self) -> str:
+        return "too many items"
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return 0 if self.failed else self.real.try_consume_tokens(tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "pets": {"type": "array", "items": {"enum": ["fox", "dog"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "pets"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}

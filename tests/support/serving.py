@@ -7,11 +7,29 @@ answer.status, answer.json["choices"]
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+
+from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.driver.input_plan import plan_input, request_rows
+from eagle_ray.batch.worker.worker import Worker
+from eagle_ray.requests.row_schema import request_schema, table_of
+from eagle_ray.runs.run import Run
+from eagle_ray.storage.path import StoragePath
+from tests.support.jobs import small_job
+from tests.support.processes import descendants
 
 
 @dataclass
@@ -110,3 +128,115 @@ async def post(app: Any, path: str, body: Any, headers: dict[str, str] | None = 
 
 async def get(app: Any, path: str, headers: dict[str, str] | None = None) -> Answer:
     return await request(app, "GET", path, headers=headers)
+
+
+SETTINGS = {
+    "model.device": "cpu",
+    "speculative.max_nodes": 8,
+    "speculative.max_depth": 3,
+    "speculative.top_k": 4,
+    "speculative.budget": "uniform",
+    "sampling.max_tokens": 16,
+    "serving.slots": 4,
+    "serving.max_queued": 12,
+    "serving.max_body_bytes": 100_000,
+}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+FRANCE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+def ask(app, path, body, **headers):
+    return asyncio.run(post(app, path, body, headers))
+
+
+def batch_rows(tmp_path, rows):
+    """What a batch job makes of the rows, with the same pair."""
+    pair = {name: SETTINGS[name] for name in SETTINGS if name.startswith(("model", "speculative", "sampling"))}
+    pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
+    config = small_job(tmp_path, rows, **pair)
+    plan = plan_input(config)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
+    try:
+        requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
+        answers: pa.Table = asyncio.run(worker.answer(requests))
+        return answers.to_pylist()
+    finally:
+        worker.close()
+
+
+def texts(events):
+    """Of each choice of a stream, by index; what every stream must keep to is checked on the way."""
+    assert events[-1] == "[DONE]"
+    found, ended = {}, {}
+    for choice in (choice for event in events[:-1] for choice in event["choices"]):
+        piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        assert choice["index"] not in ended and "\ufffd" not in piece
+        found[choice["index"]] = found.get(choice["index"], "") + piece
+        if choice["finish_reason"]:
+            ended[choice["index"]] = choice["finish_reason"]
+    assert ended.keys() == found.keys()
+    return [found[index] for index in sorted(found)]
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Server:
+    """`eagle-ray serve` in a process of its own."""
+
+    def __init__(self, tmp_path, address="local", **settings):
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        self.log = tmp_path / "log"
+        command = [sys.executable, "-m", "eagle_ray.cli", "serve", "-c", "configs/serve_demo.yaml"]
+        command += ["--port", str(self.port), "--set", f"serving.ray_address={address}"]
+        command += [part for key, value in settings.items() for part in ("--set", f"serving.{key}={value}")]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self.log.open("w"))
+
+    def ask(self, method, path, body=None, headers=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, None if body is None else json.dumps(body), headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def metric(self, name):
+        lines = self.ask("GET", "/metrics")[1].splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"eagle_ray_{name}"))
+
+    def until_ready(self, seconds=120):
+        for _ in range(seconds * 5):
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.ask("GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise AssertionError(self.log.read_text())
+
+
+def replicas():
+    """Their pids, of all descendants of this process."""
+    return [
+        pid
+        for pid in descendants(os.getpid())
+        if b"ServeReplica:eagle-ray:engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def until(condition, seconds=240):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.2)
+
+
+ASK = [{"role": "user", "content": "Add 1 and 2."}]
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {"default": None}}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
+ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'

@@ -1,12 +1,14 @@
-"""A small tokenizer directory, made on the spot: byte-level BPE with a chat template, as targets publish it."""
+"""Small tokenizers and chat templates in the styles of published targets: tools, calls, results and reasoning."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import string
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 
 from eagle_ray.assembly.hub import download
 from eagle_ray.text.tokenizer import Tokenizer as TargetTokenizer
@@ -72,3 +74,57 @@ def thinking_target(directory: Path) -> Path:
 def ids_of(text: TargetTokenizer, string: str) -> list[int]:
     """The ids of a string, without the <|bos|> that encoding adds."""
     return text.encode(string)[1:]
+
+
+TOY_SPECIAL = ["<pad>", "<s>", "</s>"]
+MERGES = [("{", '"'), ('"', ":"), ('"', ","), ("n", "a"), ("m", "e"), ("na", "me"), ("1", "2")]
+DROPPED = "$#@~^`|<"  # characters that make room for the merges
+
+
+def toy_tokenizer() -> Tokenizer:
+    """Return a tokenizer of LLAMA's vocab_size tokens."""
+    single = [c for c in string.digits + string.ascii_letters + string.punctuation if c not in DROPPED]
+    names = [*TOY_SPECIAL, *single, "Ġ", *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(BPE({name: i for i, name in enumerate(names)}, MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in TOY_SPECIAL])
+    assert tokenizer.get_vocab_size() == 97, tokenizer.get_vocab_size()
+    return tokenizer
+
+
+QWEN3 = """\
+{%- macro turn(role) %}{{ '<|im_start|>' + role + '\\n' }}{% endmacro %}
+{%- if tools %}{{ turn('system') }}{{ 'Tools:\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
+{{- 'Call one as <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}{{ turn('user' if m.role == 'tool' else m.role) }}
+{%- if m.role == 'tool' %}{{ '<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- else %}{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{-  (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ turn('assistant') }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+R1 = """\
+{%- for m in messages %}{{ '<' + m.role + '>' + m.content.split('</think>')[-1] }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<assistant><think>\\n' }}{% endif %}"""
+LLAMA3 = """\
+{%- for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+{%- if loop.first and tools %}{{ 'Answer {"name": ..., "parameters": ...} for one of ' + (tools | tojson) + '\\n' }}
+{%- endif %}
+{%- if m.tool_calls %}{% set f = m.tool_calls[0].function %}
+{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' }}
+{%- else %}{{ m.content }}{% endif %}{{ '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MISTRAL = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% if loop.last and tools %}
+{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+{%- elif m.tool_calls %}{% for call in m.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
+{{- '[TOOL_CALLS][{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}]' }}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""

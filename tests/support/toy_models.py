@@ -19,7 +19,6 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.calibration import Calibration
@@ -28,8 +27,9 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.target import PrefillBatch, PrefillOutput, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import ReasoningIds, WordIds
@@ -74,17 +74,18 @@ class TableTarget:
     def vocab_size(self) -> int:
         return len(self.table)
 
-    def prefill(self, prompts: PrefillBatch) -> PrefillOutput:
+    def prefill(self, prompts: PromptBatch) -> TargetOutput:
         nothing = torch.zeros(len(prompts.tokens), 1)
-        return PrefillOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
+        return TargetOutput(self.table[prompts.tokens[prompts.last]], nothing, nothing)
 
-    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> tuple[Tensor, Tensor]:
-        return self.table[rows.tokens], torch.zeros(len(rows.tokens), 1)
+    def verify(self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int) -> TargetOutput:
+        nothing = torch.zeros(len(rows.tokens), 1)
+        return TargetOutput(self.table[rows.tokens], nothing, nothing)
 
     def forward_mixed(
-        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PrefillBatch
-    ) -> tuple[Tensor, Tensor, PrefillOutput]:
-        return *self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
+        self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int, prompts: PromptBatch
+    ) -> tuple[TargetOutput, TargetOutput]:
+        return self.verify(tree, rows, batch, max_depth), self.prefill(prompts)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         pass
@@ -192,7 +193,7 @@ def llama_engine(
     """
     model, weights = llama(seed, **shape).to(device, dtype), (weights or head(seed)).to(device, dtype)
     for module in (model, weights) if packed else ():
-        pack_linears(module, fewest_weights=1)
+        pack_linears(module, min_weights=1)
     bounds, layers = TreeBounds(max_nodes, max_depth, top_k), weights.feature_layers(model.config.num_hidden_layers)
     target = TargetModel(model, num_slots, 128 + bounds.num_positions, kv_tokens, layers)
     learning = dict(calibration=Calibration(max_depth, device), coupling=Coupling(max_depth, device))
@@ -269,3 +270,6 @@ class Roomy(SimulatedPlanner):
     @property
     def with_room(self) -> list[StepOutcome]:
         return [outcome for outcome, roomy in zip(self.outcomes, self._roomy, strict=True) if roomy]
+
+
+TARGET_JSON = {"model_type": "llama", "vocab_size": 2000, "max_position_embeddings": 64}

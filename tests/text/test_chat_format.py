@@ -9,8 +9,7 @@ from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import ChatFormat
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.tokenizer import Tokenizer
-from tests.support.chat_templates import LLAMA3, MISTRAL, QWEN3, R1
-from tests.support.tokenizers import TEMPLATE, special_tokenizer, write_tokenizer
+from tests.support.tokenizers import LLAMA3, MISTRAL, QWEN3, R1, TEMPLATE, special_tokenizer, write_tokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = ChatOptions.of({"tools": [ADD]})

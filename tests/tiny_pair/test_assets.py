@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eagle_ray
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from jobs.tiny_pair.corpus import CATEGORIES, is_held_out
 from jobs.tiny_pair.corpus.grammar import Turn
 from jobs.tiny_pair.prompts import read_prompts

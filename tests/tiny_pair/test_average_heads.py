@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly.hub import ASSETS
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_config
 from jobs.smollm2.average_heads import average
 

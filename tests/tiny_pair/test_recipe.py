@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from jobs.tiny_pair.prompts import read_prompts
 
 ROOT = Path(__file__).parents[2]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from eagle_ray.config import TrainConfig, load_train_config
+from tests.support.inputs import write_answers
 from tests.support.toy_models import llama
-
-VOCAB = 97
 
 
 @pytest.fixture(scope="session")
@@ -30,17 +26,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("answers") / "part-001-000000.parquet"
     write_answers(file, 40)
     return file
-
-
-def write_answers(file: Path, count: int, max_length: int = 30) -> None:
-    """Write rows whose answers count upwards, which a head can learn."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for _ in range(count):
-        start, length = torch.randint(3, VOCAB - 1, (2,), generator=generator).tolist()
-        output = [3 + (start + i) % (VOCAB - 3) for i in range(12 + length % (max_length - 12))]
-        rows.append({"prompt_token_ids": [start, start, start], "output_token_ids": output, "status": "ok"})
-    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 @pytest.fixture

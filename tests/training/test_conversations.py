@@ -8,17 +8,14 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.storage.storage_errors import FileDamaged
+from eagle_ray.storage.store import FileDamaged
 from eagle_ray.text.tokenizer import Tokenizer
-from eagle_ray.training.job.answer_vocabulary import answer_vocabulary, count_answers, coverage
-from eagle_ray.training.job.batch_order import BatchOrder, split_evenly
-from eagle_ray.training.job.chat_mask import encode_conversation, user_turn_prefix
-from eagle_ray.training.job.conversations import TextSource, prompts_of
-from eagle_ray.training.job.document_store import DocumentStore
-from eagle_ray.training.job.held_out import held_out_prompts
-from eagle_ray.training.job.training_data import split_data
+from eagle_ray.training.job.conversations import TextSource, encode_conversation, prompts_of, user_turn_prefix
+from eagle_ray.training.job.published_head import held_out_prompts
+from eagle_ray.training.job.trainer import BatchOrder, split_evenly
+from eagle_ray.training.job.training_data import DocumentStore, answer_vocabulary, count_answers, coverage, split_data
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.training.conftest import write_answers
+from tests.support.inputs import write_answers
 
 TINY = Path(__file__).parents[2] / "eagle_ray" / "assets" / "tiny" / "target"
 CHAT = [

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_ray.training.job.data_parallel import train_on_workers
 from eagle_ray.training.job.train_head import train_head
-from eagle_ray.training.job.train_state import TrainState
+from eagle_ray.training.job.trainer import TrainState
 
 SETTINGS = {"head.method": "eagle3", "optimizer.kind": "adamw", "training.shard_tokens": 40}
 

@@ -9,19 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_ray.methods.dflash.checkpoint import block_of, layer_config
+from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, load_dflash
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
-from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, EagleLoss, EagleRecipe
-from eagle_ray.methods.head_files import load_dflash
+from eagle_ray.methods.eagle.recipe import NOISE_LENGTH, Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
-from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
+from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch, FrozenTarget
+from eagle_ray.training.optimization import HeadRecipe
 from eagle_ray.training.packing import Document, PackedBatch
-from tests.support.dflash_checkpoints import MASK, speculators_config, zlab_config
+from tests.support.checkpoints import MASK, speculators_config, zlab_config
 from tests.support.toy_models import LLAMA, llama
 
 LAYERS = (2, 4, 5)
@@ -269,7 +266,7 @@ def test_a_step_is_the_same_in_one_shard_or_several(model, documents, make):
 
 
 def test_eagle3_folds_the_scale_of_features_into_the_published_head(model, documents, tmp_path):
-    from eagle_ray.methods.head_files import load_head
+    from eagle_ray.methods.eagle.checkpoint import load_head
 
     recipe = eagle3(model)
     recipe.save(tmp_path)

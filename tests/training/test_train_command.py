@@ -21,7 +21,6 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json
 from eagle_ray.training.job import train_head as train_head_module
 from eagle_ray.training.job.train_head import train_head
-from tests.batch.s3.conftest import bucket, outside, s3_server  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_RAY = """
@@ -79,7 +78,7 @@ def test_a_killed_process_resumes_bit_for_bit(target_directory, answers, tmp_pat
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_checkpoints_and_the_head_may_be_in_s3(make_config, bucket, monkeypatch, tmp_path):  # noqa: F811
+def test_checkpoints_and_the_head_may_be_in_s3(make_config, bucket, monkeypatch, tmp_path):
     output = bucket / "heads" / "a"
     config = make_config(**{"output.path": str(output)})
 

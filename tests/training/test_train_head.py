@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.methods.dflash.checkpoint import load_dflash
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
-from eagle_ray.methods.head_files import load_dflash, load_head, read_shapes
+from eagle_ray.methods.head_files import read_shapes
 from eagle_ray.models.loader import load_config
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.training.feature_source import ComputedFeatures
+from eagle_ray.training.frozen_target import ComputedFeatures
 from eagle_ray.training.job import train_head as train_head_module
 from eagle_ray.training.job.feature_cache import FeatureCache
 from eagle_ray.training.job.train_head import train_head

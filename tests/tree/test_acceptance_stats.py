@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 
 steps = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=3, max_size=3)), max_size=20)
 

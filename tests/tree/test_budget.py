@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eagle_ray.tree.budget import Budget, Candidates, best_of_batch, static, uniform
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import TreeBuilder
-from tests.tree.test_draft_tree import check_laws, grown, shapes
+from tests.support.trees import check_laws, grown, shapes
 
 
 def one_node_at_a_time(tree: DraftTree, budget: Budget) -> list[set[int]]:

@@ -5,51 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.tree.budget import ranks
-from eagle_ray.tree.draft_tree import DraftTree, pack_ancestors, unpack_ancestors
+from eagle_ray.tree.draft_tree import pack_ancestors, unpack_ancestors
 from eagle_ray.tree.expand import TreeBuilder
 from tests.support.toy_models import best, random_tree
-
-
-def grown(seed: int, batch: int, depth: int, width: int, ties: bool) -> DraftTree:
-    """B trees grown from random conditional probabilities; with `ties` many are equal, some exactly 1."""
-    generator = torch.Generator().manual_seed(seed)
-    builder = TreeBuilder(torch.randint(0, 50, (batch,), generator=generator), width)
-    parents = 1
-    for level in range(depth):
-        if level:
-            parents = builder.frontier().tokens.shape[1]
-        log_probs = (torch.randn(batch, parents, 50, generator=generator) * 2).log_softmax(-1)
-        log_probs = (log_probs * 2).round() / 2 if ties else log_probs
-        children = log_probs.clamp(max=0).topk(width, -1)
-        builder.grow(children.values, children.indices)
-    return builder.build()
-
-
-def check_laws(tree: DraftTree) -> None:
-    for b in range(len(tree.tokens)):
-        count = int(tree.valid[b].sum())
-        assert tree.valid[b].tolist() == [True] * count + [False] * (tree.num_nodes - count)
-        parents, depths = tree.parents[b].tolist(), tree.depths[b].tolist()
-        values, tokens = tree.log_values[b].tolist(), tree.tokens[b].tolist()
-        assert (parents[0], depths[0], values[0]) == (-1, 0, 0.0)
-        assert depths[:count] == sorted(depths[:count])
-        siblings = set()
-        for i in range(1, count):
-            assert 0 <= parents[i] < i
-            assert depths[i] == depths[parents[i]] + 1
-            assert values[i] <= values[parents[i]]
-            assert (parents[i], tokens[i]) not in siblings
-            siblings.add((parents[i], tokens[i]))
-        assert all(p == -1 for p in parents[count:]) and all(v == -torch.inf for v in values[count:])
-
-
-shapes = dict(
-    seed=st.integers(0, 10**6),
-    batch=st.integers(1, 4),
-    depth=st.integers(1, 5),
-    width=st.integers(1, 5),
-    ties=st.booleans(),
-)
+from tests.support.trees import check_laws, grown, shapes
 
 
 @settings(max_examples=150, deadline=None)

@@ -6,7 +6,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.tree.budget import Budget, static
 from eagle_ray.tree.expand import TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree
-from tests.tree.test_draft_tree import check_laws
+from tests.support.trees import check_laws
 
 EAGLE1 = [
     *[[0], [1], [2], [3], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]],

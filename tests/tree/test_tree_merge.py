@@ -8,7 +8,7 @@ from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import merge_trees
 from tests.support.toy_models import best
-from tests.tree.test_draft_tree import check_laws, grown
+from tests.support.trees import check_laws, grown
 
 
 def as_paths(tree: DraftTree, b: int, values: torch.Tensor) -> dict[tuple[int, ...], float]:

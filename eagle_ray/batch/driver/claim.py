@@ -1,30 +1,38 @@
 """Claim: an output that this process holds for a plan, and which of the plan's rows are missing.
 
-with claim(plan) as held:
-    held.missing()       # None once every row is there
+The rows that the input asks for are compared with those in the files, a range of ids at a time. An id has a row for
+each sample of each turn; they are in one file once they are done. Memory holds one range, and a byte for each row of
+the input, which is in a temporary file if there are many.
+
+    with claim(plan) as held:
+        held.missing()       # None once every row is there
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
-from eagle_ray.batch.driver.completeness import Completeness, count_done
-from eagle_ray.batch.driver.job_manifest import open_run
+import numpy as np
+
+from eagle_ray.batch.driver.input_index import ExpectedRows
+from eagle_ray.batch.driver.job_manifest import check_changes, check_columns, check_sources, finished_key, open_run
 from eagle_ray.batch.driver.job_plan import JobPlan
-from eagle_ray.batch.driver.previous_run import finished_key
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.batch.driver.source_check import check_changes, check_columns, check_sources
 from eagle_ray.runs.layout import RUN, SUMMARY, claim_output
 from eagle_ray.runs.lease import Lease, hold
-from eagle_ray.runs.output_index import OutputIndex, error_ids
+from eagle_ray.runs.output_index import OutputIndex, error_ids, excess_in
+from eagle_ray.runs.row_index import EMPTY, Digests, index_of, num_ranges
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
+MAX_ROWS_IN_MEMORY = 1 << 24
+MISSING_SHOWN = 4  # ids that are kept for a message
 
 
 @dataclass(slots=True)
@@ -55,15 +63,15 @@ class Claim:
             return None
         plan = self.plan.input
         check_sources(self.run, plan)
-        found = self.count()
-        log.info("%d rows asked for, %d already there", found.num_rows, found.num_done_rows)
-        if found.num_rows == found.num_done_rows:
+        there = self.count()
+        log.info("%d rows asked for, %d already there", there.num_rows, there.num_done_rows)
+        if there.num_rows == there.num_done_rows:
             return None
         self.plan.log_settings()
         check_columns(self.run, plan)
         self.plan.check_models()
         (self.run.output / SUMMARY).remove()  # it no longer says what the files hold
-        return found
+        return there
 
     def count(self) -> Completeness:
         """Compare the files as they are now with the rows of the plan. An output that was deleted stays deleted."""
@@ -95,11 +103,74 @@ def claim(plan: JobPlan) -> Iterator[Claim]:
         run = open_run(config, plan.input.fingerprints, plan.input.changes.accepted, lease.check)
         with run.recorded_outcome(), extended_retries(), plan.input.detect_changes():
             plan.input.check_unchanged()
-            held = Claim(plan, run, at_end)
-            held.prepare()
-            yield held
+            claimed = Claim(plan, run, at_end)
+            claimed.prepare()
+            yield claimed
 
 
 def hold_output(output: StoragePath) -> AbstractContextManager[Lease]:
     """Hold the lease of an output directory, as ``hold`` does. Its loss interrupts the main thread."""
     return hold(output, interrupt, lambda: None if is_interrupted() else accept_interrupt())
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What the files hold of the expected rows.
+
+    Attributes:
+        done: for each row of the input, in its order, whether its output rows are all in one file. Rows of other shards
+            of the job count as done.
+        num_rows: output rows that the input asks for.
+        num_done_rows: those of them that are done.
+        num_missing: ids that are not done.
+        missing: a few of those.
+        excess: the ids to remove from each file so that every id is in one file.
+        num_others: ids in the files that are not expected, as after a run with another input.
+    """
+
+    done: np.ndarray
+    num_rows: int
+    num_done_rows: int
+    num_missing: int
+    missing: Digests
+    excess: Mapping[StoragePath, Digests]
+    num_others: int
+
+
+def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
+    """Return what the files hold, in one pass over both indexes."""
+    done = _flags(expected.num_input_rows, fill=expected.shard is not None)
+    num_rows = num_done_rows = num_missing = num_others = 0
+    missing = EMPTY
+    excess: dict[StoragePath, list[Digests]] = {}
+    parts = num_ranges(expected.num_input_rows + output.num_entries)
+    for expected_rows, stored_rows in zip(expected.by_range(parts), output.by_range(parts), strict=True):
+        index = index_of(stored_rows["id"], expected_rows["id"])
+        default = np.uint32(expected.default_rows)
+        wanted = np.append(expected_rows["rows"], default)[index]  # -1, of no place, is the last
+        is_complete = stored_rows["rows"] == wanted
+        is_done = np.zeros(len(expected_rows["id"]), bool)
+        is_done[index[is_complete & (index >= 0)]] = True
+        done[expected_rows["place"]] = is_done
+        num_others += len(np.unique(stored_rows["id"][index < 0]))
+        num_rows += int(expected_rows["rows"].sum())
+        num_done_rows += int(expected_rows["rows"][is_done].sum())
+        left = expected_rows["id"][~is_done]
+        num_missing += len(left)
+        missing = np.concatenate([missing, left[: MISSING_SHOWN - len(missing)]])
+        extra = excess_in(stored_rows, is_complete)
+        for rank in np.unique(extra["file"]):
+            excess.setdefault(output.files[rank], []).append(extra["id"][extra["file"] == rank])
+    joined = {file: np.concatenate(ids) for file, ids in excess.items()}
+    return Completeness(done, num_rows, num_done_rows, num_missing, missing, joined, num_others)
+
+
+def _flags(number: int, fill: bool) -> np.ndarray:
+    """Return this many flags, all set or all unset."""
+    if number <= MAX_ROWS_IN_MEMORY:
+        return np.full(number, fill)
+    with tempfile.TemporaryFile(prefix="eagle-ray-") as file:
+        flags = np.memmap(file, bool, "w+", shape=number)  # all unset
+        if fill:
+            flags[:] = True
+        return flags

@@ -151,7 +151,7 @@ class RayMessages:
 
     def __init__(self) -> None:
         self.memory_kill_at: float | None = None
-        self._told_at = -math.inf
+        self._warned_at = -math.inf
 
     def receive(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
         """Log a raylet's message for debugging, and a lack of memory for the user."""
@@ -159,8 +159,8 @@ class RayMessages:
         log.debug("Ray: %s", text)
         if MEMORY_MESSAGE.search(text):
             self.memory_kill_at = time.monotonic()
-            if self.memory_kill_at - self._told_at > TELL_MEMORY_EVERY_S:
-                self._told_at = self.memory_kill_at
+            if self.memory_kill_at - self._warned_at > TELL_MEMORY_EVERY_S:
+                self._warned_at = self.memory_kill_at
                 log.warning("%s", NO_MEMORY)
 
     def lacks_memory(self, now: float) -> bool:
@@ -280,13 +280,13 @@ class GcsWatch:
 
     def __init__(self, address: str | None):
         self._address = address
-        self._answered_at = self._asked_at = time.monotonic()
+        self._answered_at = self._checked_at = time.monotonic()
 
     def check(self) -> None:
         """Raise ClusterError after LOST_AFTER_S without a response. Asks every ASK_GCS_EVERY_S."""
-        if self._address is None or time.monotonic() - self._asked_at < ASK_GCS_EVERY_S:
+        if self._address is None or time.monotonic() - self._checked_at < ASK_GCS_EVERY_S:
             return
-        self._asked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()

@@ -25,17 +25,16 @@ import ray
 import ray.data
 from ray import cloudpickle
 
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.execute import map_engine
-from eagle_ray.batch.reader.carried_columns import output_names
-from eagle_ray.batch.reader.input_columns import request_columns, settings_line, template_of
+from eagle_ray.batch.reader.input_columns import output_names, request_columns, settings_line, template_of
 from eagle_ray.batch.reader.parquet import ERROR_KEY, arrow_rows
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import unnest
 from eagle_ray.config import InputConfig, JobConfig, config_hash, flatten_config
 from eagle_ray.core.errors import ConfigError, RequestError
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.requests.columns import RequestColumns, RowLocation, RowPosition
 from eagle_ray.requests.parameters import SamplingParams, match_unsupported
 from eagle_ray.requests.refused import has_effect
@@ -270,8 +269,8 @@ def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
 
 def content_id(request: Request) -> str:
     """Return an id made from what a request asks: rows that ask the same have the same id, and so the same samples."""
-    asked = {name: value for name, value in request.to_row().items() if name != "request_id" and value is not None}
-    return hashlib.blake2b(repr(sorted(asked.items())).encode(), digest_size=8).hexdigest()
+    values = {name: value for name, value in request.to_row().items() if name != "request_id" and value is not None}
+    return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=8).hexdigest()
 
 
 def stream_bytes(table: pa.Table) -> bytes:
@@ -306,8 +305,10 @@ def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa
         return outputs
     inputs = _concatenated(streams)
     listed = {"all": inputs.column_names, "none": []}[carried] if isinstance(carried, str) else carried
-    kept = [name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS]
-    names = output_names(kept, ADDED)
+    carried_names = [
+        name for name in inputs.column_names if name in listed and name not in READ and name != SAMPLING_PARAMS
+    ]
+    names = output_names(carried_names, ADDED)
     inputs = inputs.select(list(names)).rename_columns(list(names.values()))
     for field, column in zip(outputs.schema, outputs.columns, strict=True):
         inputs = inputs.append_column(field, column)

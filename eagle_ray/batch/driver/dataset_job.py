@@ -34,7 +34,8 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RequestColumns
 from eagle_ray.requests.request import unreadable, with_checked_texts
 from eagle_ray.runs.layout import data_of, output_of, wrap_os_errors
-from eagle_ray.storage.path import StoragePath, parquet_bytes
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 ROWS_PER_FILE = 10_000
@@ -52,14 +53,14 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
     output = output_of(config)
     directory = output.parent / f"{output.name}.input"
     with wrap_os_errors(directory):
-        write_rows(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
+        write_input_files(dataset, directory, request_columns(config.input.columns, template_of(config.input)))
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
     run_job(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 
 
-def write_rows(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
+def write_input_files(dataset: ray.data.Dataset, directory: StoragePath, columns: RequestColumns) -> None:
     """Write the rows in order as files of ROWS_PER_FILE rows; files with other content are replaced."""
     dataset.context.execution_options.preserve_order = True
     directory.make_directory()

@@ -17,16 +17,14 @@ import ray
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.driver.claim import Claim
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
+from eagle_ray.batch.driver.claim import Claim, Completeness
 from eagle_ray.batch.driver.cluster import is_own_cluster, plan_workers, reason_of
-from eagle_ray.batch.driver.completeness import Completeness
 from eagle_ray.batch.driver.progress_monitor import Limits, ProgressMonitor
-from eagle_ray.batch.reader.source import read_requests
+from eagle_ray.batch.reader.file_slices import read_requests
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.progress import start_progress
 from eagle_ray.batch.worker.sink import AtomicParquetSink
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.part_files import next_schema
 
 log = logging.getLogger("eagle_ray")
@@ -43,14 +41,14 @@ NEVER_S = 1 << 30
 UPSCALING_THRESHOLD = 1.0  # share of calls in flight at which a pool grows; Ray's default of 1.75 is never reached
 
 
-def execute(held: Claim, missing: Completeness) -> None:
+def execute(claimed: Claim, missing: Completeness) -> None:
     """Answer every request except those that are done. Ray must be connected.
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
         ConfigError: a model is missing.
     """
-    config, plan, run = held.plan.config, held.plan.input, held.run
+    config, plan, run = claimed.plan.config, claimed.plan.input, claimed.run
     num_rows = missing.num_rows - missing.num_done_rows
     workers = plan_workers(config, num_rows)
     progress = start_progress(workers.min_workers)
@@ -58,14 +56,14 @@ def execute(held: Claim, missing: Completeness) -> None:
     limits = Limits(config.execution.max_error_rate, max_starts)
     ids_per_file = max(1, _rows_per_file(config.execution.rows_per_file, num_rows) // config.sampling.n)
     schema = next_schema(run.data, plan.carried_fields)
-    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, held.plan.partitions, progress)
+    sink = AtomicParquetSink(run, schema, ids_per_file, config.output.compression, claimed.plan.partitions, progress)
     slots = usual_slots(config.execution.slots, workers.num_gpus > 0)
     batch_size = plan_batch_size(slots, workers.max_workers, num_rows)
     calls = plan_calls(config.execution.order, slots, batch_size, workers.max_workers, num_rows)
     _set_up_ray_data(config.execution.preserve_order, max_starts)
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
-    spare = None if workers.num_gpus else held.plan.spare.address  # its environment is not that of one of the GPUs
+    spare = None if workers.num_gpus else claimed.plan.spare.address  # its environment is not that of one of the GPUs
     actor_args = (config, run, plan.carried_fields, workers, progress, spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
@@ -163,11 +161,11 @@ def _local_actors() -> list[tuple[Any, str, LocalActor]]:
         resources: Any = import_module("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator")
         statistics = LocalActor(stats._StatsActor.__ray_metadata__.modified_class())
         coordinator = type("Coordinator", (resources._AutoscalingCoordinatorActor,), {"TICK_INTERVAL_S": NEVER_S})
-        found = [
+        replacements = [
             (stats, "get_or_create_stats_actor", statistics),
             (resources, "get_or_create_autoscaling_coordinator", LocalActor(coordinator())),
         ]
-        return [each for each in found if callable(getattr(each[0], each[1]))]
+        return [each for each in replacements if callable(getattr(each[0], each[1]))]
     except (ImportError, AttributeError, TypeError) as error:
         log.debug("Ray Data has its actors in processes of their own: %s", error)
         return []

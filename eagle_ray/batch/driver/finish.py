@@ -19,25 +19,31 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.claim import count_done, hold_output
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, sample_ids
 from eagle_ray.batch.driver.job_manifest import begin_job
-from eagle_ray.batch.driver.run_summary import summarize_run
 from eagle_ray.batch.driver.settle import end_run
-from eagle_ray.batch.driver.status import status_of
+from eagle_ray.batch.driver.status import status_of, summarize_run
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.runs.job_errors import Incomplete, JobError, OutputDamaged, OutputLocked, OutputMismatch
-from eagle_ray.runs.layout import SHARD_PLAN, JobShard, data_of, read_shard_plan, shard_outputs
+from eagle_ray.runs.layout import (
+    SHARD_PLAN,
+    Fingerprint,
+    JobShard,
+    changed_files,
+    data_of,
+    read_inputs,
+    read_shard_plan,
+    shard_outputs,
+)
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import read_tables
-from eagle_ray.runs.recorded_inputs import Fingerprint, changed_files, read_inputs
 from eagle_ray.runs.row_index import num_ranges
 from eagle_ray.runs.run import Run, RunState
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
 INPUT_KEYS = ("path", "limit")  # of `input`; they decide which ids are expected, and shards may differ in them
@@ -62,9 +68,9 @@ def finish_shards(root: StoragePath, input_path: str | None = None, limit: int |
         raise ConfigError(
             f"{root} is not written in shards (it has no {SHARD_PLAN}): a run without --shard ends itself"
         )
-    with ExitStack() as held, ExitStack() as at_end:
-        checks = [held.enter_context(hold_output(root)).check]
-        shards = _hold_finished(shard_outputs(root, recorded["count"]), held, checks)
+    with ExitStack() as leases, ExitStack() as at_end:
+        checks = [leases.enter_context(hold_output(root)).check]
+        shards = _hold_finished(shard_outputs(root, recorded["count"]), leases, checks)
         config = _config_of(root, recorded["config"], shards, {"path": input_path, "limit": limit})
         log.info("reading the input")
         plan = plan_input(config)  # without an index: every row is read
@@ -93,7 +99,7 @@ def _check_all(checks: Iterable[Callable[[], None]]) -> None:
 
 
 def _hold_finished(
-    outputs: Mapping[JobShard, StoragePath], held: ExitStack, checks: list[Callable[[], None]]
+    outputs: Mapping[JobShard, StoragePath], leases: ExitStack, checks: list[Callable[[], None]]
 ) -> dict[JobShard, RunState]:
     """Hold the lease of every shard, append their checks, and return what the shards' records say.
 
@@ -107,7 +113,7 @@ def _hold_finished(
             problems.append(f"shard {shard} has not started")
             continue
         try:
-            checks.append(held.enter_context(hold_output(output)).check)
+            checks.append(leases.enter_context(hold_output(output)).check)
         except OutputLocked as error:
             is_running = True
             problems.append(f"shard {shard} is running: {error}")
@@ -187,13 +193,13 @@ def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]
     index = OutputIndex.read(data)
     _check_own_rows(shard, index)
     wanted = plan.all_rows.of_shard(shard)
-    num_ids, found = len(wanted), count_done(wanted, index)
-    if found.num_missing:
-        names = sample_ids(found.missing, plan)
+    num_ids, counted = len(wanted), count_done(wanted, index)
+    if counted.num_missing:
+        names = sample_ids(counted.missing, plan)
         raise Incomplete(
-            f"shard {shard}: {found.num_missing} of {num_ids} ids are missing: {names}. Run --shard {shard} again."
+            f"shard {shard}: {counted.num_missing} of {num_ids} ids are missing: {names}. Run --shard {shard} again."
         )
-    if extra := found.excess:
+    if extra := counted.excess:
         raise Incomplete(
             f"shard {shard}: {sum(map(len, extra.values()))} ids are there twice, such as in {next(iter(extra))}. Run "
             f"--shard {shard} again, which removes the second rows."
@@ -204,7 +210,7 @@ def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]
         "ids": num_ids,
         "rows": index.num_rows,
         "errors": sum(pc.sum(pc.equal(status, "error")).as_py() or 0 for status in statuses),
-        "others": found.num_others,
+        "others": counted.num_others,
         "attempts": len(state.record["attempts"]),
         "finished_at": state.last_attempt.get("finished_at"),
     }

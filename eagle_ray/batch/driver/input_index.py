@@ -24,23 +24,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import join_into
 from eagle_ray.batch.reader.file_slices import FileSlice
 from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.input_columns import join_into
 from eagle_ray.batch.reader.scan import FilePart, FileScan, UnreadValue
 from eagle_ray.requests.columns import RowPosition
-from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
+from eagle_ray.runs.layout import Fingerprint, JobShard, what_changed
 from eagle_ray.runs.row_index import (
-    DIGEST,
+    EMPTY,
     Digests,
     IndexDamaged,
     Segment,
     Table,
     cut,
+    duplicates,
     has_many_segments,
     index_of,
     join,
     joined_ranges,
+    num_ranges,
+    ranges,
     read_index_file,
     read_segment,
     remove_unused,
@@ -58,12 +61,13 @@ KIND = "input"
 VERSION = 5
 DAMAGE = (IndexDamaged, LookupError, TypeError, ValueError, binascii.Error, pa.ArrowException)
 NO_ROWS: Table = {
-    "id": np.empty(0, DIGEST),
+    "id": EMPTY,
     "request": np.empty(0, np.uint64),  # digest of the values that the request is made of
     "file": np.empty(0, np.uint32),  # number of the file in the index
     "row": np.empty(0, np.uint32),  # which of its file's rows, blank lines not counted
     "rows": np.empty(0, np.uint32),  # output rows
 }
+NO_EXPECTED: Table = {"id": EMPTY, "place": np.empty(0, np.int64), "rows": np.empty(0, np.uint32)}
 Scan = Callable[[list[FilePart]], Iterable[Iterable[FileScan]]]
 """Scan parts of files; yield for each part its consecutive pieces."""
 
@@ -205,7 +209,7 @@ class InputIndex:
             self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
             directory = StoragePath.of(self._temporary.name)
             scanned = zip(bases, scan([part for _, part, _ in bases]), strict=True)
-            rows = chain.from_iterable(self._rows_of(base, found, known) for (base, _, known), found in scanned)
+            rows = chain.from_iterable(self._rows_of(base, scans, known) for (base, _, known), scans in scanned)
             self.segments += [(directory, segment) for segment in write_rows(directory, KIND, rows)]
             self._tables, self.saved_in = None, None
 
@@ -222,9 +226,9 @@ class InputIndex:
             for column, value in scan.unread.items():
                 unread.setdefault(column, value._replace(number=first + value.number))
             count = len(scan.rows["id"])
-            places = np.arange(first, first + count, dtype=np.uint32)
+            row_numbers = np.arange(first, first + count, dtype=np.uint32)
             numbers = np.full(count, base.number, np.uint32)
-            yield cut(scan.rows | {"file": numbers, "row": places}, num_known, count)
+            yield cut(scan.rows | {"file": numbers, "row": row_numbers}, num_known, count)
             num_known = max(0, num_known - count)
             first += count
         self.files[base.path] = replace(base, types=types, slices=slices, unread=unread)
@@ -237,9 +241,9 @@ class InputIndex:
         Of a file that has grown, the part is its last slice and what is behind it.
         """
         if grown is not None and grown.slices:
-            *kept, (start, row, line, num_known) = grown.slices
+            *earlier, (start, row, line, num_known) = grown.slices
             log.info("%s has grown: reading its new rows", file.path)
-            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=kept)
+            base = replace(grown, fingerprint=fingerprint, types=dict(grown.types), slices=earlier)
             return base, FilePart(file, start, RowPosition(row, line)), num_known
         number, self.next_number = self.next_number, self.next_number + 1
         base = IndexedFile(number, file.path, file.name, file.format, fingerprint, {}, [], {})
@@ -263,10 +267,10 @@ class InputIndex:
         for rows in map(sorted_by_id, joined_ranges(self.tables, NO_ROWS)):
             before = take(rows, np.isin(rows["file"], list(earlier.values())))
             now = take(rows, np.isin(rows["file"], current))
-            places = index_of(before["id"], now["id"])
-            requests = np.append(now["request"], np.uint64(0))[places]  # -1, of no place, is the last
-            changed.append(take(before, (places >= 0) & (requests != before["request"])))
-            gone.append(take(before, places < 0))
+            index = index_of(before["id"], now["id"])
+            requests = np.append(now["request"], np.uint64(0))[index]  # -1, of no place, is the last
+            changed.append(take(before, (index >= 0) & (requests != before["request"])))
+            gone.append(take(before, index < 0))
         return _by_path(join(changed, NO_ROWS), "id", earlier), _by_path(join(gone, NO_ROWS), "row", earlier)
 
     def save(self, directory: StoragePath) -> None:
@@ -307,6 +311,70 @@ class InputIndex:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The rows that the input asks for, read from its index a range of ids at a time.
+
+    Attributes:
+        index: the input's.
+        allowed: by number of a file in the index: how many of its first rows are asked for.
+        starts: by number of a file: the place of its first row in the whole input.
+        default_rows: output rows of ids that the input does not have, whose rows another input left.
+        shard: only its ids are asked for; None for all ids.
+    """
+
+    index: InputIndex
+    allowed: np.ndarray
+    starts: np.ndarray
+    default_rows: int
+    shard: JobShard | None = None
+
+    def __len__(self) -> int:
+        """Return the number of ids. It takes time to count those of a shard."""
+        if self.shard is None:
+            return self.num_input_rows
+        return sum(int(np.count_nonzero(self._is_expected(table))) for table in self.index.tables)
+
+    @property
+    def num_input_rows(self) -> int:
+        """Return the number of rows of the whole input, those of other shards included."""
+        return int(self.allowed.sum())
+
+    def of_shard(self, shard: JobShard) -> ExpectedRows:
+        """Return the rows of one shard of the job."""
+        return replace(self, shard=shard)
+
+    def by_range(self, parts: int) -> Iterator[Table]:
+        """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
+        for tables in ranges(self.index.tables, parts):
+            rows = join([self._placed(table) for table in tables], NO_EXPECTED)
+            yield sorted_by_id(rows) if len(tables) > 1 else rows
+
+    def contains(self, ids: Digests) -> np.ndarray:
+        """Return for each id whether the input asks for it."""
+        is_expected = np.zeros(len(ids), bool)
+        for table in self.index.tables if len(ids) else ():
+            first, behind = (np.searchsorted(table["id"], ids, side) for side in ("left", "right"))
+            for offset in range(int((behind - first).max())):  # an id also has rows that are out of date
+                here = np.flatnonzero(first + offset < behind)
+                is_expected[here] |= self._is_expected(take(table, first[here] + offset))
+        return is_expected
+
+    def duplicates(self) -> Digests:
+        """Return the ids that occur more than once, sorted."""
+        parts = num_ranges(self.num_input_rows)
+        return np.concatenate([EMPTY, *(duplicates(rows["id"]) for rows in self.by_range(parts))])
+
+    def _placed(self, table: Table) -> Table:
+        rows = take(table, self._is_expected(table))
+        place = self.starts[rows["file"]] + rows["row"]
+        return {"id": rows["id"], "place": place, "rows": rows["rows"]}
+
+    def _is_expected(self, table: Table) -> np.ndarray:
+        is_expected = table["row"] < self.allowed[table["file"]]
+        return is_expected if self.shard is None else is_expected & self.shard.holds(table["id"])
+
+
 def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     """Return the files as lists without names, since there may be many. Types that several have are there once."""
     numbers: dict[str, int] = {}
@@ -314,8 +382,8 @@ def files_as_json(files: Iterable[IndexedFile]) -> dict[str, Any]:
     for file in files:
         types = base64.b64encode(pa.schema(list(file.types.items())).serialize()).decode()
         number = numbers.setdefault(types, len(numbers))
-        found = [number, file.slices, file.unread]
-        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *found])
+        details = [number, file.slices, file.unread]
+        entries.append([file.number, file.path, file.name, file.format, file.fingerprint, *details])
     return {"types": list(numbers), "files": entries}
 
 
@@ -342,6 +410,6 @@ def _by_path(table: Table, column: str, numbers: Mapping[str, int]) -> dict[str,
     """Return a column of the rows of each file that has some."""
     paths = {number: path for path, number in numbers.items()}
     order = np.argsort(table["file"], kind="stable")
-    found, starts = np.unique(table["file"][order], return_index=True)
+    present, starts = np.unique(table["file"][order], return_index=True)
     values = np.split(table[column][order], starts[1:])
-    return {paths[number]: part for number, part in zip(found.tolist(), values, strict=False)}
+    return {paths[number]: part for number, part in zip(present.tolist(), values, strict=False)}

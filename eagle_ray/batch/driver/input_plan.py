@@ -22,30 +22,30 @@ import numpy as np
 import pyarrow as pa
 
 from eagle_ray import __version__
-from eagle_ray.batch.driver.completeness import ExpectedRows
-from eagle_ray.batch.driver.input_index import InputIndex, PreviousRun, Scan, index_key
-from eagle_ray.batch.reader.carried_columns import CarriedColumn, join_into, output_names, python_values
-from eagle_ray.batch.reader.file_slices import FileSlice
+from eagle_ray.batch.driver.input_index import ExpectedRows, InputIndex, PreviousRun, Scan, index_key
+from eagle_ray.batch.reader.file_slices import FileSlice, RequestReader
 from eagle_ray.batch.reader.files import RUN_FORMAT, InputFile, find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, check_unchanged, detect_changes, fingerprints
 from eagle_ray.batch.reader.input_columns import (
     ROW_SETTINGS,
+    CarriedColumn,
     carried_names,
     check_columns_exist,
+    join_into,
+    output_names,
+    python_values,
     request_columns,
     settings_line,
     template_of,
 )
-from eagle_ray.batch.reader.jsonl import detect_batch
 from eagle_ray.batch.reader.scan import NUM_THREADS, RowScanner, remedy_of_unread
-from eagle_ray.batch.reader.source import RequestReader
+from eagle_ray.batch.reader.text_files import detect_batch
 from eagle_ray.config import InputConfig, JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.requests.request import InputRow, Request, id_of, parse_row
 from eagle_ray.requests.row_schema import RESERVED
-from eagle_ray.runs.layout import JobShard
-from eagle_ray.runs.recorded_inputs import Fingerprint, content_of, what_changed
+from eagle_ray.runs.layout import Fingerprint, JobShard, content_of, what_changed
 from eagle_ray.runs.row_index import Digests, digests, isin
 
 log = logging.getLogger("eagle_ray")
@@ -333,16 +333,16 @@ def _check_unread(plan: InputPlan, on_unknown: str) -> None:
     paths = (plan.reader.columns.id, *plan.reader.columns.prompts.values())
     mapped = {name for path in paths for name in (path.names if path.parent is None else [path.text])}
     num_rows = plan.rows_by_file
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for file in plan.files:
         for column, (number, row, line, text) in plan.index.files[file.path].unread.items():
             if number < num_rows[file.path] and column not in mapped:
                 location = file.location_of(RowPosition(row, line))
                 problem = f"{location}: column {column!r} ({text}) is a request parameter that rows cannot set here"
-                found.setdefault(column, problem)
-    if found and on_unknown == "refuse":
-        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in found.items()))
-    for problem in found.values():
+                problems.setdefault(column, problem)
+    if problems and on_unknown == "refuse":
+        raise ConfigError("\n".join(f"{problem}. {remedy_of_unread(column)}" for column, problem in problems.items()))
+    for problem in problems.values():
         log.warning("%s. It is treated as data.", problem)
 
 
@@ -350,15 +350,15 @@ def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice,
     """Return the first rows of the input, in file order."""
     if limit is None:
         return tuple(slices)
-    kept: list[FileSlice] = []
+    first_slices: list[FileSlice] = []
     for file_slice in slices:
         if limit > 0:
-            kept.append(file_slice.truncate(min(file_slice.num_rows, limit)))
+            first_slices.append(file_slice.truncate(min(file_slice.num_rows, limit)))
             limit -= file_slice.num_rows
-    return tuple(kept)
+    return tuple(first_slices)
 
 
-def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
+def locate_ids(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
     """Return the sorted digests of these ids and their positions in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
         request_id = id_of(row, plan.reader.columns, location)
@@ -369,7 +369,7 @@ def ids_in(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]
 def sample_ids(ids: Digests, plan: InputPlan) -> str:
     """Return the first of these ids as text, for a message."""
     names: list[str] = []
-    for name, _ in ids_in(plan, np.sort(ids)):
+    for name, _ in locate_ids(plan, np.sort(ids)):
         if len(names) == MAX_NAMES:
             return ", ".join([*names, "..."])
         names.append(name)
@@ -379,7 +379,7 @@ def sample_ids(ids: Digests, plan: InputPlan) -> str:
 def _check_ids(plan: InputPlan, duplicate_ids: Digests) -> None:
     """Raise ConfigError naming both locations of an id that occurs twice."""
     locations: dict[str, RowLocation] = {}
-    for request_id, location in ids_in(plan, duplicate_ids):
+    for request_id, location in locate_ids(plan, duplicate_ids):
         if request_id in locations:
             raise _duplicate_error(request_id, locations[request_id], location)
         locations[request_id] = location

@@ -1,13 +1,24 @@
 """The manifest of a job: what ``_run.json`` says of its configuration and inputs, and which job may resume it.
 
-with hold(output):
-    run = open_run(config, plan.fingerprints)
-    with run.recorded_outcome():
-        generate(...)
+    with hold(output):
+        run = open_run(config, plan.fingerprints)
+        with run.recorded_outcome():
+            generate(...)
+
+**Finished runs**: the record of one names its plan by its key and the files in data/ by their states. It holds only
+while both are unchanged, and then a second start reads no row.
+
+**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone. Without an id column, an
+id is made from the file's name and the row's number. So tomorrow's prompts.jsonl, in another directory, has today's ids
+and would get today's output. An answer from a file that is no longer in the input stands if the input has its row under
+the same id, as after a move. Of a file that is not in the input's index, the whole content must be there under another
+name.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import platform
 import socket
@@ -15,29 +26,45 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+
+from eagle_ray.batch.driver.input_index import PreviousRun
+from eagle_ray.batch.driver.input_plan import MAX_NAMES, InputPlan, sample_ids
 from eagle_ray.config import JobConfig, changed_keys, config_hash, recorded, upgrade_config
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import OutputMismatch
-from eagle_ray.runs.layout import RUN, data_of, output_of, root_of, wrap_os_errors
-from eagle_ray.runs.part_files import part_files
-from eagle_ray.runs.recorded_inputs import (
+from eagle_ray.requests.row_schema import schema_differences, unread_settings
+from eagle_ray.runs.job_errors import JobError, OutputMismatch
+from eagle_ray.runs.layout import (
     FORMAT_WITH_INPUTS,
+    RUN,
     Fingerprint,
     changed_files,
+    check_not_sharded,
+    content_of,
+    data_of,
     input_lists,
+    output_of,
     read_inputs,
+    root_of,
+    wrap_os_errors,
     write_inputs,
 )
-from eagle_ray.runs.row_index import free_index_name
-from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase
+from eagle_ray.runs.output_index import OutputIndex, own_files
+from eagle_ray.runs.part_files import as_stored, next_schema, part_files, read_tables, stored_schema
+from eagle_ray.runs.row_index import INDEX, Digests, digests, free_index_name, isin, read_index_file, write_facts
+from eagle_ray.runs.run import FORMAT_VERSION, Run, RunState, begin_attempt, erase, manifest_of
 from eagle_ray.storage.path import StoragePath
 
 REMEDY = "choose another output.path, or --overwrite"
 EXISTS_REMEDY = "Choose another output.path, or --resume or --overwrite"
 PACKAGES = ("eagle-ray", "ray", "torch", "transformers", "pyarrow")
+FILE = "finished.json"
+log = logging.getLogger("eagle_ray")
 
 
 def open_run(
@@ -59,23 +86,51 @@ def open_run(
     with wrap_os_errors(output):
         if config.output.if_exists == "overwrite":
             return begin_job(erase(output), config, files, check_lock)
-        found = Run.inspect(output)
-        old = found.manifest
-        if old is None:
-            check_no_foreign_data(output)
-        elif config.output.if_exists == "fail":
-            raise ConfigError(
-                f"output.path {output} holds run {old['run_id']} and output.if_exists is 'fail'. {EXISTS_REMEDY}."
-            )
-        else:
-            _check_same_job(output, old, config)
-        noted = read_inputs(output, old) if old else {}
-        check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
-        return begin_job(found, config, {**noted, **files}, check_lock)
+        state, noted = _resumable(output, config, files, accepted)
+        return begin_job(state, config, {**noted, **files}, check_lock)
+
+
+def _resumable(
+    output: StoragePath, config: JobConfig, files: Mapping[str, Fingerprint], accepted: Container[str]
+) -> tuple[RunState, dict[str, Fingerprint]]:
+    """Return what the output holds, and the input files that it was made from. Raises as open_run does."""
+    state = Run.inspect(output)
+    if state.manifest is None:
+        check_no_foreign_data(output)
+        return state, {}
+    if config.output.if_exists == "fail":
+        raise ConfigError(
+            f"output.path {output} holds run {state.manifest['run_id']} and output.if_exists is 'fail'. "
+            f"{EXISTS_REMEDY}."
+        )
+    _check_same_job(output, state.manifest, config)
+    noted = read_inputs(output, state.manifest)
+    check_same_files(output, noted, {path: each for path, each in files.items() if path not in accepted})
+    return state, noted
+
+
+def preview_output(plan: InputPlan, config: JobConfig) -> str:
+    """Return what a run would do with its output, which stays as it is. Raises as the run would, and OutputDamaged."""
+    output = output_of(config)
+    if config.execution.shard is None:
+        check_not_sharded(output)
+    if config.output.if_exists == "overwrite":
+        return f"a run would replace the {len(own_files(data_of(output)))} files there"
+    check_changes(plan, output)
+    state, _ = _resumable(output, config, plan.fingerprints, plan.changes.accepted)
+    if state.manifest is None:
+        return f"a run would start it as configuration {config_hash(config)}"
+    OutputIndex.read(data_of(output))
+    run_id, attempt = state.manifest["run_id"], state.manifest["attempt"]
+    if plan.key != finished_key(output):
+        run = Run(output, run_id, attempt, config_hash(config))
+        check_sources(run, plan)
+        check_columns(run, plan)
+    return f"a run would resume run {run_id}"
 
 
 def begin_job(
-    found: RunState,
+    state: RunState,
     config: JobConfig,
     inputs: Mapping[str, Fingerprint],
     check_lock: Callable[[], None] | None = None,
@@ -84,22 +139,22 @@ def begin_job(
 
     inputs: all files of the run, also those of earlier attempts that are not asked for now.
     """
-    free_index_name(found.output)
-    earlier_lists = input_lists(found.output)
-    facts = job_facts(found, config, inputs)
-    run = begin_attempt(found, facts)
+    free_index_name(state.output)
+    earlier_lists = input_lists(state.output)
+    facts = job_facts(state, config, inputs)
+    run = begin_attempt(state, facts)
     _remove_unused(earlier_lists, facts["inputs"]["list"])
     return replace(run, check_lock=check_lock)
 
 
-def job_facts(found: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
+def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]) -> dict[str, Any]:
     """Return what the manifest says of a job, and write its list of input files."""
-    before = found.manifest or {}
+    before = state.manifest or {}
     return {
         "name": before.get("name", config.name),
         "config": recorded(config),
         "config_hash": config_hash(config),
-        "inputs": write_inputs(found.output, inputs, before.get("inputs")),
+        "inputs": write_inputs(state.output, inputs, before.get("inputs")),
         "models": {name: _model_files(name) for name in (config.model.target, *config.model.drafts)},
         "versions": _versions(),
         "hardware": _hardware(),
@@ -116,8 +171,8 @@ def _remove_unused(lists: Iterable[StoragePath], used: str) -> None:
 
 def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig) -> None:
     """Check that a resume asks for the completions of the earlier run."""
-    if (found := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
-        raise OutputMismatch(f"{output}/{RUN} has format {found}, this is {FORMAT_VERSION}: {REMEDY}")
+    if (format_version := old.get("format_version")) not in (FORMAT_WITH_INPUTS, FORMAT_VERSION):
+        raise OutputMismatch(f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {REMEDY}")
     before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
     if keys := changed_keys(before, new):
         changes = "; ".join(f"{key}: was {_value_at(before, key)!r}, now {_value_at(new, key)!r}" for key in keys)
@@ -175,3 +230,107 @@ def _version(package: str) -> str:
 
 def _hardware() -> dict[str, Any]:
     return {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()}
+
+
+def previous_run(config: JobConfig) -> PreviousRun:
+    """Return what earlier attempts left; nothing but the index of the input if it will be overwritten."""
+    output = output_of(config)
+    if config.output.if_exists != "overwrite":
+        with suppress(OSError, JobError):  # opening the run names what is wrong
+            if manifest := Run.inspect(output).manifest:
+                return PreviousRun(output / INDEX, read_inputs(output, manifest), finished_key(output))
+    return PreviousRun(output / INDEX)
+
+
+def finished_key(output: StoragePath) -> str | None:
+    """Return the key of the plan whose rows the files hold, all of them and once, or None if that is not on record."""
+    finished = read_index_file(output / INDEX / FILE)
+    if finished is None or finished.get("files") != files_key(output):
+        return None
+    return finished.get("key")
+
+
+def record_finished(output: StoragePath, key: str, counted: str) -> None:
+    """Record that the files hold every row of the plan with this key.
+
+    counted: the key of the files before they were counted, so that the record does not hold for a late file.
+    """
+    write_facts(output / INDEX / FILE, {"key": key, "files": counted})
+
+
+def remove_finished(output: StoragePath) -> None:
+    """Delete the record, so that the next start counts the rows."""
+    (output / INDEX / FILE).remove()
+
+
+def files_key(output: StoragePath) -> str:
+    """Return a digest of the names and states of all files with rows of this run or shard."""
+    content = hashlib.blake2b(digest_size=16)
+    data = data_of(output)
+    for file, state in data.list_states("**/*.parquet").items():
+        content.update(f"{file.text.removeprefix(data.text)} {state}\n".encode())
+    return content.hexdigest()
+
+
+def check_changes(plan: InputPlan, output: StoragePath) -> None:
+    """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
+    changed, gone = plan.changes.changed, plan.changes.gone
+    if number := sum(map(len, [*changed.values(), *gone.values()])):
+        names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
+        rows = (
+            f"row {row} of {path}, which is gone" for path, row_numbers in gone.items() for row in np.sort(row_numbers)
+        )
+        names += islice(rows, MAX_NAMES)
+        raise OutputMismatch(
+            f"input changed since {output} was made from it: {number} rows of "
+            f"{', '.join(sorted({*changed, *gone}))} are other rows now: {', '.join(names)}. Put them back, and add "
+            f"new rows at the file's end or in another file; {REMEDY}. Correct error rows in another file, with the "
+            "same ids (-i FILE --retry-errors)."
+        )
+    for path in plan.changes.rewritten:
+        log.info(
+            "%s was rewritten since %s was made from it, and has the rows that it had: new ones are added, and "
+            "answered ones keep their carried columns",
+            path,
+            output.display_path,
+        )
+
+
+def check_sources(run: Run, plan: InputPlan) -> None:
+    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
+
+    Ids and source files of the output's rows are read only if there may be such rows.
+    """
+    recorded = read_inputs(run.output, manifest_of(run.output))
+    contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
+    suspects: dict[str, Digests | None] = {
+        path: None  # any of its ids
+        for path, was in recorded.items()
+        if path not in plan.fingerprints and path not in plan.index.files and content_of(was) not in contents
+    }
+    suspects |= plan.changes.absent
+    for table in read_tables(run.data, ["request_id", "source_file"]) if suspects else ():
+        for path in suspects.keys() & set(pc.unique(table["source_file"]).to_pylist()):
+            request_ids = table.filter(pc.equal(table["source_file"], path))["request_id"].to_pylist()
+            is_other = plan.rows.contains(ids := digests(request_ids))
+            if (others := suspects[path]) is not None:
+                is_other &= isin(ids, others)
+            if is_other.any():
+                raise OutputMismatch(
+                    f"{run.output} has an answer to the id {request_ids[int(is_other.argmax())]!r} from {path}, which "
+                    f"is not in this input: give its rows ids of their own (input.columns.id), {REMEDY}"
+                )
+
+
+def check_columns(run: Run, plan: InputPlan) -> None:
+    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
+    there = stored_schema(run.data)
+    if unread := plan.row_settings.intersection(unread_settings(there)):
+        raise OutputMismatch(
+            f"{run.output}: its rows were made by a version that did not read the input's {', '.join(sorted(unread))}. "
+            "Choose another output.path, or --overwrite."
+        )
+    if there.names and (columns := schema_differences(there, as_stored(next_schema(run.data, plan.carried_fields)))):
+        raise OutputMismatch(
+            f"{run.output} has rows of other columns than this input carries: {', '.join(columns)}: {REMEDY}"
+        )

@@ -8,18 +8,18 @@ with SpareEngine() as spare:
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eagle_ray.batch.driver.input_plan import InputPlan, check_not_empty, plan_input, request_rows, row_settings_line
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
-from eagle_ray.batch.driver.previous_run import previous_run
+from eagle_ray.batch.driver.job_manifest import previous_run
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
+from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output
 from eagle_ray.batch.reader.parallel_scan import ParallelScan
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.methods.method import plain_decoding_note
 from eagle_ray.runs.layout import output_of, root_of
-from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.part_files import Partitions
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -50,9 +50,17 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Join the cluster and check the models, unless they were checked. Raises ConfigError if they cannot work."""
-        if not self.spare.is_checked:
-            check_models(self.config, self.spare)
+        """Check the models while the cluster is joined, unless they were checked.
+
+        Raises ConfigError if they cannot work here.
+        """
+        if self.spare.is_checked:
+            return
+        self.spare.start(self.config)
+        join_cluster(self.config)
+        import ray.data  # noqa: F401  # a second, while the models are checked
+
+        self.spare.check_models()
 
     def log_settings(self) -> None:
         """Log what a user may not expect of the rows that will be generated."""
@@ -73,15 +81,16 @@ def plan_job(config: JobConfig, spare: SpareEngine, retry_errors: bool = False) 
     previous = previous_run(config)
     if previous.finished_key is None:
         spare.start(config)  # rows are missing, it seems
-    found = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
-    return _checked(JobPlan(config, output, found, retry_errors, spare), previous.finished_key)
+    input_plan = plan_input(config, previous, lambda scanner: ParallelScan(scanner, lambda: join_cluster(config)))
+    return _checked(JobPlan(config, output, input_plan, retry_errors, spare), previous.finished_key)
 
 
-def plan_first_run(config: JobConfig) -> JobPlan:
-    """Do what plan_job does in this process, as if no earlier attempt had left anything."""
+def plan_for_validation(config: JobConfig) -> JobPlan:
+    """Do what plan_job does in this process, and check every row, as if no earlier attempt had finished."""
     output = output_of(config)
     check_disjoint(config.input.path, root_of(output))
-    return _checked(JobPlan(config, output, plan_input(config)), None)
+    previous = replace(previous_run(config), finished_key=None)
+    return _checked(JobPlan(config, output, plan_input(config, previous)), None)
 
 
 def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
@@ -90,15 +99,6 @@ def _checked(plan: JobPlan, finished_key: str | None) -> JobPlan:
         plan.partitions.check_values(request_rows(plan.input))
     check_not_run_output(plan.input.files, root_of(plan.output))
     return plan
-
-
-def check_models(config: JobConfig, spare: SpareEngine) -> None:
-    """Raise ConfigError for models that cannot work here. Meanwhile the cluster is joined."""
-    spare.start(config)
-    join_cluster(config)
-    import ray.data  # noqa: F401  # a second, while the models are checked
-
-    spare.check_models()
 
 
 def join_cluster(config: JobConfig) -> None:

@@ -1,7 +1,7 @@
 """ProgressMonitor: log a running job's progress, and stop the job if it cannot end well.
 
-It reports the rows that engines have finished and, separately, the rows in files, to the log and to
-``_progress.json``.
+It reports the rows that engines have finished and, separately, the rows in files, to ``_progress.json`` and as a log
+line every few seconds, or as a bar in a terminal.
 
     with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
         dataset.write_datasink(sink)
@@ -11,12 +11,12 @@ It reports the rows that engines have finished and, separately, the rows in file
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any, cast
 
 import ray
@@ -32,25 +32,23 @@ from eagle_ray.batch.driver.cluster import (
     raylet_socket,
 )
 from eagle_ray.batch.driver.signals import accept_interrupt, interrupt, is_interrupted
-from eagle_ray.batch.driver.status import Facts, display
+from eagle_ray.batch.driver.status import LOADING, Facts, format_progress
 from eagle_ray.batch.worker.progress import Progress
 from eagle_ray.config.records import ProgressRecord
-from eagle_ray.engine.counters import choice_text
+from eagle_ray.core.counters import choice_text
 from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
 from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
 from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
 from eagle_ray.runs.part_files import open_part
-from eagle_ray.runs.run import Run
+from eagle_ray.runs.run import Run, now_text
 from eagle_ray.storage.path import StoragePath, json_bytes
-from eagle_ray.storage.retry_budget import disable_extended_retries
+from eagle_ray.storage.store import disable_extended_retries
 
 log = logging.getLogger("eagle_ray")
 POLL_S = 1.0
 MIN_RATE_WINDOW_S = 1.0  # a speed over less time says nothing
 MIN_ROWS_FOR_ERROR_RATE = 100  # an error rate over fewer rows says little
-
-
 STALL_LIMITS_S = {"memory": 600.0, "workers to start": 7200.0}  # without an answered row, by what is waited for
 
 
@@ -114,8 +112,10 @@ class UsageMeter:
         now: seconds of any steady clock.
     """
 
-    def __init__(self, fewest: int, most: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float):
-        self._fewest, self._most, self._num_gpus = fewest, most, num_gpus
+    def __init__(
+        self, min_workers: int, max_workers: int, num_gpus: float, earlier: Mapping[str, Any] | None, now: float
+    ):
+        self._min_workers, self._max_workers, self._num_gpus = min_workers, max_workers, num_gpus
         self._now = now
         before = {"elapsed_s": 0.0, "worker_s": 0.0} if earlier is None else earlier.get(USAGE)
         self._is_known = before is not None  # not after an attempt of a version that did not count
@@ -126,7 +126,7 @@ class UsageMeter:
         """Count the time since the last update. num_ready: workers that have reported, restarted ones included."""
         seconds, self._now = now - self._now, now
         self._elapsed_s += seconds
-        self._worker_s += seconds * min(max(num_ready, self._fewest), self._most)
+        self._worker_s += seconds * min(max(num_ready, self._min_workers), self._max_workers)
 
     def usage(self) -> dict[str, float] | None:
         """Return the seconds so far, or None if an earlier attempt's are not known."""
@@ -283,7 +283,7 @@ class ProgressMonitor:
         return {
             "run_id": self._run.run_id,
             "attempt": self._run.attempt,
-            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "written_at": now_text(),
             "elapsed_s": round(now - self._started, 1),
             "working_s": round(running, 1),  # since the first worker was ready
             "workers_started": progress.starts,
@@ -356,3 +356,80 @@ def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> 
             with open_part(file) as parquet:
                 total += parquet.metadata.num_rows
     return total
+
+
+@contextmanager
+def display(every_s: float) -> Iterator[Lines | Bar]:
+    """Return a progress bar if stderr is a terminal, else a log line every every_s seconds."""
+    if sys.stderr.isatty():
+        with bar() as shown:
+            yield shown
+    else:
+        yield Lines(every_s, time.monotonic() + every_s)
+
+
+@dataclass(slots=True)
+class Lines:
+    """A log line every every_s seconds, the first at next_at."""
+
+    every_s: float
+    next_at: float
+
+    def show(self, facts: Facts) -> None:
+        """Show the current facts; called about once a second."""
+        if time.monotonic() >= self.next_at:
+            self.show_last(facts)
+            self.next_at += self.every_s
+
+    def show_last(self, facts: Facts) -> None:
+        """Show the final facts."""
+        log.info(progress_line(facts))
+
+
+@contextmanager
+def bar() -> Iterator[Bar]:
+    """Show a progress bar on stderr; log lines scroll past above it."""
+    from rich.console import Console  # half a second of imports that only a terminal needs
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress, log_above():
+        yield Bar(progress, progress.add_task(LOADING, total=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """progress: rich's. task: its one task, with a text of two lines of at most 80 columns."""
+
+    progress: Any
+    task: int
+
+    def show(self, facts: Facts) -> None:
+        rows, *rest = format_progress(facts)
+        loaded = facts["workers_ready"] > 0
+        self.progress.update(
+            self.task,
+            description=f"{rows}\n{' · '.join(rest)}",
+            completed=facts["rows_done"],
+            total=facts["rows_to_do"] if loaded else None,  # None: a bar that only moves
+        )
+
+    def show_last(self, facts: Facts) -> None:
+        self.show(facts)
+
+
+@contextmanager
+def log_above() -> Iterator[None]:
+    """Make stderr log handlers write above the bar."""
+    handlers = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
+    before = [handler.setStream(sys.stderr) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:  # None: it wrote there already
+                handler.setStream(stream)
+
+
+def progress_line(facts: Facts) -> str:
+    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(format_progress(facts))}"

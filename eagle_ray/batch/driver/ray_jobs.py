@@ -74,10 +74,10 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
 def with_absolute_paths(config: JobConfig) -> JobConfig:
     """Return the configuration for another machine and directory: with absolute paths and its own cluster."""
     paths = config.input.path
-    found = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
+    absolute = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return config.model_copy(
         update={
-            "input": config.input.model_copy(update={"path": found[0] if isinstance(paths, str) else found}),
+            "input": config.input.model_copy(update={"path": absolute[0] if isinstance(paths, str) else absolute}),
             "output": config.output.model_copy(update={"path": _absolute(config.output.path)}),
             "execution": config.execution.model_copy(update={"ray_address": "auto"}),
         }

@@ -15,11 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.completeness import count_done
+from eagle_ray.batch.driver.claim import count_done, hold_output
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input
-from eagle_ray.batch.driver.job_manifest import begin_job
-from eagle_ray.batch.driver.previous_run import forget_finished
+from eagle_ray.batch.driver.job_manifest import begin_job, remove_finished
 from eagle_ray.config import JobConfig, config_hash
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import OutputDamaged, OutputMismatch
@@ -34,11 +32,11 @@ from eagle_ray.runs.layout import (
     claim_output,
     data_of,
     output_of,
+    read_inputs,
     root_of,
 )
 from eagle_ray.runs.output_index import OutputIndex
 from eagle_ray.runs.part_files import part_files, read_tables
-from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.runs.row_index import digests
 from eagle_ray.runs.run import Run, RunState, new_manifest, now_text, version_of
 from eagle_ray.storage.path import StoragePath, read_json_object
@@ -47,7 +45,7 @@ DAMAGED_COPY = f"{RUN}.damaged"
 OUTCOME = "repaired"
 STATED = ("target_model", "draft_model", "method")  # what rows say of their configuration, in plain words
 EPOCH = "1970-01-01T00:00:00+00:00"  # when an attempt began whose rows were never decoded
-SAID = ["run_id", "attempt", "config_hash", "source_file", *STATED]  # what rows say of the run that made them
+ORIGIN_COLUMNS = ["run_id", "attempt", "config_hash", "source_file", *STATED]  # what rows say of the run that made them
 COUNTED = [("status", "count"), ("is_error", "sum"), ("started_at", "min"), ("finished_at", "max"), ("file", "min")]
 
 
@@ -72,18 +70,18 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
         damage = _damage_of(output)
         if damage is None:
             return f"{output / RUN} can be read: there is nothing to repair"
-        index, found = _found_in(output)
-        _check_one_run(output, found)
-        _check_config(output, found, config, trust_config)
+        index, origins = _origins_in(output)
+        _check_one_run(output, origins)
+        _check_config(output, origins, config, trust_config)
         plan = plan_input(config)
         plan.check_unchanged()
-        _check_sources(output, found, plan)
+        _check_sources(output, origins, plan)
         claim_output(config)
         is_complete = (output / SUCCESS).exists()
-        run = begin_job(_state_from(output, found), config, plan.fingerprints, lease.check)
-        forget_finished(output)
+        run = begin_job(_state_from(output, origins), config, plan.fingerprints, lease.check)
+        remove_finished(output)
         run.record({"finished_at": now_text(), "outcome": OUTCOME})
-        return "\n".join([f"{output.display_path}: {damage}", *_report(run, found, plan, index, is_complete)])
+        return "\n".join([f"{output.display_path}: {damage}", *_report(run, origins, plan, index, is_complete)])
 
 
 def _damage_of(output: StoragePath) -> str | None:
@@ -97,7 +95,7 @@ def _damage_of(output: StoragePath) -> str | None:
     return None
 
 
-def _found_in(output: StoragePath) -> tuple[OutputIndex, pa.Table]:
+def _origins_in(output: StoragePath) -> tuple[OutputIndex, pa.Table]:
     """Return the ids in the files, and what the rows say: a line with counts and times for each different combination.
 
     Raises OutputMismatch for another program's files, OutputDamaged for damaged ones.
@@ -107,26 +105,28 @@ def _found_in(output: StoragePath) -> tuple[OutputIndex, pa.Table]:
     if data == root_of(output) / DATA and (shards := data.glob(f"{SHARD_DATA_PREFIX}*/**/*.parquet")):
         raise OutputMismatch(f"{shards[0]} is a shard's. Repair each shard with its --shard i/n.")
     tables = []
-    for file, table in zip(index.files, read_tables(data, [*SAID, "status", "started_at", "finished_at"]), strict=True):
+    for file, table in zip(
+        index.files, read_tables(data, [*ORIGIN_COLUMNS, "status", "started_at", "finished_at"]), strict=True
+    ):
         table = table.append_column("is_error", pc.equal(table["status"], "error"))
         table = table.append_column("file", pa.array([file.name] * len(table), pa.string()))
-        tables.append(table.group_by(SAID).aggregate(COUNTED))
+        tables.append(table.group_by(ORIGIN_COLUMNS).aggregate(COUNTED))
     return index, pa.concat_tables(tables)
 
 
-def _check_one_run(output: StoragePath, found: pa.Table) -> None:
-    runs = found.group_by("run_id").aggregate([("file_min", "min")]).sort_by("file_min_min").to_pylist()
+def _check_one_run(output: StoragePath, origins: pa.Table) -> None:
+    runs = origins.group_by("run_id").aggregate([("file_min", "min")]).sort_by("file_min_min").to_pylist()
     if len(runs) > 1:
         names = ", ".join(f"{run['run_id']} (such as {run['file_min_min']})" for run in runs)
         raise OutputMismatch(f"{output} has rows of {len(runs)} runs: {names}. Move the files of all but one away.")
 
 
-def _check_config(output: StoragePath, found: pa.Table, config: JobConfig, trust_config: bool) -> None:
+def _check_config(output: StoragePath, origins: pa.Table, config: JobConfig, trust_config: bool) -> None:
     """Refuse a configuration that did not make the rows, and show what the rows say of theirs."""
-    given, hashes = config_hash(config), _values(found, "config_hash")
+    given, hashes = config_hash(config), _values(origins, "config_hash")
     if hashes == [given]:
         return
-    stated = ", ".join(f"{name} {'/'.join(_values(found, name)) or 'none'}" for name in STATED)
+    stated = ", ".join(f"{name} {'/'.join(_values(origins, name)) or 'none'}" for name in STATED)
     if not trust_config:
         raise OutputMismatch(
             f"{output}: its rows were made with configuration {'/'.join(hashes)}, and the given one is {given}. They "
@@ -134,15 +134,15 @@ def _check_config(output: StoragePath, found: pa.Table, config: JobConfig, trust
             "release has changed, add --trust-config."
         )
     wanted = (config.model.target, config.model.draft_name, config.speculative.method)
-    if wrong := [name for name, value in zip(STATED, wanted, strict=True) if set(_values(found, name)) - {value}]:
+    if wrong := [name for name, value in zip(STATED, wanted, strict=True) if set(_values(origins, name)) - {value}]:
         raise OutputMismatch(
             f"{output}: the given configuration has another {', '.join(wrong)} than its rows: {stated}"
         )
 
 
-def _check_sources(output: StoragePath, found: pa.Table, plan: InputPlan) -> None:
+def _check_sources(output: StoragePath, origins: pa.Table, plan: InputPlan) -> None:
     """Refuse rows of requested ids from a file that is not in the input: it may have held other prompts."""
-    absent = sorted(set(_values(found, "source_file")) - {file.path for file in plan.files})
+    absent = sorted(set(_values(origins, "source_file")) - {file.path for file in plan.files})
     for table in read_tables(data_of(output), ["request_id", "source_file"]) if absent else ():
         rows = table.filter(pc.is_in(table["source_file"], pa.array(absent)))
         ids = rows["request_id"].to_pylist()
@@ -155,11 +155,11 @@ def _check_sources(output: StoragePath, found: pa.Table, plan: InputPlan) -> Non
             )
 
 
-def _state_from(output: StoragePath, found: pa.Table) -> RunState:
+def _state_from(output: StoragePath, origins: pa.Table) -> RunState:
     """Return the manifest as far as the rows tell it. The one that is there is kept as DAMAGED_COPY."""
     version = version_of(output / RUN)
-    [run_id] = _values(found, "run_id")
-    attempts = _attempts_in(found)
+    [run_id] = _values(origins, "run_id")
+    attempts = _attempts_in(origins)
     notes = [read_json_object(output / name) or {} for name in (PROGRESS, SUMMARY, RUN)]
     noted = [note.get("attempt") for note in notes if note.get("run_id") == run_id]  # one may have made no row
     last = max(number for number in [*noted, attempts[-1]["attempt"]] if isinstance(number, int))
@@ -169,9 +169,9 @@ def _state_from(output: StoragePath, found: pa.Table) -> RunState:
     return RunState(output, version, new_manifest(last) | facts)
 
 
-def _attempts_in(found: pa.Table) -> list[dict[str, Any]]:
+def _attempts_in(origins: pa.Table) -> list[dict[str, Any]]:
     """Return the attempts without outcomes, as those that were killed have: their writers are waited for."""
-    times = found.group_by("attempt").aggregate([("started_at_min", "min"), ("finished_at_max", "max")])
+    times = origins.group_by("attempt").aggregate([("started_at_min", "min"), ("finished_at_max", "max")])
     began, ended = "started_at_min_min", "finished_at_max_max"
     return [
         {"attempt": each["attempt"], "started_at": _text(each[began]) or EPOCH, "adopted": True}
@@ -180,10 +180,10 @@ def _attempts_in(found: pa.Table) -> list[dict[str, Any]]:
     ]
 
 
-def _report(run: Run, found: pa.Table, plan: InputPlan, index: OutputIndex, is_complete: bool) -> list[str]:
+def _report(run: Run, origins: pa.Table, plan: InputPlan, index: OutputIndex, is_complete: bool) -> list[str]:
     num_ids, counted = len(plan.rows), count_done(plan.rows, index)
-    num_errors = pc.sum(found["is_error_sum"]).as_py() or 0
-    numbers = ", ".join(map(str, sorted(set(found["attempt"].to_pylist()))))
+    num_errors = pc.sum(origins["is_error_sum"]).as_py() or 0
+    numbers = ", ".join(map(str, sorted(set(origins["attempt"].to_pylist()))))
     return [
         f"adopted run {run.run_id}: {index.num_rows:,} rows ({num_errors:,} errors) in {len(index.files):,} files, of "
         f"attempts {numbers}; this repair is attempt {run.attempt}",
@@ -196,8 +196,8 @@ def _report(run: Run, found: pa.Table, plan: InputPlan, index: OutputIndex, is_c
     ]
 
 
-def _values(found: pa.Table, name: str) -> list[str]:
-    return sorted(pc.unique(found[name]).drop_null().to_pylist())
+def _values(origins: pa.Table, name: str) -> list[str]:
+    return sorted(pc.unique(origins[name]).drop_null().to_pylist())
 
 
 def _text(time: datetime | None) -> str | None:

@@ -4,24 +4,38 @@ A job is planned, claimed, executed and settled (``job_plan``, ``claim``, ``exec
 if rows are missing, and torch only in engines' processes, so a finished job ends in a second.
 
     run_to_end(load_config("configs/demo.yaml")).outcome.code      # 0
+
+``tell`` runs on_finish: a command or a web server gets how the run ended. Whatever fails there is one warning: it never
+changes the exit code. A webhook's URL may hold secrets, so only its scheme and host are ever shown.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
+import os
+import signal
+import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit, urlunsplit
 
+from eagle_ray import __version__
 from eagle_ray.batch.driver.claim import claim
 from eagle_ray.batch.driver.job_plan import plan_job
 from eagle_ray.batch.driver.ray_jobs import check_output_outlives_job
-from eagle_ray.batch.driver.run_summary import counted_rows, log_error_rows
 from eagle_ray.batch.driver.settle import settle
-from eagle_ray.batch.driver.signals import interruptible
+from eagle_ray.batch.driver.signals import accept_interrupt, interruptible
+from eagle_ray.batch.driver.status import counted_rows, log_error_rows
 from eagle_ray.batch.worker.spare_engine import SpareEngine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
@@ -41,6 +55,7 @@ from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
 RESUME = "Run the same command again to resume."
+VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
 
 
 def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
@@ -64,12 +79,12 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 
 def _run_attempt(config: JobConfig, retry_errors: bool) -> dict[str, Any]:
     """Do what run_job does. Raises IndexDamaged, too."""
-    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as held:
-        if (missing := held.missing()) is not None:
+    with SpareEngine() as spare, claim(plan_job(config, spare, retry_errors)) as claimed:
+        if (missing := claimed.missing()) is not None:
             from eagle_ray.batch.driver.execute import execute  # imports Ray, whose environment is ready now
 
-            execute(held, missing)
-        return settle(held)
+            execute(claimed, missing)
+        return settle(claimed)
 
 
 def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors: bool = False) -> RunResult:
@@ -81,7 +96,7 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
         summary, output = run_job(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             log_error_rows(output, num_errors)
-        return f"{run_table(summary)}\n{_places(config, output)}"
+        return f"{run_table(summary)}\n{_locations(config, output)}"
 
     ending = ending_of(work, config.logging.level)
     rows, errors = _counts(config, ending, began)
@@ -91,15 +106,15 @@ def run_to_end(config: JobConfig, retry_errors: bool = False, fail_on_row_errors
     return replace(ending, rows=rows, errors=errors)
 
 
-def _places(config: JobConfig, output: StoragePath) -> str:
+def _locations(config: JobConfig, output: StoragePath) -> str:
     """Return where the rows and the numbers of a finished run are, and for a shard what comes next."""
     files = "**/*.parquet" if config.output.partition_by else "*.parquet"
-    places = f"rows in {data_of(output).display_path}/{files}, these numbers in {output.display_path}/{SUMMARY}"
+    locations = f"rows in {data_of(output).display_path}/{files}, these numbers in {output.display_path}/{SUMMARY}"
     if config.execution.shard is None:
-        return places
+        return locations
     shard = JobShard.of(config.execution.shard)
     root = root_of(output).display_path
-    return f"{places}\nshard {shard} is complete. Once all {shard.count} are: eagle-ray finish {root}"
+    return f"{locations}\nshard {shard} is complete. Once all {shard.count} are: eagle-ray finish {root}"
 
 
 def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int | None, int | None]:
@@ -138,3 +153,111 @@ def _line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and outcome.is_transient:
         return f"stopped: {error}. {RESUME}"
     return f"stopped: {error}"
+
+
+def tell(config: JobConfig, ending: RunResult) -> None:
+    """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
+    hooks, facts = config.on_finish, facts_of(config, ending)
+    if hooks.command is not None:
+        _attempt(f"command {hooks.command[0]!r}", partial(_run, hooks.command, facts, hooks.timeout_s))
+    if hooks.webhook is not None:
+        _attempt(f"webhook {shown(hooks.webhook)}", partial(_post, hooks.webhook, facts, hooks.timeout_s))
+
+
+def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:
+    """Return what is told. A fact that is not known is null, and empty in the environment."""
+    return {"name": config.name, "output": config.output.path} | ending.as_json()
+
+
+def shown(url: str) -> str:
+    """Return the scheme and host of a URL: its user, path and query may be secrets."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}"
+
+
+def _attempt(name: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except KeyboardInterrupt:
+        accept_interrupt()
+        log.warning("on_finish: the %s was interrupted", name)
+    except Exception as error:  # of whatever kind: the run has ended as it has
+        log.warning("on_finish: the %s failed: %s", name, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, without parts that may repeat a URL or an argument."""
+    if isinstance(error, HTTPError):
+        return f"HTTP status {error.code}"
+    if isinstance(error, URLError):
+        return str(error.reason)
+    if isinstance(error, HookError):
+        return str(error)
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+class HookError(Exception):
+    """A hook that ended badly or took too long."""
+
+
+def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
+    """Run the command with the facts in its environment and on its stdin; its output goes to stderr."""
+    variables = {VARIABLE + name.upper(): "" if value is None else str(value) for name, value in facts.items()}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=2, env=os.environ | variables, text=True, start_new_session=True
+    )
+    try:
+        process.communicate(json.dumps(facts), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise HookError(f"it did not end within {timeout_s:g} s and was killed") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        raise HookError(f"exit code {process.returncode}")
+
+
+def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
+    """POST the facts as JSON. A thread does it, since urllib's own timeout is for each read, not for all of it."""
+    failed: list[Exception] = []
+
+    def send() -> None:
+        try:
+            opener = urllib.request.build_opener(NoRedirect)
+            opener.open(_request(url, facts), timeout=timeout_s).close()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send, name="eagle-ray-webhook", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or any(_is_timeout(error) for error in failed):
+        raise HookError(f"no answer within {timeout_s:g} s")
+    if failed:
+        raise failed[0]
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Return whether urllib gave up waiting: it wraps what happened while it connects."""
+    return isinstance(error.reason if isinstance(error, URLError) else error, TimeoutError)
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would send the credentials to the other host, and a GET without the facts."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _request(url: str, facts: dict[str, Any]) -> urllib.request.Request:
+    """Return the request, with user and password of the URL as a header, since urllib does not read them."""
+    parts = urlsplit(url)
+    user_info, _, host = parts.netloc.rpartition("@")
+    headers = {"Content-Type": "application/json", "User-Agent": f"eagle-ray/{__version__}"}
+    if user_info:
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user_info).encode()).decode()}"
+    return urllib.request.Request(
+        urlunsplit(parts._replace(netloc=host)), json.dumps(facts).encode(), headers, method="POST"
+    )

@@ -11,9 +11,9 @@ from typing import Any
 
 from eagle_ray.batch.driver.claim import Claim
 from eagle_ray.batch.driver.input_plan import sample_ids
+from eagle_ray.batch.driver.job_manifest import files_key, record_finished
 from eagle_ray.batch.driver.job_plan import join_cluster
-from eagle_ray.batch.driver.previous_run import files_key, record_finished
-from eagle_ray.batch.driver.run_summary import facts_of_attempt, store_report, stored_summary, summarize_run
+from eagle_ray.batch.driver.status import facts_of_attempt, store_report, stored_summary, summarize_run
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import Incomplete, TooManyErrors
 from eagle_ray.runs.layout import SUMMARY
@@ -24,22 +24,22 @@ log = logging.getLogger("eagle_ray")
 CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summary
 
 
-def settle(held: Claim) -> dict[str, Any]:
+def settle(claimed: Claim) -> dict[str, Any]:
     """Complete the output and return what ``_summary.json`` holds. Raises Incomplete, TooManyErrors, InputChanged."""
-    config, plan, run = held.plan.config, held.plan.input, held.run
+    config, plan, run = claimed.plan.config, claimed.plan.input, claimed.run
     run.check_current()  # an output that was deleted has no manifest to read
     run.settle()
     there = stored_summary(run.output) or {}  # removed before rows are generated
     counted = None
-    if held.is_finished and there:
+    if claimed.is_finished and there:
         log.info("all ids that are asked for are answered, in %d rows", there["total"]["rows"])
         summary = there | facts_of_attempt(run, there["total"])
     else:
-        counted = remove_duplicates(held)
+        counted = remove_duplicates(claimed)
         plan.check_unchanged()
         summary = there | summarize_run(run)
-    summary |= _checks(held, there)
-    end_run(config, run, summary, held.at_end)
+    summary |= _checks(claimed, there)
+    end_run(config, run, summary, claimed.at_end)
     if counted is not None:
         record_finished(run.output, plan.key, counted)
     return summary
@@ -58,35 +58,35 @@ def end_run(config: JobConfig, run: Run, summary: dict[str, Any], at_end: ExitSt
         at_end.callback(store_report, run, summary)
 
 
-def remove_duplicates(held: Claim) -> str:
+def remove_duplicates(claimed: Claim) -> str:
     """Count the ids in the files, and remove second rows. Return the key of the files as they were counted.
 
     Raises Incomplete if ids are missing.
     """
-    plan, run = held.plan.input, held.run
+    plan, run = claimed.plan.input, claimed.run
     while True:
         counted = files_key(run.output)
-        found = held.count()
-        for file, ids in found.excess.items():
+        there = claimed.count()
+        for file, ids in there.excess.items():
             log.warning("%d ids stand twice and are taken out of %s: %s", len(ids), file, sample_ids(ids, plan))
-            run.remove_rows(file, ids, held.plan.config.output.compression)
-        if found.num_missing:
-            names = sample_ids(found.missing, plan)
-            raise Incomplete(f"{found.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
-        if not found.excess:
+            run.remove_rows(file, ids, claimed.plan.config.output.compression)
+        if there.num_missing:
+            names = sample_ids(there.missing, plan)
+            raise Incomplete(f"{there.num_missing} of {len(plan.rows)} ids are missing: {names}; run the job again")
+        if not there.excess:
             return counted
 
 
-def _checks(held: Claim, there: dict[str, Any]) -> dict[str, Any]:
+def _checks(claimed: Claim, there: dict[str, Any]) -> dict[str, Any]:
     """Make the CHECKS that the configuration asks for, and return their results; none if the summary has them all."""
-    config = held.plan.config
+    config = claimed.plan.config
     wanted = {name: number for name in CHECKS if (number := getattr(config.report, name))}
     if all(name in there and there[name]["asked"] == number for name, number in wanted.items()):
         return {}
     join_cluster(config)
     from eagle_ray.batch.driver.verification import run_checks  # imports Ray
 
-    return run_checks(config, held.plan.input, held.run, wanted)
+    return run_checks(config, claimed.plan.input, claimed.run, wanted)
 
 
 def check_error_rate(counts: dict[str, Any], max_error_rate: float) -> None:

@@ -1,32 +1,51 @@
-"""RunStatus: the state of a run, from the files of its output directory only; and the progress display of a live one.
+"""The state of a run and its summary, from the files of its output directory only.
 
-A killed run cannot record its end. On its own machine its process is looked up; elsewhere a run without a sign of
-life for long is called silent. A running job shows the fields of ``_progress.json`` as a log line every few seconds, or
-as a bar in a terminal.
+A killed run cannot record its end. On its own machine its process is looked up; elsewhere a run without a sign of life
+for long is called silent. The summary, which ``_summary.json`` and ``report.html`` show, is counted from the rows.
 
     print(status_text(status_of(StoragePath.of("runs/a"))))
     # run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
     # last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
+
+    summarize_run(run)["total"]["rows"]      # 480
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from eagle_ray.config.records import ProgressRecord, SummaryRecord
-from eagle_ray.core.errors import ConfigError
-from eagle_ray.report.text import number, render
-from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY, read_derived_record, read_shard_plan, shard_outputs
+import pyarrow.compute as pc
+
+from eagle_ray.config.records import EstimateRecord, ProgressRecord, SummaryRecord
+from eagle_ray.core.errors import ConfigError, one_line, shortened
+from eagle_ray.report.cost import USAGE, cost
+from eagle_ray.report.html import page
+from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
+from eagle_ray.report.text import number, render, run_table
+from eagle_ray.report.timeline import timeline
+from eagle_ray.runs.layout import (
+    ESTIMATE,
+    PROGRESS,
+    REPORT,
+    RUN,
+    SHARD_PLAN,
+    SUCCESS,
+    SUMMARY,
+    data_of,
+    read_derived_record,
+    read_shard_plan,
+    shard_outputs,
+)
 from eagle_ray.runs.lease import Process
-from eagle_ray.runs.run import Run
+from eagle_ray.runs.part_files import has_column, part_files, read_tables
+from eagle_ray.runs.run import Run, RunState, manifest_of
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
@@ -36,6 +55,12 @@ SILENCE_INTERVALS = 6  # times logging.progress_every_s
 NO_TOTAL = "its counts are left out. The run's command makes it again"
 MIN_SILENCE_S = 60.0  # loading a model takes as long
 Facts = dict[str, Any]  # the fields of ``_progress.json``
+GROUP_BY = "category"  # the table has a line for each of its values, where the input carries such a column
+TURN = "turn_index"
+ERRORS_SHOWN = 3
+COUNTED_AGAIN = "the rows are counted again"
+NO_PROGRESS = "its numbers are left out until rows are generated again"
+NO_ESTIMATE = "it is left out. eagle-ray validate --estimate writes it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +94,16 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     """Return the status. Raises ConfigError if the directory has no run, OutputDamaged if its manifest
     cannot be read.
     """
-    found = Run.inspect(output)
-    manifest = found.manifest
-    if manifest is None:
-        raise ConfigError(f"{output} holds no run (it has no {RUN}): give a run's output.path")
-    last = found.last_attempt
+    state = state_of(output)
+    manifest = state.record
+    last = state.last_attempt
     progress = read_derived_record(output / PROGRESS, ProgressRecord, "it is left out")
     if progress and (progress.get("run_id"), progress.get("attempt")) != (manifest["run_id"], last["attempt"]):
         progress = None  # an earlier attempt's
     last_sign_at = (progress or {}).get("written_at") or last["started_at"]
     quiet_s = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(last_sign_at)).total_seconds()
-    driver = found.process
-    is_done = found.is_complete
+    driver = state.process
+    is_done = state.is_complete
     max_quiet_s = max(MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"])
     return RunStatus(
         output=str(output),
@@ -95,6 +118,21 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
         progress=progress,
         total=(read_derived_record(output / SUMMARY, SummaryRecord, NO_TOTAL) or {}).get("total") if is_done else None,
     )
+
+
+def state_of(output: StoragePath) -> RunState:
+    """Return what a directory says of its run. Raises ConfigError if there is none, OutputDamaged if it is damaged."""
+    state = Run.inspect(output)
+    if state.manifest is not None:
+        return state
+    if (output / SHARD_PLAN).exists():
+        raise ConfigError(f"{output}: its shards are not finished: run eagle-ray finish {output.display_path} first")
+    if part_files(data_of(output)):
+        raise ConfigError(
+            f"{output}: its {RUN} is gone, and rows are there: adopt them with eagle-ray repair {output.display_path}, "
+            "which needs the run's configuration (-c, --set)"
+        )
+    raise ConfigError(f"{output} holds no run (no {RUN}): give the output directory of a run")
 
 
 def sharded_statuses(root: StoragePath) -> dict[str, RunStatus | None]:
@@ -188,89 +226,6 @@ def _totals_text(total: dict[str, Any] | None) -> str:
     return f"\n{total['rows']:,} rows, {total['errors']:,} errors, {total['output_tokens']:,} tokens"
 
 
-class Display(Protocol):
-    def show(self, facts: Facts) -> None:
-        """Show the current facts; called about once a second."""
-
-    def show_last(self, facts: Facts) -> None:
-        """Show the final facts."""
-
-
-@contextmanager
-def display(every_s: float) -> Iterator[Display]:
-    """Return a progress bar if stderr is a terminal, else a log line every every_s seconds."""
-    if sys.stderr.isatty():
-        with bar() as shown:
-            yield shown
-    else:
-        yield Lines(every_s, time.monotonic() + every_s)
-
-
-@dataclass(slots=True)
-class Lines:
-    """A log line every every_s seconds, the first at next_at."""
-
-    every_s: float
-    next_at: float
-
-    def show(self, facts: Facts) -> None:
-        if time.monotonic() >= self.next_at:
-            self.show_last(facts)
-            self.next_at += self.every_s
-
-    def show_last(self, facts: Facts) -> None:
-        log.info(line_of(facts))
-
-
-@contextmanager
-def bar() -> Iterator[Display]:
-    """Show a progress bar on stderr; log lines scroll past above it."""
-    from rich.console import Console  # half a second of imports that only a terminal needs
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=16), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress, _log_above():
-        yield Bar(progress, progress.add_task(LOADING, total=None))
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """progress: rich's. task: its one task, with a text of two lines of at most 80 columns."""
-
-    progress: Any
-    task: int
-
-    def show(self, facts: Facts) -> None:
-        rows, *rest = format_progress(facts)
-        loaded = facts["workers_ready"] > 0
-        self.progress.update(
-            self.task,
-            description=f"{rows}\n{' · '.join(rest)}",
-            completed=facts["rows_done"],
-            total=facts["rows_to_do"] if loaded else None,  # None: a bar that only moves
-        )
-
-    def show_last(self, facts: Facts) -> None:
-        self.show(facts)
-
-
-@contextmanager
-def _log_above() -> Iterator[None]:
-    """Make stderr log handlers write above the bar."""
-    handlers = [handler for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
-    before = [handler.setStream(sys.stderr) for handler in handlers]
-    try:
-        yield
-    finally:
-        for handler, stream in zip(handlers, before, strict=True):
-            if stream is not None:  # None: it wrote there already
-                handler.setStream(stream)
-
-
-def line_of(facts: Facts) -> str:
-    return f"[{facts['elapsed_s']:5.0f} s] {' · '.join(format_progress(facts))}"
-
-
 def format_progress(facts: Facts) -> list[str]:
     """Return the known facts as text, the rows first."""
     waiting = [f"waiting for {facts['waiting_for']}"] if facts.get("waiting_for") else []
@@ -287,3 +242,119 @@ def format_progress(facts: Facts) -> list[str]:
     if facts["seconds_left"]:
         parts.append(f"{facts['seconds_left']:,.0f} s left")
     return parts + waiting
+
+
+def stored_summary(output: StoragePath) -> dict[str, Any] | None:
+    """Return ``_summary.json`` if it has everything that a report shows, else None: it can be made again."""
+    file, manifest = output / SUMMARY, Run.inspect(output).manifest
+    summary = read_derived_record(file, SummaryRecord, COUNTED_AGAIN)
+    if summary is None or manifest is None:
+        return None
+    try:
+        run_table(summary)
+        page(summary, manifest)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        log.warning("%s is damaged (%s: %s): %s", file, type(error).__name__, one_line(error), COUNTED_AGAIN)
+        return None
+    return summary
+
+
+def summarize_run(run: Run, parts: Sequence[StoragePath] = ()) -> dict[str, Any]:
+    """Return the content of ``_summary.json`` for what the files hold now. parts: as of facts_of_attempt."""
+    by = GROUP_BY if has_column(run.data, GROUP_BY) else None
+    read = partial(read_tables, run.data)
+    over_time = {"timeline": timeline(read), "budget": budgets(read)}
+    counts = summary_json(summarise(read, by), by)
+    return counts | _turns(run, read) | over_time | facts_of_attempt(run, counts["total"], parts)
+
+
+def facts_of_attempt(run: Run, total: dict[str, Any], parts: Sequence[StoragePath] = ()) -> dict[str, Any]:
+    """Return what the summary says of the attempt, which may differ although the files are the same.
+
+    total: the run's counts. parts: outputs of shards that made the rows, if the run itself did not.
+    """
+    estimate = read_derived_record(run.output / ESTIMATE, EstimateRecord, NO_ESTIMATE)
+    is_same = estimate is not None and estimate["config_hash"] == run.config_hash and estimate["rows"] == total["rows"]
+    price = manifest_of(run.output)["config"]["execution"].get("price_per_hour")
+    last_work = _progress_of(run.output)
+    work = {output: _progress_of(output) for output in parts} or {run.output: last_work}
+    return {
+        "run_id": run.run_id,
+        "attempt": run.attempt,
+        "config_hash": run.config_hash,
+        "last_work": last_work,
+        "cost": cost(total, _usage(work), price),
+        "estimate": estimate if is_same else None,
+    }
+
+
+def _progress_of(output: StoragePath) -> dict[str, Any] | None:
+    return read_derived_record(output / PROGRESS, ProgressRecord, NO_PROGRESS)
+
+
+def _usage(work: Mapping[StoragePath, Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """Return the longest time of any output, and the sum of all workers' times.
+
+    None if no progress is known, or if outputs had workers with different numbers of GPUs. work: progress by output.
+    """
+    usages = [
+        progress[USAGE]
+        for output, progress in work.items()
+        if progress and progress.get(USAGE) and progress.get("run_id") == manifest_of(output)["run_id"]
+    ]
+    if len({usage["gpus_per_worker"] for usage in usages}) != 1:
+        return None
+    return {
+        "elapsed_s": max(usage["elapsed_s"] for usage in usages),
+        "worker_s": sum(usage["worker_s"] for usage in usages),
+        "gpus_per_worker": usages[0]["gpus_per_worker"],
+    }
+
+
+def _turns(run: Run, read: ReadColumns) -> dict[str, Any]:
+    """Return the counts of each turn, if the run's rows are conversations."""
+    if not manifest_of(run.output)["config"]["input"].get("columns", {}).get("turns"):
+        return {}
+    return {"turns": {turn: counts.as_json() for turn, counts in summarise(read, TURN).items()}}
+
+
+def store_report(run: Run, summary: dict[str, Any]) -> None:
+    """Write the report of a finished run. A failure is logged only, because rows and summary are complete."""
+    place = (run.output / REPORT).display_path
+    run.check_current()
+    try:
+        write_report(run.output, summary)
+        log.info("report in %s", place)
+    except OSError as error:
+        log.warning("%s could not be written: %s. eagle-ray report writes it later", place, error.strerror or error)
+
+
+def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
+    """Write ``report.html`` from a summary and the run's manifest."""
+    (output / REPORT).write_atomic(page(summary, manifest_of(output)).encode())
+
+
+def counted_rows(output: StoragePath, since: datetime | None = None) -> tuple[int | None, int | None]:
+    """Return rows and error rows of the summary; with `since`, those that workers have reported after that time.
+
+    Both are None if they are not known.
+    """
+    if since is None:
+        total = (read_derived_record(output / SUMMARY, SummaryRecord) or {}).get("total", {})
+        return total.get("rows"), total.get("errors")
+    progress = _progress_of(output)
+    if progress and datetime.fromisoformat(progress["written_at"]) >= since.replace(microsecond=0):
+        return progress["rows_in_files"], progress["errors"]
+    return None, None
+
+
+def log_error_rows(output: StoragePath, num_errors: int) -> None:
+    """Log the first few error rows and where all of them are."""
+    for row in itertools.islice(_error_rows(data_of(output)), min(num_errors, ERRORS_SHOWN)):
+        log.warning("error row %s: %s", shortened(row["request_id"]), row["error_message"])
+    log.warning("all of them: the rows of %s with status 'error'", data_of(output).display_path)
+
+
+def _error_rows(data: StoragePath) -> Iterator[dict[str, str]]:
+    for table in read_tables(data, ["request_id", "status", "error_message"]):
+        yield from table.filter(pc.equal(table["status"], "error")).to_pylist()

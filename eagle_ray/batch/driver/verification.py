@@ -19,15 +19,14 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
-from eagle_ray.batch.driver.completeness import ExpectedRows
+from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
-from eagle_ray.batch.worker.error_classifier import classify_error
-from eagle_ray.batch.worker.start_cache import start_cache
+from eagle_ray.batch.worker.crash_isolation import classify_error
+from eagle_ray.batch.worker.worker import start_cache
 from eagle_ray.config import JobConfig
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.core.start_log import log_while_waiting
 from eagle_ray.report.comparison import SpeedUp
 from eagle_ray.report.text import difference_line
@@ -55,21 +54,21 @@ def run_checks(config: JobConfig, plan: InputPlan, run: Run, wanted: Mapping[str
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
     rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
     log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
-    found = _in_a_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
-    if turns := found.get("baseline_rows", {}).pop("turns", None):
-        found["baseline_rows"] |= SpeedUp.of(turns).as_json()
-    for row in found.get("verify_rows", {}).get("differing", []):
+    results = _in_a_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    if turns := results.get("baseline_rows", {}).pop("turns", None):
+        results["baseline_rows"] |= SpeedUp.of(turns).as_json()
+    for row in results.get("verify_rows", {}).get("differing", []):
         log.warning("%s", difference_line(row))
-    return {name: {"asked": number} | found[name] for name, number in wanted.items()}
+    return {name: {"asked": number} | results[name] for name, number in wanted.items()}
 
 
-def _finished(run: Run, asked: ExpectedRows) -> Keys:
+def _finished(run: Run, expected: ExpectedRows) -> Keys:
     """Return the successful rows that are asked for."""
-    found = [np.empty(0, KEY)]
+    finished = [np.empty(0, KEY)]
     for table in read_tables(run.data, ["request_id", "sample_index", "turn_index", "status"]):
         keys = _keys_of(table.filter(pc.equal(table["status"], "ok")))
-        found.append(keys[asked.contains(keys["id"])])
-    return np.concatenate(found)
+        finished.append(keys[expected.contains(keys["id"])])
+    return np.concatenate(finished)
 
 
 def _keys_of(table: pa.Table) -> Keys:
@@ -91,13 +90,13 @@ def _rows(plan: InputPlan, run: Run, keys: Keys) -> dict[KeyTuple, ChosenRow]:
     outputs = dict(_outputs(run, _with_earlier_turns(keys)))
     ids = {row["request_id"] for row in outputs.values()}
     requests = {request.id: request for request in requests_of(plan.without_carried) if request.id in ids}
-    found: dict[KeyTuple, ChosenRow] = {}
+    rows: dict[KeyTuple, ChosenRow] = {}
     for key in keys.tolist():
         id_, sample, turn = key
         answers = [outputs[id_, sample, earlier]["text"] for earlier in range(turn)]
         request = requests[outputs[key]["request_id"]].next_turn(answers)
-        found[key] = ChosenRow(request, sample, outputs[key]["output_token_ids"])
-    return found
+        rows[key] = ChosenRow(request, sample, outputs[key]["output_token_ids"])
+    return rows
 
 
 def _with_earlier_turns(keys: Keys) -> Keys:

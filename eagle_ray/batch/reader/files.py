@@ -1,16 +1,21 @@
 """Input files: expand a glob, a directory or a list of them into files in a fixed order, each with its format.
 
-[file.format for file in find_files("data/*.parquet", "auto")]      # ['parquet', 'parquet']
+A run must never read its own files as input.
+
+    [file.format for file in find_files("data/*.parquet", "auto")]      # ['parquet', 'parquet']
+    check_disjoint("runs", StoragePath.of("/work/runs/a"))              # from /work
+    # ConfigError: input.path: the directory /work/runs holds output.path /work/runs/a, whose files would ...
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import glob
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -18,12 +23,11 @@ from typing import BinaryIO
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowLocation, RowPosition
 from eagle_ray.runs.job_errors import InputChanged
-from eagle_ray.runs.layout import RUN, SUCCESS, data_of
-from eagle_ray.runs.part_files import part_files
-from eagle_ray.runs.partitions import partition_values
-from eagle_ray.storage.decompression import CODECS, open_decompressed
-from eagle_ray.storage.path import FileVersion, NotFound, StoragePath
-from eagle_ray.storage.storage_errors import ObjectChanged
+from eagle_ray.runs.layout import DATA, INPUTS, PROGRESS, REPORT, RUN, SUCCESS, SUMMARY, data_of
+from eagle_ray.runs.lease import LOCK
+from eagle_ray.runs.part_files import part_files, part_name, partition_values
+from eagle_ray.storage.path import CODECS, StoragePath, named_path, open_decompressed
+from eagle_ray.storage.store import FileVersion, NotFound, ObjectChanged, glob_matches
 
 log = logging.getLogger("eagle_ray")
 RUN_PREFIX = "run:"  # of the output directory of another run: run:runs/first
@@ -37,6 +41,9 @@ CHANGED_REMEDY = (
 )
 _ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
 EMBEDDED = {f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")}
+INPUT_LIST, PART = INPUTS.format("0" * 12), f"{DATA}/{part_name(1, 0)}"  # as they may be named
+RUN_FILES = (LOCK, RUN, INPUT_LIST, PROGRESS, SUMMARY, SUCCESS, REPORT, PART)  # what a run writes
+REMEDY = "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
 
     allow_unfinished: of a pattern run:DIR, also read the files of a run that is not finished. Raises ConfigError.
     """
-    found: dict[StoragePath, InputFile] = {}
+    inputs: dict[StoragePath, InputFile] = {}
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if any(map(is_run, patterns)):
         format_ = _run_format(patterns, format_)
@@ -123,16 +130,16 @@ def find_files(patterns: str | list[str], format_: str, allow_unfinished: bool =
         if not files:
             raise ConfigError(f"input.path: no file matches {pattern!r}{_hint(pattern)}")
         for location, version in files.items():
-            found.setdefault(location, _input_file(location, version, root, format_))
+            inputs.setdefault(location, _input_file(location, version, root, format_))
         if "=" in root.name and not is_run(pattern):
             log.warning(
                 "input.path: %s is in the path that is given, so it is no column. For one, give the directory above "
                 "it, or a glob with a wildcard there.",
                 root.name,
             )
-    if partitions := dict.fromkeys(name for file in found.values() for name in file.partitions):
+    if partitions := dict.fromkeys(name for file in inputs.values() for name in file.partitions):
         log.info("input.path: directories are read as columns: %s", ", ".join(partitions))
-    return tuple(found.values())
+    return tuple(inputs.values())
 
 
 def is_run(pattern: str) -> bool:
@@ -141,10 +148,7 @@ def is_run(pattern: str) -> bool:
 
 def run_directory(pattern: str) -> StoragePath:
     """Return the output directory that run:DIR names. Raises ConfigError."""
-    try:
-        return StoragePath.of(pattern.removeprefix(RUN_PREFIX))
-    except ValueError as error:
-        raise ConfigError(f"input.path: {pattern}: {error}") from None
+    return named_path(f"input.path: {pattern}", pattern.removeprefix(RUN_PREFIX))
 
 
 def _find_run_files(pattern: str, allow_unfinished: bool) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
@@ -180,10 +184,7 @@ def resolve_pattern(pattern: str) -> StoragePath:
         return EMBEDDED[pattern]
     if is_run(pattern):
         return data_of(run_directory(pattern))
-    try:
-        return StoragePath.of(pattern)
-    except ValueError as error:
-        raise ConfigError(f"input.path: {error}") from None
+    return named_path("input.path", pattern)
 
 
 def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
@@ -279,3 +280,56 @@ def _hint(pattern: str) -> str:
         return f" in {root}: it is a pipe or the like, or a link to nowhere"
     near = difflib.get_close_matches(path.name, names, 1)
     return f" in {root}" + (f"; did you mean {_printable(near[0])}?" if near else "")
+
+
+def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
+    """Raise ConfigError if the input, a directory or a glob, includes files that the run will write.
+
+    Checked before there are any, since a run with its own output as input could not be resumed.
+    """
+    for pattern in [input_path] if isinstance(input_path, str) else input_path:
+        directory = resolve_pattern(pattern)
+        relative = output.relative_to(directory)
+        if relative is not None and not _has_hidden_part(relative) and directory.is_directory():
+            raise ConfigError(
+                f"input.path: the directory {directory} holds output.path {output}, whose files would become input: "
+                f"{REMEDY}"
+            )
+        if run_file := _matching_run_file(directory, output):
+            raise ConfigError(
+                f"input.path: {pattern!r} would find what the run writes into output.path, such as"
+                f" {output / run_file}: {REMEDY}"
+            )
+
+
+def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
+    """Raise ConfigError naming an input file that is one of the output's own files.
+
+    Links are followed once for each directory, since following them costs a system call for each part of a path.
+    """
+    data = output / DATA
+    is_inside = functools.cache(lambda path: path.relative_to(data) is not None)
+    for file in files:
+        path = file.storage_path
+        is_link = path.is_local and os.path.islink(path.text)
+        if is_inside(path if is_link else path.parent):
+            raise ConfigError(f"input.path: {file.path} is a file of output.path {output}: {REMEDY}")
+
+
+def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:
+    """Return the first of the output's own files that a glob matches."""
+    root, relative_pattern = split_at_wildcard(pattern)
+    relative_paths = {own: (output / own).relative_to(root) for own in RUN_FILES}
+    return next(
+        (
+            own
+            for own, place in relative_paths.items()
+            if place and glob_matches(relative_pattern.split("/"), place.split("/"))
+        ),
+        None,
+    )
+
+
+def _has_hidden_part(path: str) -> bool:
+    """Return whether the path is hidden, so it is not read as input."""
+    return any(part.startswith((".", "_")) for part in path.split("/"))

@@ -4,7 +4,7 @@ S3's ETag identifies an object's content. A local file's time does not: a copy, 
 alone, and a program can set it back. So each local file is read once when a run first meets it, for a digest, and again
 if its state has changed. The state is its inode and ctime, which no program can set. A file that changed less than
 SETTLED_NS before it was read has no state, because a second change could fall into the same tick of the file system's
-clock: it is read again at the next start. Files of more than MOST_BYTES are compared by size and time only, since
+clock: it is read again at the next start. Files of more than MAX_BYTES are compared by size and time only, since
 hashing terabytes at every start would take too long.
 
     fingerprints(plan.files, known={})
@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from eagle_ray.batch.reader.files import InputFile
-from eagle_ray.batch.reader.jsonl import is_json
+from eagle_ray.batch.reader.text_files import is_json
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete, WorkerDefect
-from eagle_ray.runs.recorded_inputs import Fingerprint, what_changed
+from eagle_ray.runs.layout import Fingerprint, what_changed
 from eagle_ray.storage.path import StoragePath
 
-MOST_BYTES = 16 << 30  # about half a minute
+MAX_BYTES = 16 << 30  # about half a minute
 PIECE = 1 << 20
 SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
 
@@ -36,15 +36,15 @@ def fingerprints(files: Iterable[InputFile], known: Mapping[str, Fingerprint]) -
     known: recorded ones; a file with a recorded version and state is not read again.
     """
     files = list(files)
-    found = {file.path: _noted(file, known) or file.version.as_json() for file in files}
-    unread = [file for file in files if file.storage_path.is_local and "digest" not in found[file.path]]
-    if sum(file.version.size for file in unread) <= MOST_BYTES:
+    prints = {file.path: _noted(file, known) or file.version.as_json() for file in files}
+    unread = [file for file in files if file.storage_path.is_local and "digest" not in prints[file.path]]
+    if sum(file.version.size for file in unread) <= MAX_BYTES:
         for file in unread:
             began_ns, changed_ns = time.time_ns(), file.version.changed_ns
-            found[file.path]["digest"] = _digest(file.storage_path)
+            prints[file.path]["digest"] = _digest(file.storage_path)
             if changed_ns is not None and changed_ns < began_ns - SETTLED_NS:
-                found[file.path]["state"] = file.version.state
-    return found
+                prints[file.path]["state"] = file.version.state
+    return prints
 
 
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:

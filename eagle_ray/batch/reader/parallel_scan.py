@@ -23,7 +23,7 @@ from eagle_ray.batch.reader.scan import FilePart, FileScan, RowScanner
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.columns import RowPosition
 from eagle_ray.runs.job_errors import JobError
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.store import extended_retries
 
 log = logging.getLogger("eagle_ray")
 MIN_BYTES = 256 << 20  # a smaller input is scanned in the driver, in less time than Ray takes to start
@@ -87,15 +87,15 @@ class ParallelScan:
 
     def _line_starts(self, file: InputFile, start: int) -> list[int]:
         """Return offsets of lines, about piece_bytes from each other."""
-        found: list[int] = []
+        starts: list[int] = []
         with file.open() as stream:
             for offset in range(start + self.piece_bytes, file.version.size, self.piece_bytes):
                 stream.seek(offset - 1)
                 stream.readline()
                 place = stream.tell()
-                if place < file.version.size and place > (found or [start])[-1]:
-                    found.append(place)
-        return found
+                if place < file.version.size and place > (starts or [start])[-1]:
+                    starts.append(place)
+        return starts
 
     def _placed(self, pieces: list[tuple[int, FilePart]]) -> list[tuple[int, FilePart]]:
         """Return the pieces, each with the number of its part, with the places of their first rows."""
@@ -159,7 +159,7 @@ class GroupScan:
     scanner: RowScanner
 
     def __call__(self, pieces: list[FilePart]) -> list[list[FileScan]]:
-        return [list(found) for found in self.scanner(pieces)]
+        return [list(scans) for scans in self.scanner(pieces)]
 
 
 def _count_lines(part: FilePart) -> int:

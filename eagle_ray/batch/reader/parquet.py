@@ -2,6 +2,12 @@
 
 A struct has every key of its column in every row. A null in one is taken as a key that the row does not have.
 
+``input.path: run:runs/first`` reads the part files of another run: a finished row becomes an input row with the columns
+CONTEXT and the run's carried columns. How the first run was sampled, and what it measured, is not read, so none of it
+becomes a setting of the new row. The id is the first run's for sample 0. Further samples get ``#1``, ``#2`` ..., and
+later turns of a conversation ``@1`` before that: ``q7@1#2``. request_id and sample_index are carried as
+input_request_id and input_sample_index.
+
     with pq.ParquetFile("a.parquet") as parquet:
         [(rows, _)] = batches_in_parquet(parquet, file, needed=["prompt"], groups=[0])
     rows                                                                    # [{'prompt': 'Hi'}]
@@ -17,9 +23,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.files import RUN_PREFIX, InputFile
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.request import UNCARRIED, InputRow
+from eagle_ray.requests.row_schema import OUTPUT_FIELDS, SCHEMA_VERSION, VERSION_KEY
+from eagle_ray.requests.values import json_error
+from eagle_ray.runs.part_files import partition_types, with_partition_columns
+from eagle_ray.text.strict_json import parse_json
 
 BATCH_ROWS = 256
 NANOSECONDS = pa.time64("ns")
@@ -32,6 +42,9 @@ CONVERSION_ERRORS = (
     ValueError,
     KeyError,
 )  # dates beyond Python's years, unknown time zones
+RUN_ID = "__id__"  # the column with the ids that are made here; not carried
+CONTEXT = ("request_id", "sample_index", "turn_index", "prompt", "messages", "text", "finish_reason")
+_READ = (*CONTEXT, "status", "error_code", "error_message")
 
 
 def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
@@ -80,10 +93,10 @@ def _converter(type_: pa.DataType) -> Convert | None:
 def _struct_converter(type_: pa.StructType) -> Convert:
     """Return what leaves a struct's nulls out, but the content of a message: an assistant's null is OpenAI's form."""
     converters = {field.name: _converter(field.type) for field in type_}
-    kept = {"content"} if "role" in converters else set()
+    nullable = {"content"} if "role" in converters else set()
 
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        present = {name: item for name, item in value.items() if item is not None or name in kept}
+        present = {name: item for name, item in value.items() if item is not None or name in nullable}
         return {name: _converted(item, converters[name]) for name, item in present.items()}
 
     return convert
@@ -99,15 +112,15 @@ def batches_in_parquet(
     """
     names = parquet.schema_arrow.names
     read = [name for name in dict.fromkeys(needed) if name in names]
-    kept = [name for name in dict.fromkeys(carried) if name in names]
-    columns = list(dict.fromkeys([*read, *kept]))
+    carried_names = [name for name in dict.fromkeys(carried) if name in names]
+    columns = list(dict.fromkeys([*read, *carried_names]))
     if not columns:  # pyarrow reads no rows of no columns
         num_rows = sum(parquet.metadata.row_group(i).num_rows for i in groups)
         yield from ((_empty_rows(n), pa.record_batch({})) for n in _batch_sizes(num_rows))
         return
     for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=columns):
         rows = _to_rows(_nanoseconds_as_text(batch.select(read)), file) if read else _empty_rows(batch.num_rows)
-        yield _without_bad_text(rows, batch.select(kept))
+        yield _without_bad_text(rows, batch.select(carried_names))
 
 
 def _empty_rows(number: int) -> list[InputRow]:
@@ -125,12 +138,12 @@ def _without_bad_text(rows: list[InputRow], carried: pa.RecordBatch) -> tuple[li
         column = carried.column(index)
         if _is_valid(column):
             continue
-        kept = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
-        for place in (place for place, row in enumerate(kept) if row is None):
+        valid_rows = [i if _is_valid(column.take(pa.array([i]))) else None for i in range(len(column))]
+        for place in (place for place, row in enumerate(valid_rows) if row is None):
             error = RequestError("bad_encoding", f"column {name!r} is not UTF-8 text: write it as UTF-8")
             row = rows[place]
             rows[place] = error if isinstance(row, RequestError) else row | {UNCARRIED: error}
-        carried = carried.set_column(index, name, column.take(pa.array(kept, pa.int64())))
+        carried = carried.set_column(index, name, column.take(pa.array(valid_rows, pa.int64())))
     return rows, carried
 
 
@@ -178,3 +191,55 @@ def _is_convertible(column: pa.Array) -> bool:
     except CONVERSION_ERRORS:
         return False
     return True
+
+
+def run_schema(parquet: pq.ParquetFile, path: str) -> pa.Schema:
+    """Return the input columns that the run's file has. Raises ConfigError for a file that no run wrote."""
+    stored = parquet.schema_arrow
+    if (stored.metadata or {}).get(VERSION_KEY) != SCHEMA_VERSION:
+        raise ConfigError(f"input.path: {path} was not written by a run of this version: name it without {RUN_PREFIX}")
+    own = {field.name for field in OUTPUT_FIELDS}
+    context = [stored.field(name) for name in CONTEXT if name in stored.names]
+    carried = [field for field in stored if field.name not in own]
+    partitions = [field for field in partition_types(stored) if field.name not in own]
+    return pa.schema([*context, *carried, *partitions])
+
+
+def batches_in_run(
+    parquet: pq.ParquetFile, path: str, needed: Iterable[str], groups: list[int], carried: Iterable[str] = ()
+) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
+    """Yield batches: the needed columns as rows, and the carried ones as they are. An error row is a bad row."""
+    schema, partitions = run_schema(parquet, path), partition_types(parquet.schema_arrow)
+    carried_names = [name for name in dict.fromkeys(carried) if name in schema.names]
+    wanted = [name for name in dict.fromkeys(needed) if name in schema.names]
+    stored = [name for name in dict.fromkeys([*_READ, *wanted, *carried_names]) if name in parquet.schema_arrow.names]
+    for batch in parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=stored):
+        table = with_partition_columns(pa.Table.from_batches([batch]), partitions, path)
+        rows = [_input_row(row, wanted) for row in arrow_rows(table)]
+        columns = table.select(carried_names).combine_chunks().to_batches()
+        yield rows, columns[0] if carried_names else pa.record_batch({})
+
+
+def _input_row(row: dict[str, Any], wanted: Iterable[str]) -> InputRow:
+    input_row: dict[str, Any] = {RUN_ID: _id_of(row)} | {name: row[name] for name in wanted}
+    if row["status"] != "ok":
+        input_row["text"] = RequestError("earlier_run_failed", f"it is an error row of the first run: {_error_of(row)}")
+    if isinstance(input_row.get("messages"), str):
+        input_row["messages"] = _messages_of(input_row["messages"])
+    return input_row
+
+
+def _messages_of(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        return json_error("column 'messages'", error)
+
+
+def _id_of(row: dict[str, Any]) -> str:
+    turn, sample = row.get("turn_index"), row["sample_index"]
+    return f"{row['request_id']}{f'@{turn}' if turn else ''}{f'#{sample}' if sample else ''}"
+
+
+def _error_of(row: dict[str, Any]) -> str:
+    return f"{row['error_code']}: {row['error_message']}"

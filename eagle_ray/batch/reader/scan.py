@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT, join_into, type_in_parquet, type_of
-from eagle_ray.batch.reader.csv import type_of_csv_value
 from eagle_ray.batch.reader.file_slices import (
     COLUMNAR,
     FileSlice,
@@ -39,7 +37,9 @@ from eagle_ray.batch.reader.file_slices import (
     with_values,
 )
 from eagle_ray.batch.reader.files import InputFile
+from eagle_ray.batch.reader.input_columns import CSV_TEXT, join_into, type_in_parquet, type_of
 from eagle_ray.batch.reader.parquet import check_unique
+from eagle_ray.batch.reader.text_files import type_of_csv_value
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.columns import FIRST, ColumnPath, RequestColumns, RowPosition
@@ -129,20 +129,20 @@ class RowScanner:
         has_turns = "turns" in self.columns.prompts
         ids, requests, rows = bytearray(), array("Q"), array("I")
         n = self.config.sampling.n
-        found = FileScan()
-        for position, row in rows_in_part(part, self.columns, found):
+        scan = FileScan()
+        for position, row in rows_in_part(part, self.columns, scan):
             location = part.file.location_of(position)
             ids += digest(id_of(row, self.columns, location))
             requests.append(request_digest(row, needed))
             own = isinstance(row, dict) and (has_turns or row.get("n") is not None)
             request = parse_row(row, self.columns, location) if own else None
             rows.append(n if request is None else request.num_rows(self.config))
-        found.rows = {
+        scan.rows = {
             "id": np.frombuffer(bytes(ids), DIGEST),
             "request": np.frombuffer(requests, np.uint64),
             "rows": np.frombuffer(rows, np.uint32),
         }
-        return [found]
+        return [scan]
 
 
 def _is_small_object(part: FilePart) -> bool:
@@ -160,20 +160,20 @@ def request_digest(row: InputRow, needed: frozenset[str]) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=8).digest())
 
 
-def rows_in_part(part: FilePart, columns: RequestColumns, found: FileScan) -> Iterator[tuple[RowPosition, InputRow]]:
+def rows_in_part(part: FilePart, columns: RequestColumns, scan: FileScan) -> Iterator[tuple[RowPosition, InputRow]]:
     """Yield the position of each row of a part, and the row (of Parquet, its needed columns only).
 
-    found: has what the part holds once the last row was yielded. Raises ConfigError if the file cannot be read at all.
+    scan: has what the part holds once the last row was yielded. Raises ConfigError if the file cannot be read at all.
     """
     unread = UnreadParameters(columns)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
     with reading(part.file):
-        yield from read(part, columns, found, unread)
-    found.unread = unread.found
+        yield from read(part, columns, scan, unread)
+    scan.unread = unread.values
 
 
 def _record_rows(
-    part: FilePart, columns: RequestColumns, found: FileScan, unread: UnreadParameters
+    part: FilePart, columns: RequestColumns, scan: FileScan, unread: UnreadParameters
 ) -> Iterator[tuple[RowPosition, InputRow]]:
     file, stop, can_split = part.file, part.stop, part.file.can_split
     starts: list[tuple[int, RowPosition]] = []
@@ -199,21 +199,21 @@ def _record_rows(
             if unread.is_watching:
                 unread.look(number, position, row)
         yield position, row
-    found.types = types.joined()
-    join_into(found.types, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
-    found.slices = [FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True)]
+    scan.types = types.joined()
+    join_into(scan.types, {name: scalar.type for name, scalar in partitions.items() if name in inherited})
+    scan.slices = [FileSlice(file, *start, count) for start, count in zip(starts, counts, strict=True)]
 
 
 def _columnar_rows(
-    part: FilePart, columns: RequestColumns, found: FileScan, unread: UnreadParameters
+    part: FilePart, columns: RequestColumns, scan: FileScan, unread: UnreadParameters
 ) -> Iterator[tuple[RowPosition, InputRow]]:
     file = part.file
     with open_columnar(file) as parquet:
-        found.types = {field.name: type_in_parquet(field.type) for field in columns_in(parquet, file)}
+        scan.types = {field.name: type_in_parquet(field.type) for field in columns_in(parquet, file)}
         check_unique(parquet, file)
         partitions = partitions_in(parquet, file)
-        found.types |= {name: scalar.type for name, scalar in partitions.items()}
-        unread.watch(found.types)
+        scan.types |= {name: scalar.type for name, scalar in partitions.items()}
+        unread.watch(scan.types)
         needed = [*columns.needed, *unread.watched]
         values = {name: partitions[name].as_py() for name in needed if name in partitions}
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
@@ -225,7 +225,7 @@ def _columnar_rows(
             if unread.is_watching and isinstance(row, dict):
                 unread.look(number, position, row)
             yield position, row
-    found.slices = [FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i]]
+    scan.slices = [FileSlice(file, i, RowPosition(starts[i], None), sizes[i]) for i in groups if sizes[i]]
 
 
 class RecordTypes:
@@ -262,7 +262,7 @@ class UnreadParameters:
     Such a parameter is a column, or a key of an object of which input.columns reads another key.
 
     Attributes:
-        found: the values, by column or by ``path.key``.
+        values: the first ones, by column or by ``path.key``.
         watched: for each such column without a value so far, its parameter.
         is_watching: whether rows must be looked at.
     """
@@ -270,7 +270,7 @@ class UnreadParameters:
     def __init__(self, columns: RequestColumns) -> None:
         paths = (columns.id, *columns.prompt_paths)
         self._objects = list({path.parent for path in paths if path.parent is not None})
-        self.found: dict[str, UnreadValue] = {}
+        self.values: dict[str, UnreadValue] = {}
         self.watched: dict[str, str] = {}
         self.is_watching = bool(self._objects)
 
@@ -286,8 +286,8 @@ class UnreadParameters:
             items = _object_at(path, row).items()
             values += [(f"{path.text}.{key}", name, value) for key, value in items if (name := _parameter(key))]
         for column, name, value in values:
-            if column not in self.found and has_effect(name, value):
-                self.found[column] = UnreadValue(number, *position, reprlib.repr(value))
+            if column not in self.values and has_effect(name, value):
+                self.values[column] = UnreadValue(number, *position, reprlib.repr(value))
                 self.watched.pop(column, None)
         self.is_watching = bool(self.watched or self._objects)
 

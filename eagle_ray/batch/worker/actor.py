@@ -21,17 +21,14 @@ import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.worker.crash_isolation import CrashLog, Isolation
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
+from eagle_ray.batch.worker.crash_isolation import CrashLog, Fault, Isolation, as_config_error, classify_error
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
-from eagle_ray.batch.worker.error_classifier import Fault, as_config_error, classify_error
-from eagle_ray.batch.worker.metrics import JobMetrics
-from eagle_ray.batch.worker.progress import WorkerReport
+from eagle_ray.batch.worker.progress import JobMetrics, WorkerReport
 from eagle_ray.batch.worker.sink import nest
 from eagle_ray.batch.worker.spare_engine import fork_engine
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import EngineError
-from eagle_ray.core.slot_limits import usual_slots
 from eagle_ray.runs.run import Run
 
 ACK_TIMEOUT_S = 30

@@ -26,17 +26,16 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.evaluation.timing import Timing, total
 from eagle_ray.methods.drafter import NullDrafter
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.comparison import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.sequences import sequence_of
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.grammar_state import GrammarState
 from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 from eagle_ray.sampling.sampler import gumbel_noise, process
 
@@ -98,8 +97,10 @@ class BaselineComparison:
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
         turn = Timing({PLAIN: self._plain_engine}).round(partial(self._sequences, rows))
-        found = [self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)]
-        differing = [difference for difference in found if difference is not None]
+        differences = [
+            self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)
+        ]
+        differing = [difference for difference in differences if difference is not None]
         return {"rows": len(rows), "identical": len(rows) - len(differing), "differing": differing}
 
     def _sequences(self, rows: list[ChosenRow], engine_name: str) -> list[Sequence]:
@@ -123,9 +124,7 @@ class BaselineComparison:
         gap = cause = None
         if position < shorter:
             ids, tokens = plain.prompt_ids + expected[:position], (expected[position], stored[position])
-            logits = self._next_logits(ids)
-            if plain.controls is not None:
-                logits = self._controlled_logits(logits, plain, expected[:position])
+            logits = self._controlled_logits(self._next_logits(ids), plain, expected[:position])
             first, second = sampling_scores(logits, plain.sampling, len(ids))[list(tokens)].tolist()
             gap = first - second
             cause = rounding_cause(logits, plain.sampling, len(ids), *tokens, NEAR_TIE[self._target.dtype])
@@ -143,36 +142,25 @@ class BaselineComparison:
     def _controlled_logits(
         self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
     ) -> Float[Tensor, " V"]:
-        grammars, spec = self._plain_engine.grammars, plain.grammar_spec
-        state = None if grammars is None or spec is None else grammars.start(spec)
-        return controlled_logits(logits, plain, output_ids, state)
+        """Return the logits after the sequence's controls, for the token after output_ids."""
+        before, grammars, spec = plain.controls, self._plain_engine.grammars, plain.grammar_spec
+        if before is None:
+            return logits
+        grammar = None if grammars is None or spec is None else grammars.start(spec)
+        state = new_controls(plain, before.ends, len(logits), grammar)
+        state.sync(output_ids)
+        adjusted = logits.to(torch.float32, copy=True)[None]
+        Adjustments.of([(state, [[]])]).apply(adjusted)
+        return adjusted[0]
 
     @torch.inference_mode()
     def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
         """Return the target's logits for the token after these ids."""
         blocks, device = self._target.cache.blocks, self._target.device
         blocks.reserve(0, len(ids))
-        logits = self._target.prefill(PrefillBatch.of([0], [ids], device)).logits
+        logits = self._target.prefill(PromptBatch.of([0], [ids], device)).logits
         blocks.free(0)
         return logits[0].cpu()
-
-
-def controlled_logits(
-    logits: Float[Tensor, " V"], sequence: Sequence, output_ids: list[int], grammar: GrammarState | None = None
-) -> Float[Tensor, " V"]:
-    """Return the logits after the sequence's controls, for the token after output_ids.
-
-    Args:
-        grammar: the sequence's, before its first token; it advances.
-    """
-    before = sequence.controls
-    if before is None:
-        return logits
-    state = new_controls(sequence, before.ends, len(logits), grammar)
-    state.sync(output_ids)
-    adjusted = logits.to(torch.float32, copy=True)[None]
-    Adjustments.of([(state, [[]])]).apply(adjusted)
-    return adjusted[0]
 
 
 def sampling_scores(logits: Float[Tensor, " V"], params: SamplingParams, position: int) -> Float[Tensor, " V"]:

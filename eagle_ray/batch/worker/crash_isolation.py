@@ -1,4 +1,14 @@
-"""Isolation: run batches so that a row that crashes the engine takes few other rows with it.
+"""Crashes of engines: which fault it was, whether other workers would meet it, and which row is at fault.
+
+A fault of a device or its memory is local, and so is a device that is too small for the model. After such a fault the
+actor starts another engine on its device. If that fails, too, the actor ends, and Ray starts it again, perhaps on
+another device. A failure that any worker would meet, such as a missing model, ends the job. Errors are recognized by
+name and text, so the driver can classify them without torch.
+
+    >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    Fault(line='device fault (RuntimeError: CUDA error: ...): look at the device ...is_local=True...)
+
+Isolation: run batches so that a row that crashes the engine takes few other rows with it.
 
 A crash does not say which row in flight was at fault: a prompt that exhausts the device's memory, tokens that a kernel
 cannot handle, or no row at all. So each row in flight is charged with it and is a suspect from then on. Suspects wait
@@ -15,6 +25,7 @@ may also end the actor's own process, as a lack of the node's memory does.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,15 +34,23 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from eagle_ray.batch.worker.error_classifier import classify_error
-from eagle_ray.core.errors import EngineError
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.requests.columns import location_text
+from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
+from eagle_ray.storage.store import DISK_FULL, StorageError
 
 WORKER_DIED = "worker_died"
 MAX_CRASHES = 4  # with everything in flight, in a small group, and twice as the only row
 KILLED = "the process was killed"  # where a worker left no reason
 LOCATION = ("source_file", "row_index", "source_line")
 FIX = "shorten the prompt, or set execution.slots or execution.kv_tokens to less"
+SMALLER = "set execution.kv_tokens, execution.slots, speculative.max_nodes or model.max_model_len to less"
+LOOK = "look at the device (nvidia-smi, dmesg); its node can be taken out of the cluster while the job runs"
+# torch says either, of a device or of the host, in a RuntimeError of one class or another
+OUT_OF_MEMORY = re.compile(r"out of memory|alloc\w* .*memory|OutOfMemoryError|MemoryError|_ALLOC_FAILED", re.IGNORECASE)
+DEVICE = re.compile(
+    r"AcceleratorError|\b(CUDA|HIP|cuDNN|cuBLAS|NCCL)\b.*(error|fail)|device-side assert", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +93,8 @@ class CrashLog:
 
     def suspects(self, ids: Iterable[str]) -> dict[str, int]:
         """Return the number of crashes of those rows that are suspects."""
-        found = ((id, self.records[id]) for id in ids if id in self.records)
-        return {id: record.num_crashes for id, record in found if not record.is_final}
+        recorded = ((id, self.records[id]) for id in ids if id in self.records)
+        return {id: record.num_crashes for id, record in recorded if not record.is_final}
 
 
 class CrashingEngine(Protocol):
@@ -136,8 +155,10 @@ class Isolation:
         suspects = self._log.suspects(ids)
         if len(suspects) < len(ids) or not ids:
             return _without(ids, suspects)
-        fewest = min(suspects.values())
-        return [id for id, crashes in suspects.items() if crashes == fewest][: max_group_size(fewest, self._slots)]
+        min_crashes = min(suspects.values())
+        return [id for id, crashes in suspects.items() if crashes == min_crashes][
+            : max_group_size(min_crashes, self._slots)
+        ]
 
     async def _run_group(self, batch: pa.Table, ids: list[str]) -> pa.Table | None:
         """Return the answers, or None if the engine crashed, meanwhile or before."""
@@ -213,8 +234,8 @@ def _without(ids: list[str], others: Iterable[str]) -> list[str]:
 def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
     """Sort rows into the order of the batch; the samples of a request keep their order."""
     place = {id: i for i, id in enumerate(ids)}
-    places = [place[id] for id in answers["request_id"].to_pylist()]
-    return answers.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64())).combine_chunks()
+    order = [place[id] for id in answers["request_id"].to_pylist()]
+    return answers.take(pa.array(sorted(range(len(order)), key=order.__getitem__), pa.int64())).combine_chunks()
 
 
 @dataclass(slots=True)
@@ -250,3 +271,67 @@ class SharedExclusiveLock:
             self._num_exclusive -= 1
             async with self._changed:
                 self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The cause of a worker's failure.
+
+    Attributes:
+        line: what happened, and what to do if that is known.
+        is_local: another worker may start without this error.
+        is_transient: the same command may succeed later.
+    """
+
+    line: str
+    is_local: bool
+    is_transient: bool = False
+
+
+class WorkerError(EngineError):
+    """A fault classified in the worker's own process, which saw its cause."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault.line)
+        self.fault = fault
+
+    def __reduce__(self):
+        return type(self), (self.fault,)
+
+
+def classify_error(error: Exception) -> Fault:
+    """Classify an error of a worker's start or of its engine, whose cause is the device's error."""
+    if isinstance(error, WorkerError):
+        return error.fault
+    cause = error.__cause__ if isinstance(error, EngineError) and error.__cause__ is not None else error
+    if isinstance(cause, UnfitDevice):
+        return Fault(str(cause), is_local=True)
+    message = _message_of(cause)
+    if OUT_OF_MEMORY.search(message):
+        return Fault(f"its memory is too small ({message}): {SMALLER}", is_local=True, is_transient=True)
+    if DEVICE.search(message):
+        return Fault(f"device fault ({message}): {LOOK}", is_local=True, is_transient=True)
+    is_disk_full = isinstance(cause, OSError) and cause.errno in DISK_FULL
+    return Fault(_message_of(error), is_local=is_disk_full, is_transient=_may_pass(cause))
+
+
+def as_config_error(error: Exception) -> Exception:
+    """Return the error as the driver raises it: one line, of a class that does not need torch."""
+    if isinstance(error, ConfigError):
+        return error
+    fault = classify_error(error)
+    kind = ClusterError if fault.is_transient else ModelUnusable
+    return kind(f"a worker cannot start: {fault.line}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether storage or network failed temporarily. A bare OSError, as of a missing model, has no errno."""
+    if isinstance(error, (ConnectionError, TimeoutError, StorageError)):
+        return outcome_of(error).is_transient
+    return isinstance(error, OSError) and error.errno is not None and outcome_of(error).is_transient
+
+
+def _message_of(error: BaseException) -> str:
+    """Return the first line, with the class name for errors of other libraries."""
+    reason = str(error).strip().partition("\n")[0]
+    return reason if isinstance(error, EngineError) else f"{type(error).__name__}: {reason}".rstrip(": ")

@@ -35,19 +35,18 @@ from typing import Any, NoReturn
 import pyarrow as pa
 
 from eagle_ray.assembly.worker_plan import WorkerPlan
-from eagle_ray.batch.worker.error_classifier import WorkerError, classify_error
+from eagle_ray.batch.worker.crash_isolation import WorkerError, classify_error
 from eagle_ray.config import JobConfig
+from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
-from eagle_ray.engine.counters import EngineCounters
 from eagle_ray.runs.job_errors import WorkerDefect
 from eagle_ray.runs.lease import process_name
 from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
 WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
-COMMAND = (
-    f"from {__name__} import main; main()"  # with -m its classes would be those of __main__, unknown to the parent
-)
+# With -m, the child's classes would be those of __main__, which the parent does not know.
+COMMAND = f"from {__name__} import run_child; run_child()"
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables
 
@@ -342,6 +341,6 @@ def end_with_parent(parent: int, number: int) -> None:
             os.kill(os.getpid(), number)
 
 
-def main() -> None:
+def run_child() -> None:
     """Run the child's end. Its command line has the job's name, the worker's class and the number of the pipe."""
     EngineChild(set_up_child()).run(sys.argv[-2])

@@ -26,11 +26,10 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockAccessor
 from ray.data.datasource import Datasink
 
-from eagle_ray.runs.part_files import part_name
-from eagle_ray.runs.partitions import Partitions
+from eagle_ray.runs.part_files import Partitions, part_name
 from eagle_ray.runs.run import Run
-from eagle_ray.storage.path import parquet_bytes
-from eagle_ray.storage.retry_budget import extended_retries
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.store import extended_retries
 
 NESTED = "rows"  # the one column
 NO_PARTITIONS = Partitions()

@@ -24,8 +24,8 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import uuid
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -47,7 +47,7 @@ from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.runs.job_errors import ClusterError
 
 log = logging.getLogger("eagle_ray")
-COMMAND = f"from {__name__} import main; main()"
+COMMAND = f"from {__name__} import run_spare; run_spare()"
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a socket's other end
 MEMORY_SCORE = Path("/proc/self/oom_score_adj")
 STREAMS = [1, 2]  # stdout and stderr
@@ -156,26 +156,27 @@ class Surroundings:
 
 
 class ForkedProcess:
-    """A child of the spare process, with the methods of Popen that an EngineProcess needs."""
+    """A child of the spare process, with the methods of Popen that an EngineProcess needs.
+
+    It is another process's child, so its PID may be reused once it has ended. A file descriptor stands for it alone.
+    """
 
     def __init__(self, pid: int):
         self.pid = pid
+        self._handle = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._handle)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self) -> int | None:
         """Wait until it has ended and return its exit code, or None if the spare process has ended, too."""
-        deadline = time.monotonic() + EXIT_WITHIN_S
-        while time.monotonic() < deadline:
-            try:
-                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                return None
+        select.select([self._handle], [], [], EXIT_WITHIN_S)
+        with suppress(OSError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] == "Z":
                 return os.waitstatus_to_exitcode(int(fields[-1]))
-            time.sleep(0.01)
         return None
 
 
@@ -202,7 +203,7 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
     return CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
 
 
-def main() -> None:
+def run_spare() -> None:
     """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
     driver = set_up_child()
     with socket.socket(fileno=os.dup(driver.fileno())) as end:

@@ -12,7 +12,7 @@ others go as deep. Parts without a model draft as deep as they can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.models.target import PrefillBatch
-from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
@@ -42,7 +41,7 @@ class _Drafted:
     depth: int
 
 
-class EnsembleDrafter:
+class EnsembleDrafter(Drafter):
     """Several drafters as one.
 
     Args:
@@ -69,11 +68,8 @@ class EnsembleDrafter:
     def cost_key(self) -> dict[str, Any]:
         return {"parts": [part.cost_key for part in self._parts]}
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         assert runner is None, "an ensemble drafts on the host"
-
-    def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
-        return iter(())
 
     def attach_prefix(
         self,
@@ -86,20 +82,15 @@ class EnsembleDrafter:
         for part, own in self._with_features(features):
             part.attach_prefix(slots, firsts, columns, tokens, own)
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for part, own in self._with_features(features):
             part.prefill(prompts, next_tokens, own)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         for part, own in self._with_features(features):
             part.prefill_deferred(prompts, next_tokens, own)
-
-    def draft_async(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
-    ) -> Draft | None:
-        return None
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
         return sum(part.mark_consumed(slots, lengths) for part in self._parts)

@@ -18,10 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
-from eagle_ray.models.target import PrefillBatch
+from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.target import PromptBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -67,7 +67,7 @@ class SwitchDrafter:
         """Return the cost key of the drafter in use."""
         return self._current.cost_key
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._is_replayed = runner is not None
         for drafter in self._drafters.values():
             drafter.use_graphs(runner, max_depth)
@@ -86,12 +86,12 @@ class SwitchDrafter:
         for drafter in self._reading:
             drafter.attach_prefix(slots, firsts, columns, tokens, features)
 
-    def prefill(self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
+    def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]) -> None:
         for drafter in self._reading:
             drafter.prefill(prompts, next_tokens, features)
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         for drafter in self._reading:
             drafter.prefill_deferred(prompts, next_tokens, features)

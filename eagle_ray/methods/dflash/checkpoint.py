@@ -1,6 +1,7 @@
-"""DFlash spec: which DFlash head a published config and its tensors describe, and whether it fits a target.
+"""Published DFlash heads: which head a config and its tensors describe, and whether it fits a target.
 
-    head = build_dflash(raw, shapes, target.config)     # parameters on the meta device: shapes without numbers
+    head = meta_dflash(path, target.config)     # parameters on the meta device: shapes without numbers
+    head = load_dflash(path, target.config)     # DFlash, or a causal head of JetSpec
 
 Two published layouts name the same tensors (fc, hidden_norm, layers.*, norm), and differ in config.json:
 
@@ -22,22 +23,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, Qwen3Config
 
-from eagle_ray.core.errors import one_line
 from eagle_ray.methods.dflash.heads import FULL, SLIDING, BlockShape, DFlashHead
-from eagle_ray.methods.eagle.checkpoint import (
+from eagle_ray.methods.head_files import (
     IGNORED_KEYS,
     SPECULATORS,
     Named,
     Shape,
+    attention_heads,
+    check_counts,
     check_tensors,
     is_count,
     is_dflash,
+    load_into,
+    on_meta,
+    read_config,
+    read_shapes,
+    read_tensors,
     rope_of,
+    with_path,
     without_nulls,
 )
 
@@ -47,6 +55,19 @@ MIN_BLOCK = 2  # rows: the root and one token
 MAX_BLOCK = 64  # rows of a block: as many as a row of a tree's mask names
 SWITCHES = ("causal_head", "causal", "sample_from_anchor", "sliding_window_non_causal")
 TIED_TO_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's own, which some files repeat
+
+
+def load_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
+    """Return the DFlash head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
+    head = meta_dflash(path, target)
+    return load_into(head, path, own_names(read_tensors(path)))
+
+
+def meta_dflash(path: Path, target: PretrainedConfig) -> DFlashHead:
+    """Return the DFlash head with its parameters on the meta device; no weights are read. Raises EngineError."""
+    raw, shapes = read_config(path), read_shapes(path)
+    with with_path(path):
+        return build_dflash(raw, shapes, target)
 
 
 def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> DFlashHead:
@@ -62,25 +83,18 @@ def build_dflash(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pr
         )
     _check_kind(raw)
     layers, own = _sections(raw)
-    wrong = [key for key in SIZES if not is_count(layers.get(key))]
-    wrong += [key for key in OPTIONAL_SIZES if key in {**layers, **own} and not is_count({**layers, **own}[key])]
-    if wrong:
-        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
+    check_counts(layers, SIZES, {**layers, **own}, OPTIONAL_SIZES)
     _check_target(layers, own, target)
     block = block_of(raw, target)
     has_lm_head = "lm_head.weight" in shapes
-    try:
-        with torch.device("meta"):
-            head = DFlashHead(
-                layer_config(raw),
-                block,
-                draft_vocab_size=(own.get("draft_vocab_size") or target.vocab_size) if has_lm_head else None,
-                own_embedding="embed_tokens.weight" in shapes,
-            )
-    except ValueError:
-        raise
-    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
-        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
+    head = on_meta(
+        lambda: DFlashHead(
+            layer_config(raw),
+            block,
+            draft_vocab_size=(own.get("draft_vocab_size") or target.vocab_size) if has_lm_head else None,
+            own_embedding="embed_tokens.weight" in shapes,
+        )
+    )
     check_tensors("a DFlash head", head, own_names(shapes), _optional(head))
     return head
 
@@ -197,15 +211,10 @@ def _layer_types(layers: Mapping[str, Any]) -> list[str]:
 def layer_config(raw: Mapping[str, Any]) -> Qwen3Config:
     """Return the config of a head's layers from its config.json. Raises ValueError."""
     layers, _ = _sections(raw)
-    heads, activation = layers["num_attention_heads"], layers.get("hidden_act", "silu")
-    kv_heads = layers.get("num_key_value_heads", heads)
-    head_dim = layers.get("head_dim", layers["hidden_size"] // heads)
+    activation = layers.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"its hidden_act is {activation!r}; DFlash layers run silu only")
-    if heads % kv_heads:
-        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
+    heads, kv_heads, head_dim = attention_heads(layers)
     types = _layer_types(layers)
     return Qwen3Config(
         vocab_size=layers["vocab_size"],

@@ -27,15 +27,15 @@ from torch import Tensor
 
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.core.async_copy import copy_to_device, to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner
+from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
-from eagle_ray.methods.pair_drafter import NARROW, NARROW_FROM, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.graphs import NARROW, NARROW_FROM, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -83,13 +83,18 @@ class DFlashDrafter(PairDrafter):
         graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
         recorded = self._recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
         return super()._replayed(at, roots, recorded, sampling, graphs)
 
-    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: GraphRunner) -> DraftPlan:
+    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch

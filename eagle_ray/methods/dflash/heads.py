@@ -31,7 +31,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3RMSNorm
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata, AttentionShape, Rotary
-from eagle_ray.kernels.torch_ops import rotated
+from eagle_ray.kernels.layer_ops import rotated
 from eagle_ray.kv.kv_cache import KVCache
 from eagle_ray.methods.eagle.heads import exact_rotary
 from eagle_ray.models.decoder import Angles, Layer, normed_sum, ops_for

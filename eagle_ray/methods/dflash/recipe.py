@@ -30,10 +30,8 @@ from torch import Tensor, nn
 
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.head_files import save_head
-from eagle_ray.training.feature_source import FeatureBatch
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import agreement_names, autocast, initialize_linears, mean_over
-from eagle_ray.training.optimization import Losses
+from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
+from eagle_ray.training.optimization import Losses, agreement_names, autocast, initialize_linears, mean_over
 from eagle_ray.training.packing import PackedBatch
 
 ANCHORS_PER_PASS = 64  # blocks that attend in one call: its mask has this times the block's rows, squared

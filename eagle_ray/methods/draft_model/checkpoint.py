@@ -19,6 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.heads import HeadForward, head_forward
+from eagle_ray.models.decoder import Decoder
 from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
 from eagle_ray.models.supported_models import (
     KVSpec,
@@ -65,6 +67,15 @@ class DraftModel(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf | None) -> Float[Tensor, "*rows V"]:
         return self._finished(self.model.get_output_embeddings()(hidden))
+
+
+@head_forward.register
+def _(head: DraftModel) -> HeadForward:
+    """An independent causal LM, which reads the embeddings alone."""
+    decoder = Decoder.of(head.model)
+    if decoder is None:
+        return head_forward.dispatch(object)(head)
+    return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
 
 
 def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:

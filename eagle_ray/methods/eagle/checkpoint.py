@@ -1,9 +1,10 @@
-"""Head spec: which head a published config and its tensors describe, and whether it fits a target.
+"""Published EAGLE heads: which head a config and its tensors describe, and whether it fits a target.
 
-    head = build_head(raw, shapes, target.config)      # parameters on the meta device: shapes without numbers
+    head = meta_head(path, target.config)      # parameters on the meta device: shapes without numbers
+    head = load_head(path, target.config)      # EAGLE-1, 2 or 3, recognized by its tensors
 
-The only module that decides it, used before a job starts and again when a head is loaded. Tensor names tell the
-generation. It reads the raw JSON instead of a config class with defaults: an absent rope_theta means 10000.
+Used before a job starts and again when a head is loaded. Tensor names tell the generation. It
+reads the raw JSON instead of a config class with defaults: an absent rope_theta means 10000.
 
     EAGLE-1, 2     fc [H, 2H], layers.0.*, and embed_tokens or the target's
     EAGLE-3        fc [H, 3H of the target], midlayer.*, norm, lm_head [Dv, H], d2t, t2d
@@ -14,26 +15,34 @@ generation. It reads the raw JSON instead of a config class with defaults: an ab
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeGuard, TypeVar
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from eagle_ray.core.errors import one_line
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
+from eagle_ray.methods.head_files import (
+    IGNORED_KEYS,
+    Named,
+    Shape,
+    attention_heads,
+    check_counts,
+    check_tensors,
+    first_few,
+    is_dflash,
+    load_into,
+    on_meta,
+    read_config,
+    read_shapes,
+    read_tensors,
+    rope_of,
+    with_path,
+    without_nulls,
+)
 
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
-PUBLISHED_ROPE_THETA = 10000.0
-ROPES = {  # what each way of stretching positions must say
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
 SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or under eagle_config
     "fc_norm": ("fc_norm", "use_aux_norm"),  # the second is SGLang's older key
@@ -42,11 +51,19 @@ SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or un
 }
 SWITCHED_TENSORS = {"fc_norm": "fc_norm.", "norm_before_fc": "input_norm."}
 OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
-SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
-MAX_NAMED = 8  # tensors of each fault
-IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
-Named = TypeVar("Named")
-Shape = tuple[int, ...]
+
+
+def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head in `path`, in fp32. Raises EngineError if it cannot be read or does not fit the target."""
+    head = meta_head(path, target)
+    return load_into(head, path, normalize_names(read_tensors(path)))
+
+
+def meta_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head with its parameters on the meta device; no weights are read. Raises EngineError."""
+    raw, shapes = read_config(path), read_shapes(path)
+    with with_path(path):
+        return build_head(raw, shapes, target)
 
 
 def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead | Eagle3Head:
@@ -58,26 +75,16 @@ def build_head(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: Pret
     if is_dflash(raw, shapes):
         raise ValueError("it is a DFlash head: set speculative.method to dflash, or choose an EAGLE head")
     raw = _flatten(raw)
-    _check_numbers(raw)
+    check_counts(raw, NEEDED, raw, OPTIONAL)
     _check_switches(raw, normalize_names(shapes))
-    try:
-        with torch.device("meta"):
-            head = (_eagle3 if is_eagle3(shapes) else _eagle)(raw, normalize_names(shapes), target)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever transformers' own classes make of values that they were not made for
-        raise ValueError(f"its config.json makes no head: {one_line(error)}") from error
+    make = _eagle3 if is_eagle3(shapes) else _eagle
+    head = on_meta(lambda: make(raw, normalize_names(shapes), target))
     _check_shapes(head, normalize_names(shapes))
     return head
 
 
 def is_eagle3(names: Collection[str]) -> bool:
     return any(name.startswith(EAGLE3_KEYS) for name in names)
-
-
-def is_dflash(raw: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Return whether config.json and tensor names are those of a DFlash head."""
-    return "dflash_config" in raw or raw.get(SPECULATORS) == "dflash" or {"hidden_norm.weight", "fc.weight"} <= {*names}
 
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
@@ -98,8 +105,8 @@ def _renamed(name: str, renames: Mapping[str, str]) -> str:
 def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
     """Return the head's Llama config from its raw config.json; it has one layer whatever num_hidden_layers says."""
     raw = _flatten(raw)
-    _check_heads(raw)
-    heads, activation = raw["num_attention_heads"], raw.get("hidden_act", "silu")
+    heads, kv_heads, head_dim = attention_heads(raw)
+    activation = raw.get("hidden_act", "silu")
     if activation not in ACT2FN:
         raise ValueError(f"its hidden_act is {activation!r}, which transformers lacks")
     own: dict[str, Any] = {key: True for key, is_on in _switches(raw).items() if is_on}
@@ -110,8 +117,8 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
         intermediate_size=raw["intermediate_size"],
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         hidden_act=activation,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
@@ -130,18 +137,6 @@ def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(layer, dict):
         raise ValueError("its config.json has a transformer_layer_config that is no section")
     return {"norm_before_residual": True, **without_nulls(layer), **said}
-
-
-def without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in raw.items() if value is not None}
-
-
-def _check_numbers(raw: Mapping[str, Any]) -> None:
-    """Check that sizes are whole numbers of 1 or more."""
-    wrong = [key for key in NEEDED if not is_count(raw.get(key))]
-    wrong += [key for key in OPTIONAL if key in raw and not is_count(raw[key])]
-    if wrong:
-        raise ValueError(f"its config.json gives no whole number, 1 or more, as {', '.join(wrong)}")
 
 
 def _switches(raw: Mapping[str, Any]) -> dict[str, bool]:
@@ -175,20 +170,7 @@ def _check_switches(raw: Mapping[str, Any], names: Collection[str]) -> None:
     for key, prefix in SWITCHED_TENSORS.items():
         found = sorted(name for name in names if name.startswith(prefix))
         if found and not switches[key]:
-            raise ValueError(f"it has {', '.join(_first_few(found))}, and its config.json does not switch on {key}")
-
-
-def _check_heads(raw: Mapping[str, Any]) -> None:
-    heads = raw["num_attention_heads"]
-    head_dim, kv_heads = raw.get("head_dim", raw["hidden_size"] // heads), raw.get("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"its {heads} attention heads cannot share {kv_heads} key/value heads (num_key_value_heads)")
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"its head_dim is {head_dim}; positions turn pairs of numbers, so it must be even")
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            raise ValueError(f"it has {', '.join(first_few(found))}, and its config.json does not switch on {key}")
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
@@ -228,45 +210,10 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
     return layers or None
 
 
-def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
-    `type`).
-    """
-    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
-    kind = said.pop("type", "default")
-    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
-    if rope["rope_type"] not in ROPES:
-        raise ValueError(
-            f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
-        )
-    if missing := [key for key in ROPES[rope["rope_type"]] if rope.get(key) is None]:
-        raise ValueError(f"its rope of type {rope['rope_type']} has no {', '.join(missing)}")
-    for key in ("rope_theta", "factor"):
-        if not (isinstance(rope.get(key, 1), int | float) and rope.get(key, 1) > 0):
-            raise ValueError(f"its {key} is {rope[key]!r}; it must be a number above 0")
-    return rope
-
-
 def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
     if number != (wanted := getattr(target, target_key)):
         its = "the target's" if key == target_key else f"the target's {target_key}"
         raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
-
-
-def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
-    """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
-
-    Raises ValueError that names the first few of each fault.
-    """
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
-    faults = [
-        *_first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
-        *_first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
-        *_first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
-    ]
-    if faults:
-        raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")
 
 
 def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
@@ -274,9 +221,3 @@ def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> N
     if isinstance(head, EagleHead):
         return check_tensors("an EAGLE-1/2 head", head, found)
     check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
-
-
-def _first_few(faults: list[str]) -> list[str]:
-    """Return the first few faults: a whole language model instead of a head has hundreds."""
-    more = len(faults) - MAX_NAMED
-    return faults if more <= 0 else [*faults[:MAX_NAMED], f"and {more} more such"]

@@ -22,8 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.core.graph_protocol import Kind
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sampling_batch import Kind, SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, OfferedLevel
 from eagle_ray.tree.draft_tree import NODES_PER_WORD, DraftTree, num_ancestor_words
@@ -111,7 +110,7 @@ class PaddedDraft:
         node = torch.arange(self.shape.num_nodes, device=device)
         self._depths = torch.where(node > buffers.shape.children, 1 + (node - 1 - buffers.shape.children).div(
             width * buffers.shape.children, rounding_mode="floor") + 1, (node > 0).long())  # fmt: skip
-        self.column_depths = torch.arange(self.shape.num_columns, device=device) // width
+        self.position_depths = torch.arange(self.shape.num_columns, device=device) // width
 
     @property
     def sampling(self) -> SamplingBatch:

@@ -22,18 +22,17 @@ from torch import Tensor
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.async_copy import copy_to_device
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.graph_protocol import GraphRunner, PaddedInput
-from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.device import copy_to_device
+from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import RankingFeedback
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
-from eagle_ray.methods.eagle.head_decoder import head_forward
-from eagle_ray.methods.eagle.heads import DraftHead
-from eagle_ray.methods.pair_drafter import NARROW, QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.eagle.heads import DraftHead, head_forward
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -58,13 +57,18 @@ class EagleDrafter(PairDrafter):
         self._padded: dict[tuple, PaddedDraft] = {}
         self._forward = head_forward(self.head)
 
-    def use_graphs(self, runner: GraphRunner | None, max_depth: int = 0) -> None:
+    def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         super().use_graphs(runner, max_depth)
         self._buffers.clear()
         self._padded.clear()
 
     def _replayed(
-        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self,
+        at: DecodeSlots,
+        roots: Int[Tensor, " B"],
+        plan: DraftPlan,
+        sampling: SamplingBatch,
+        graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
@@ -111,20 +115,20 @@ class EagleDrafter(PairDrafter):
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
     def _padded_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
         width = graphs.draft_width(plan.width, plan.children, batch_size)
         return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
 
     def _widest_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: GraphRunner
+        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the draft whose first level is replayed: a narrower one goes on from there."""
         return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
 
     def _draft_of(
-        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: GraphRunner
+        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: CudaGraphRunner
     ) -> PaddedDraft:
         """Return the part of the buffers for such a draft; the buffers are made at first use."""
         kind = graphs.sampling_kind(sampling.kind)
@@ -190,10 +194,10 @@ class EagleDrafter(PairDrafter):
         layout = tree_metadata(
             self.cache,
             at,
-            cells=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
+            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
             ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_columns),
             depths=depth,
-            column_depths=draft.column_depths.expand(draft.batch, -1),
+            position_depths=draft.position_depths.expand(draft.batch, -1),
             first=draft.first,
         )
         hidden = self._run(frontier.tokens.flatten(), draft.inputs().flatten(0, 1), (root + depth).flatten(), layout)
@@ -232,9 +236,9 @@ class EagleDrafter(PairDrafter):
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         layout = self._layout(
             DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
-            cells=rows.cells,
+            slot_mapping=rows.cells,
             ancestors=causal.expand(len(at.slots), -1, -1),
-            column_depths=index.expand(len(at.slots), -1),
+            position_depths=index.expand(len(at.slots), -1),
             first=backlog.first,
             row_of=rows.row_of,
             unpack=backlog.unpack,
@@ -270,9 +274,9 @@ class EagleDrafter(PairDrafter):
         places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
         layout = self._layout(
             batch,
-            cells=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
             ancestors=seen.ancestors,
-            column_depths=seen.depths.expand(len(batch.slots), -1),
+            position_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,
         )
         columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
@@ -283,9 +287,9 @@ class EagleDrafter(PairDrafter):
     def _layout(
         self,
         batch: DecodeSlots,
-        cells: Int[Tensor, " R"],
+        slot_mapping: Int[Tensor, " R"],
         ancestors: Bool[Tensor, "B F M"],
-        column_depths: Int[Tensor, "B M"],
+        position_depths: Int[Tensor, "B M"],
         first: Int[Tensor, " B"],
         row_of: Int[Tensor, "B F"] | None = None,
         unpack: Int[Tensor, " R"] | None = None,
@@ -294,10 +298,10 @@ class EagleDrafter(PairDrafter):
         return tree_metadata(
             self.cache,
             batch,
-            cells=cells,
+            slot_mapping=slot_mapping,
             ancestors=ancestors,
-            depths=column_depths[:, -ancestors.shape[1] :],
-            column_depths=column_depths,
+            depths=position_depths[:, -ancestors.shape[1] :],
+            position_depths=position_depths,
             first=first,
             row_of=row_of,
             unpack=unpack,

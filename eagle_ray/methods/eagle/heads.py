@@ -8,12 +8,17 @@
     Eagle3Head   EAGLE-3: three of the target's layers, its own lm_head over a draft vocabulary (EAGLE-3, section 3)
                  EAGLE-3.1: norms before fc, and a normed output, as the config's switches say (arXiv 2605.09992)
 
-Module names are the published key names.
+Module names are the published key names. `head_forward` runs a head over packed rows: EAGLE's on our own layers, others
+by their module.
+
+    forward = head_forward(head)
+    hidden = forward(embeddings, features, positions, layout)      # [R, H], one row per pair
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import singledispatch
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -29,6 +34,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from eagle_ray.attention.metadata import ATTENTION, AttentionMetadata
+from eagle_ray.models.decoder import Angles, Layer, is_llama_layer, normed_sum, ops_for
 from eagle_ray.models.supported_models import KVSpec, LogitsOf, head_dims
 
 NUM_FEATURES = 3  # that an EAGLE-3 head reads if its config names no layers
@@ -282,3 +288,56 @@ def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
     """Return the rotary embedding with real tables even on the meta device, since no file contains them."""
     with torch.device("cpu"):
         return _Rotary(cast(LlamaConfig, config))  # it reads what Qwen3Config has, too
+
+
+HeadForward = Callable[
+    [Float[Tensor, "R H"], Float[Tensor, "R H"], Int[Tensor, " R"], AttentionMetadata],
+    Float[Tensor, "R H"],
+]
+
+
+@singledispatch
+def head_forward(head: nn.Module) -> HeadForward:
+    """Return the function that runs a head on R pairs: embeddings, reduced features, positions and their layout."""
+    return lambda embeddings, features, positions, layout: head(
+        embeddings[None], features[None], positions[None], layout
+    )[0]
+
+
+@head_forward.register
+def _(head: EagleHead) -> HeadForward:
+    """One layer without an input norm, over fc(embedding, feature)."""
+    module = cast(LlamaDecoderLayer, head.layers[0])
+    if not is_llama_layer(module):
+        return head_forward.dispatch(object)(head)
+    ops, angles = ops_for(module.post_attention_layernorm.weight), Angles(head.rotary)
+    layer = Layer.of(module, ops)
+
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
+        hidden = head.fc(torch.cat([embeddings, features], -1))
+        return hidden + layer(hidden, hidden, angles(positions), layout)
+
+    return run
+
+
+@head_forward.register
+def _(head: Eagle3Head) -> HeadForward:
+    """Attention over the normed embedding concatenated with the normed feature; the residual is the feature.
+
+    The head's last norm comes here if it has norm_output, and otherwise in its logits.
+    """
+    module = head.midlayer
+    if not is_llama_layer(module):
+        return head_forward.dispatch(object)(head)
+    ops, angles = ops_for(module.hidden_norm.weight), Angles(head.rotary)
+    layer = Layer.of(module, ops)
+
+    def run(embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata) -> Tensor:
+        hidden = features.clone()
+        normed = normed_sum(ops, hidden, None, module.hidden_norm)
+        both = torch.cat([normed_sum(ops, embeddings, None, module.input_layernorm), normed], -1)
+        residual = normed if module.norm_before_residual else hidden
+        delta = layer(residual, both, angles(positions), layout)
+        return normed_sum(ops, residual, delta, head.norm) if head.norm_output else residual + delta
+
+    return run

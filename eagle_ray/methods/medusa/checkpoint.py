@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.eagle.checkpoint import check_tensors
-from eagle_ray.methods.head_files import load_pickle, read_config, read_file
+from eagle_ray.methods.head_files import check_tensors, load_pickle, read_config, read_file, with_path
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
@@ -62,7 +61,8 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
     sizes = max(num_heads, 1), num_layers, target.hidden_size, target.vocab_size
     with torch.device("meta"):
         heads = MedusaHeads(*sizes, own_lm_head=own_lm_head)
-    _check_tensors(path, "Medusa heads", heads, shapes)
+    with with_path(path):
+        check_tensors("Medusa heads", heads, shapes)
     return heads
 
 
@@ -75,7 +75,8 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     num_heads, num_layers = (_number(path, raw, key) for key in ("hydra_num_heads", "hydra_num_layers"))
     with torch.device("meta"):
         heads = HydraHeads(num_heads, num_layers, target.hidden_size, target.vocab_size)
-    _check_tensors(path, "Hydra heads", heads, shapes)
+    with with_path(path):
+        check_tensors("Hydra heads", heads, shapes)
     return heads
 
 
@@ -114,10 +115,3 @@ def _headers(file: Path) -> dict[str, Tensor]:
     with safe_open(file, "pt") as opened:
         names = opened.keys()
         return {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
-
-
-def _check_tensors(path: Path, kind: str, heads: nn.Module, found: dict[str, tuple[int, ...]]) -> None:
-    try:
-        check_tensors(kind, heads, found)
-    except ValueError as error:
-        raise EngineError(f"{path}: {error}") from error

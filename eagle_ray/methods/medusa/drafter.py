@@ -24,7 +24,7 @@ from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.expand import Frontier, TreeBuilder
@@ -52,7 +52,7 @@ class MedusaDrafter(NullDrafter):
         )
 
     def prefill_deferred(
-        self, prompts: PrefillBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
+        self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
         slots = torch.tensor(prompts.slots, device=features.device)
         self._features.index_copy_(0, slots, features[prompts.last])

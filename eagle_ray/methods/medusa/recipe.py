@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
-from eagle_ray.training.feature_source import FeatureBatch
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import agreement_names, autocast, mean_over
-from eagle_ray.training.optimization import Losses
+from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
+from eagle_ray.training.optimization import Losses, agreement_names, autocast, mean_over
 
 BLOCK_WEIGHTS = ("linear.weight", "res_connection.weight")
 

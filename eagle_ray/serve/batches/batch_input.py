@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_ray.batch.reader.jsonl import parse_line
+from eagle_ray.batch.reader.text_files import parse_line
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import LINE_KEYS
 from eagle_ray.requests.request import InputRow, unreadable
@@ -42,14 +42,14 @@ class CheckedLines:
 
 def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> CheckedLines:
     """Read every line and return what is wrong. endpoint: the url that each line must have."""
-    found, ids = CheckedLines(), set()
+    checked, ids = CheckedLines(), set()
     for number, line in _rows(lines):
-        found.total += 1
-        if found.total > max_lines:
-            found.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=number)
+        checked.total += 1
+        if checked.total > max_lines:
+            checked.add("too_many_lines", f"the file has more than {max_lines} lines. Split it.", line=number)
             break
         if isinstance(line, RequestError):
-            found.add("invalid_json_line", str(line), line=number)
+            checked.add("invalid_json_line", str(line), line=number)
             continue
         problem = _problem_of(line, endpoint)
         if problem is None and line["custom_id"] in ids:
@@ -59,14 +59,14 @@ def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> Checke
                 "custom_id",
             )
         if problem is not None:
-            found.add(*problem, line=number)
+            checked.add(*problem, line=number)
             continue
         ids.add(line["custom_id"])
-        if found.model is None and isinstance(line["body"].get("model"), str):
-            found.model = line["body"]["model"]
-    if found.total == 0:
-        found.add("empty_file", "the file has no lines. Write one request a line.")
-    return found
+        if checked.model is None and isinstance(line["body"].get("model"), str):
+            checked.model = line["body"]["model"]
+    if checked.total == 0:
+        checked.add("empty_file", "the file has no lines. Write one request a line.")
+    return checked
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:

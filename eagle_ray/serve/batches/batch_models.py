@@ -28,7 +28,7 @@ from typing_extensions import Self, TypedDict  # pydantic reads no others before
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.requests.openai_bodies import URLS, Body
-from eagle_ray.requests.parameters import METADATA, Door, Parameter
+from eagle_ray.requests.parameters import METADATA, Api, Parameter
 from eagle_ray.requests.values import Integer, Kind, Object, OneOf, Text
 from eagle_ray.serve.response_models import CachedTokens, ReasoningTokens
 
@@ -250,7 +250,7 @@ EXPIRES_AFTER = Object(
     required=("anchor", "seconds"),
     form=f'{{anchor: "created_at", seconds: {MIN_LIFE_S} to {MAX_LIFE_S}}}',
 )
-_AT_BATCHES = frozenset({Door.BATCHES})
+_AT_BATCHES = frozenset({Api.BATCHES})
 _ROWS = (
     Parameter(
         "input_file_id",
@@ -271,7 +271,7 @@ _ROWS = (
 class BatchBody(Body):
     """POST /v1/batches: answer every line of an uploaded file"""
 
-    door = Door.BATCHES
+    api = Api.BATCHES
 
     @classmethod
     def rows(cls) -> Mapping[str, Parameter]:

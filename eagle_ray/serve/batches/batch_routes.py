@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from eagle_ray.config.serve import ServingConfig
+from eagle_ray.requests.values import Json
 from eagle_ray.serve.batches.batch_models import (
     BATCH,
     FILE,
@@ -43,7 +44,6 @@ from eagle_ray.serve.request_body import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""
-Json = dict[str, Any]
 LIST_LIMITS = {FILE: (10_000, 10_000), BATCH: (100, 20)}  # of each list: the most that limit may be, and its default
 ORDERS = ("asc", "desc")
 MAX_BATCH_BODY_BYTES = 1 << 17  # its metadata has 16 pairs; the event loop parses it
@@ -92,12 +92,12 @@ class Client:
 
         ids: oldest first. Raises ApiError for a wrong parameter.
         """
-        most, usual = LIST_LIMITS[prefix]
+        max_limit, usual = LIST_LIMITS[prefix]
         query = self.request.query_params
         limit = query.get("limit", str(usual))
-        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(most))
-        if not (is_number and 1 <= int(limit) <= most):
-            raise ApiError(400, f"limit: must be 1 to {most}, got {reprlib.repr(limit)}", "limit", "bad_value")
+        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(max_limit))
+        if not (is_number and 1 <= int(limit) <= max_limit):
+            raise ApiError(400, f"limit: must be 1 to {max_limit}, got {reprlib.repr(limit)}", "limit", "bad_value")
         order = query.get("order", "desc")
         if order not in ORDERS:
             raise ApiError(400, f"order: must be asc or desc, got {order!r}", "order", "bad_value")
@@ -143,9 +143,9 @@ OPERATIONS: list[BatchOperation] = []
 
 def _page_query(prefix: str) -> Json:
     """Return the parameters of a list of ids with this prefix (``Client.page`` reads them)."""
-    most, default = LIST_LIMITS[prefix]
+    max_limit, default = LIST_LIMITS[prefix]
     return {
-        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
+        "limit": {"type": "integer", "minimum": 1, "maximum": max_limit, "default": default},
         "after": {"type": "string", "pattern": f"^{prefix}[0-9a-f]{{27}}$"},
         "order": {"enum": [*ORDERS], "default": "desc"},
     }
@@ -175,17 +175,17 @@ async def _upload(client: Client) -> Response:
 def _files(client: Client) -> Json:
     ids, limit = client.page(client.files.ids(), FILE)
     purpose = client.request.query_params.get("purpose")
-    found: list[Json] = []
+    shown: list[Json] = []
     for id in ids:
         try:
             file = client.files.get(id)
         except ApiError:  # it has expired, or was deleted meanwhile
             continue
         if purpose is None or file.purpose == purpose:
-            found.append(file.as_json())
-        if len(found) > limit:
+            shown.append(file.as_json())
+        if len(shown) > limit:
             break
-    return _page(FileList, found[:limit], len(found) > limit)
+    return _page(FileList, shown[:limit], len(shown) > limit)
 
 
 @BatchOperation("get", FILES + "/{id}", "a file's description", FileObject)
@@ -217,8 +217,8 @@ async def _content(client: Client) -> Response:
     "post", BATCHES, "answer every line of a file", BatchObject, ("400", "408", "413", "415", "429"), BatchBody
 )
 async def _create(client: Client) -> Response:
-    most = min(MAX_BATCH_BODY_BYTES, client.serving.max_body_bytes)
-    body = parse(BatchBody, await read_body(client.request, most))
+    max_limit = min(MAX_BATCH_BODY_BYTES, client.serving.max_body_bytes)
+    body = parse(BatchBody, await read_body(client.request, max_limit))
     record = await asyncio.to_thread(_created, client, body)
     return JSONResponse(record.as_json())
 

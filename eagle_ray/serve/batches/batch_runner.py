@@ -36,8 +36,8 @@ from eagle_ray.serve.batches.batch_store import (
     BatchStore,
     LineAnswer,
     error_answer,
+    line_seed,
     response_answer,
-    seed_of,
 )
 
 log = logging.getLogger("eagle_ray")
@@ -82,7 +82,7 @@ class BatchRunner:
         knows: Callable[[str], bool] = lambda owner: True,
     ):
         self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
-        self.window, self.places = window, asyncio.Semaphore(window)  # of lines in flight
+        self.window, self.slots = window, asyncio.Semaphore(window)  # of lines in flight
         self._isolation = SharedExclusiveLock()
         self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -154,9 +154,9 @@ class BatchRunner:
         """Bring the batch to its end, if its last holder has not. Returns whether there is such a batch."""
         record = await asyncio.to_thread(self.store.find, owner, id)  # again: the last holder may have changed it
         if record is not None and not record.is_over:
-            found = await asyncio.to_thread(Run.inspect, lease.output, RunRecord)
-            facts = {"name": id, "attempts": found.manifest["attempts"][-1:] if found.manifest else []}
-            claim = Run.claim(lease, found, facts)
+            state = await asyncio.to_thread(Run.inspect, lease.output, RunRecord)
+            facts = {"name": id, "attempts": state.manifest["attempts"][-1:] if state.manifest else []}
+            claim = Run.claim(lease, state, facts, key="serving.batches.path")
             run = await asyncio.to_thread(claim.__enter__)
             try:
                 await RunningBatch(self, record, run).finish()
@@ -167,7 +167,7 @@ class BatchRunner:
     async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> LineAnswer:
         """Return the answer of one line, however long the replicas are busy or away."""
         if "seed" not in body or body["seed"] is None:
-            body = body | {"seed": seed_of(record.id, custom_id)}
+            body = body | {"seed": line_seed(record.id, custom_id)}
         data = json.dumps(body, ensure_ascii=False).encode()
         num_lost = 0
         while num_lost < MAX_LOST:
@@ -214,18 +214,18 @@ class RunningBatch:
 
     async def _validate(self) -> bool:
         """Check the input file. Returns whether the batch is in progress now, and not failed."""
-        asked = self.record.endpoint, self.runner.limits.max_lines
+        expected = self.record.endpoint, self.runner.limits.max_lines
         try:
-            found = await asyncio.to_thread(lambda: check_lines(self._input(), *asked))
+            checked = await asyncio.to_thread(lambda: check_lines(self._input(), *expected))
         except FileNotFoundError as error:
-            found = CheckedLines()
-            found.add("file_not_found", str(error), "input_file_id")
-        self.record = self.record.changed(request_counts=RequestCounts(total=found.total, completed=0, failed=0))
-        if found.errors:
-            await self._save(self.record.moved("failed", errors={"object": "list", "data": found.errors}))
-            log.info("batch %s: failed: %s", self.record.id, found.errors[0]["message"])
+            checked = CheckedLines()
+            checked.add("file_not_found", str(error), "input_file_id")
+        self.record = self.record.changed(request_counts=RequestCounts(total=checked.total, completed=0, failed=0))
+        if checked.errors:
+            await self._save(self.record.moved("failed", errors={"object": "list", "data": checked.errors}))
+            log.info("batch %s: failed: %s", self.record.id, checked.errors[0]["message"])
             return False
-        await self._save(self.record.moved("in_progress", model=found.model))
+        await self._save(self.record.moved("in_progress", model=checked.model))
         return True
 
     def _input(self) -> Iterator[bytes]:
@@ -256,7 +256,7 @@ class RunningBatch:
     async def _answer_some(self) -> None:
         """Answer one line after the other until there are no more."""
         while (line := await self._next_line()) is not None:
-            async with self.runner.places:
+            async with self.runner.slots:
                 answer = await self.runner.answer(self.record, *line)
             self._new.append(answer)
 
@@ -327,9 +327,8 @@ class RunningBatch:
         return written
 
     async def _save(self, record: BatchRecord) -> None:
-        found = self._log
-        counts = record.request_counts | {"completed": found.completed, "failed": found.failed}
-        self.record = record.changed(request_counts=counts, usage=found.usage.batch_form())
+        counts = record.request_counts | {"completed": self._log.completed, "failed": self._log.failed}
+        self.record = record.changed(request_counts=counts, usage=self._log.usage.batch_form())
         await asyncio.to_thread(self.runner.store.save, self.record, self.run)
 
 
@@ -337,7 +336,7 @@ def sweep(store: BatchStore) -> None:
     """Delete files that have expired and are read by no open batch, and what killed uploads and runners have left."""
     for owner, id in store.open_ids():
         if store.find(owner, id) is None and time.time() - made_at(id) > UPLOAD_WITHIN_S:
-            store.forget(owner, id)
+            store.remove_open(owner, id)
     for owner in store.owners():
         records = [store.find(*pair) for pair in store.open_ids(owner)]
         in_use = {

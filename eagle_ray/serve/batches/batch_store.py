@@ -36,7 +36,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage, error_line, line_head, line_key
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
-from eagle_ray.serve.batches.file_store import FileStore, ids_in
+from eagle_ray.serve.batches.file_store import FileStore, listed_ids
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
@@ -86,12 +86,12 @@ class BatchStore:
         """Write a new batch. Raises ApiError if its owner has max_open batches that are not over."""
         self._marker(record.owner, record.id).create(b"")
         if len(self.open_ids(record.owner)) > max_open:
-            self.forget(record.owner, record.id)
+            self.remove_open(record.owner, record.id)
             message = f"this API key has {max_open} batches that are not over. Wait for one of them, or cancel one."
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60)
         self._record(record.owner, record.id).write_atomic(record.model_dump_json().encode())
 
-    def forget(self, owner: str, id: str) -> None:
+    def remove_open(self, owner: str, id: str) -> None:
         """Take a batch out of those that are not over."""
         self._marker(owner, id).remove()
 
@@ -103,8 +103,8 @@ class BatchStore:
         return record
 
     def find(self, owner: str, id: str) -> BatchRecord | None:
-        found = read_json_object(self._record(owner, id)) if is_id(id, BATCH) else None
-        return BatchRecord(**found) if found else None
+        stored = read_json_object(self._record(owner, id)) if is_id(id, BATCH) else None
+        return BatchRecord(**stored) if stored else None
 
     def save(self, record: BatchRecord, run: Run) -> None:
         """Write the record, which ends the run of a batch that is over. Raises JobError if another run is current."""
@@ -116,7 +116,7 @@ class BatchStore:
 
     def close(self, owner: str, id: str) -> None:
         """Delete what only a batch that is not over needs. If the process is killed here, a sweep deletes the rest."""
-        self.forget(owner, id)
+        self.remove_open(owner, id)
         self.work(owner, id).remove_tree()
 
     def ids(self, owner: str) -> list[str]:
@@ -125,7 +125,7 @@ class BatchStore:
 
     def closed_ids(self, owner: str) -> list[str]:
         """Return the batches that are over and still have a run's directory."""
-        ids = ids_in(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
+        ids = listed_ids(self.root / owner / "work", BATCH)  # first: a batch is open before it has one
         return sorted(set(ids) - {id for _, id in self.open_ids(owner)})
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
@@ -147,8 +147,8 @@ class BatchStore:
         """Return when the batch's client cancelled it, or None."""
         if record.cancelling_at is not None:
             return record.cancelling_at
-        found = None if record.is_over else read_json(self.work(record.owner, record.id) / "cancel")
-        return found if isinstance(found, int) else None
+        stored = None if record.is_over else read_json(self.work(record.owner, record.id) / "cancel")
+        return stored if isinstance(stored, int) else None
 
     def owners(self) -> list[str]:
         return [name for name in self.root.list_names() if name == "all" or name.startswith("key-")]
@@ -189,11 +189,11 @@ class LineAnswer:
 
     @classmethod
     def of(cls, line: bytes) -> LineAnswer:
-        found = json.loads(line)
-        response = found["response"] or {}
+        stored = json.loads(line)
+        response = stored["response"] or {}
         is_completed = response.get("status_code") == 200
         usage = TokenUsage.of_body(response["body"]) if is_completed else NO_TOKENS
-        return cls(found["custom_id"], line, is_completed, usage)
+        return cls(stored["custom_id"], line, is_completed, usage)
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> LineAnswer:
@@ -210,7 +210,7 @@ def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> Line
     return LineAnswer.of(json.dumps(line, ensure_ascii=False).encode())
 
 
-def seed_of(batch_id: str, custom_id: str) -> int:
+def line_seed(batch_id: str, custom_id: str) -> int:
     """Return the seed of a line that has none: a line that is answered again gets the same answer."""
     return int(line_key(batch_id, custom_id)[:15], 16)
 

@@ -11,7 +11,7 @@ not at all. Owners have directories of their own: one key's client cannot name a
     18
 
 An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read ahead
-(``serve/request_body.py``), whatever its size.
+(``serve/proxy_errors.py``), whatever its size.
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
@@ -56,8 +56,8 @@ class FileStore:
 
     def find(self, id: str) -> StoredFile | None:
         """Return a file, expired or not, or None if there is none."""
-        found = read_json_object(self._description(id)) if is_id(id, FILE) else None
-        return StoredFile(**found) if found else None
+        stored = read_json_object(self._description(id)) if is_id(id, FILE) else None
+        return StoredFile(**stored) if stored else None
 
     def ids(self) -> list[str]:
         """Return the ids of all files, oldest first."""
@@ -70,7 +70,7 @@ class FileStore:
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of contents without a description: uploads that run, or that were killed."""
-        return sorted(set(ids_in(self._contents, FILE)) - set(self.ids()))
+        return sorted(set(listed_ids(self._contents, FILE)) - set(self.ids()))
 
     def write(
         self,
@@ -155,7 +155,7 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(chunk)
 
 
-def ids_in(directory: StoragePath, prefix: str) -> list[str]:
+def listed_ids(directory: StoragePath, prefix: str) -> list[str]:
     """Return the ids that names in a directory are, in a bucket of the first thousand. It need not exist."""
     try:
         return [name for name in directory.list_names() if is_id(name, prefix)]
@@ -203,16 +203,16 @@ class UploadForm:
             message = f"the form has more than {MAX_OTHER_BYTES} bytes that are not the file's. Send the file alone."
             raise ApiError(413, message, code="form_too_large")
 
-    def take(self, least: int) -> bytes:
+    def take(self, min_bytes: int) -> bytes:
         """Return the file's new bytes if there are at least `least` of them."""
-        if len(self._file) < least:
+        if len(self._file) < min_bytes:
             return b""
         data, self._file = bytes(self._file), bytearray()
         return data
 
     def value(self, name: str) -> str | None:
-        found = self._values.get(name)
-        return None if found is None else found.decode("utf-8", "replace")
+        stored = self._values.get(name)
+        return None if stored is None else stored.decode("utf-8", "replace")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -271,8 +271,8 @@ def check_room(store: FileStore, limits: BatchesConfig) -> int:
     return limits.max_stored_bytes - num_bytes
 
 
-def _storage_full(found: str, limit: str) -> ApiError:
-    message = f"file: this API key has {found} (serving.batches.{limit}). Delete some of them first."
+def _storage_full(stored: str, limit: str) -> ApiError:
+    message = f"file: this API key has {stored} (serving.batches.{limit}). Delete some of them first."
     return ApiError(413, message, "file", "storage_full")
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
-from eagle_ray.training.feature_source import ComputedFeatures, FeatureBatch
+from eagle_ray.training.frozen_target import ComputedFeatures, FeatureBatch
 from eagle_ray.training.packing import Document, PackedBatch
 
 log = logging.getLogger("eagle_ray")

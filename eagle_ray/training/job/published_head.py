@@ -1,4 +1,4 @@
-"""Publish a trained head: its directory, the draft vocabulary, and the line that says how to use it.
+"""Heads in their published layout: the one to start from, the trained one, and its tau.
 
 config.json          keys that our loader, vLLM's and SGLang's read
 model.safetensors    bf16, in the published names
@@ -10,19 +10,34 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, write_draft_vocab
-from eagle_ray.methods.head_files import SAFETENSORS
+from eagle_ray.assembly.assemble import build_engine
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.load_models import load_draft
+from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
+from eagle_ray.core import sequence as engine_sequence
+from eagle_ray.core.counters import AcceptanceStats
+from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.methods.eagle.checkpoint import load_head
+from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, head_vocab, write_draft_vocab
+from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
+from eagle_ray.methods.head_files import SAFETENSORS, read_config
+from eagle_ray.models.loader import CausalLM
+from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
+from eagle_ray.training.optimization import HeadRecipe
+from eagle_ray.training.packing import Document
 
 SGLANG_EAGLE = "LlamaForCausalLMEagle"
 
@@ -71,4 +86,114 @@ def usage_line(config: TrainConfig, output: StoragePath) -> str:
     return (
         f"eagle-ray run -i PROMPTS -o OUT --set model.target={config.model.target} "
         f"--set model.draft={output.display_path} --set speculative.method={config.head.method}"
+    )
+
+
+KINDS = {"eagle2": EagleHead, "eagle3": Eagle3Head}
+
+
+@dataclass(frozen=True, slots=True)
+class StartHead:
+    """The published head from which `head.start` trains further, for example for a fine-tuned target; in fp32.
+
+    Its config.json, its draft vocabulary and the layers that it reads stay. It reads the target's embedding, of which
+    published heads hold a copy.
+
+    Attributes:
+        raw_config: its config.json.
+        token_ids: its draft vocabulary, in the order of an EAGLE-3 head's logits; None is every token.
+    """
+
+    head: EagleHead | Eagle3Head
+    raw_config: dict[str, Any]
+    token_ids: list[int] | None
+
+    @classmethod
+    def load(cls, config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
+        """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
+        if config.head.start is None:
+            return None
+        if config.head.method not in KINDS:
+            raise ConfigError(f"head.start: only {' and '.join(KINDS)} heads are trained further")
+        for key in ("draft_vocab_size", "intermediate_size"):
+            if getattr(config.head, key) is not None:
+                raise ConfigError(f"head.{key}: leave it out, since the head that head.start names has its own")
+        target = causal_lm.config.get_text_config(decoder=True)
+        try:
+            path = download(config.head.start, "draft")
+            head, raw_config = load_head(path, target), read_config(path)
+            token_ids = head_vocab(path, target.vocab_size) if isinstance(head, EagleHead) else None
+        except (ConfigError, EngineError) as error:
+            raise ConfigError(f"head.start: {str(error).removeprefix('model.draft: ')}") from error
+        if not isinstance(head, KINDS[config.head.method]):
+            raise ConfigError(f"head.start: {path} is another kind of head than head.method: {config.head.method}")
+        if isinstance(head, Eagle3Head) and head.token_ids is not None:
+            token_ids = head.token_ids.tolist()
+        head.embed_tokens = None
+        return cls(head, raw_config, token_ids)
+
+
+MAX_SLOTS = 8
+MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutResult:
+    """tau with the accepted share of steps at each depth. tau is None if nothing was decoded."""
+
+    tau: float | None
+    accepted_by_depth: list[float]
+    num_steps: int
+
+
+def held_out_prompts(documents: Sequence[Document], limit: int) -> list[list[int]]:
+    """Return the tokens before the first answer of each document, or the beginning of one without a prompt."""
+    return [_prompt_of(document) for document in documents[:limit]]
+
+
+def _prompt_of(document: Document) -> list[int]:
+    length = document.is_answer.index(True)
+    return document.ids[: length or min(MAX_TEXT_PROMPT, len(document) // 2)]
+
+
+def held_out_tau(
+    causal_lm: CausalLM, draft: Path, method: str, prompts: Sequence[list[int]], settings: EvaluationConfig
+) -> HeldOutResult:
+    """Decode the prompts greedily with the head in `draft` and return the pooled tau.
+
+    tau depends on the text and on the tree, so it is always reported with both.
+
+    causal_lm: as the engine loads it.
+    """
+    speculative = evaluation_tree(method, draft, settings)
+    model = ModelConfig(target=str(draft), draft=str(draft))
+    weights = load_draft(model, speculative, causal_lm)
+    max_model_len = max(map(len, prompts)) + settings.max_tokens + 1
+    engine = build_engine(
+        causal_lm, weights, speculative, EngineArgs(min(MAX_SLOTS, len(prompts)), max_model_len, kv_tokens=None)
+    )
+    params = SamplingParams(max_tokens=settings.max_tokens)
+    sequences = [engine_sequence.Sequence(str(i), list(ids), params) for i, ids in enumerate(prompts)]
+    for sequence in sequences:
+        engine.add(sequence)
+    total = AcceptanceStats.empty(settings.max_depth)
+    while engine.has_work:
+        for sequence in engine.step():
+            total = total.merge(sequence.stats or AcceptanceStats.empty(settings.max_depth))
+    steps = max(1, total.num_steps)
+    return HeldOutResult(
+        total.mean_acceptance_length, [count / steps for count in total.accepted_by_depth], total.num_steps
+    )
+
+
+def evaluation_tree(method: str, draft: Path, settings: EvaluationConfig) -> SpeculativeConfig:
+    """Return settings that draft one tree for every sequence at every step."""
+    return SpeculativeConfig(
+        method=method,
+        budget="uniform",
+        ranking="published",
+        max_nodes=settings.max_nodes,
+        max_depth=settings.max_depth,
+        top_k=settings.top_k,
+        draft_vocab=str(draft / HEAD_FILE) if (draft / HEAD_FILE).exists() else None,
     )

@@ -19,16 +19,15 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.dflash.checkpoint import block_of, layer_config, spread_layers
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.dflash.recipe import BlockLoss, DFlashRecipe
-from eagle_ray.methods.eagle.checkpoint import PUBLISHED_ROPE_THETA, SPECULATORS
-from eagle_ray.methods.eagle.eagle3_recipe import Eagle3Recipe, UnrolledLoss
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
-from eagle_ray.methods.eagle.recipe import EagleLoss, EagleRecipe
+from eagle_ray.methods.eagle.recipe import Eagle3Recipe, EagleLoss, EagleRecipe, UnrolledLoss
+from eagle_ray.methods.head_files import PUBLISHED_ROPE_THETA, SPECULATORS
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
-from eagle_ray.training.job.start_head import StartHead
+from eagle_ray.training.job.published_head import StartHead
+from eagle_ray.training.optimization import HeadRecipe
 
 AnyHead = TypeVar("AnyHead", EagleHead, Eagle3Head)
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads

@@ -23,25 +23,33 @@ from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.methods.eagle.eagle3_recipe import feature_scale
 from eagle_ray.models.loader import bf16_unit, input_embedding
 from eagle_ray.models.runtime import tune_malloc
 from eagle_ray.report.html import training_page
 from eagle_ray.storage.path import StoragePath, read_json_object, write_json
-from eagle_ray.training.feature_source import ComputedFeatures, FeatureSource
-from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.head_recipe import HeadRecipe
-from eagle_ray.training.job.answer_vocabulary import answer_vocabulary, count_answers, coverage
-from eagle_ray.training.job.batch_order import BatchOrder
+from eagle_ray.training.frozen_target import ComputedFeatures, FeatureSource, FrozenTarget, feature_scale
 from eagle_ray.training.job.feature_cache import FeatureCache
-from eagle_ray.training.job.held_out import held_out_prompts, held_out_tau
-from eagle_ray.training.job.published_head import publish_head, temporary_head, usage_line
+from eagle_ray.training.job.published_head import (
+    StartHead,
+    held_out_prompts,
+    held_out_tau,
+    publish_head,
+    temporary_head,
+    usage_line,
+)
 from eagle_ray.training.job.recipes import SCALED, draft_vocab_size, feature_layers, make_recipe
-from eagle_ray.training.job.start_head import StartHead
-from eagle_ray.training.job.train_state import TrainState, checkpoints
-from eagle_ray.training.job.trainer import StepReport, Trainer
-from eagle_ray.training.job.training_data import load_data
-from eagle_ray.training.optimization import Clipping, GradientDescent, OneWorker, Schedule, TrainingWorkers, adamw, muon
+from eagle_ray.training.job.trainer import BatchOrder, StepReport, Trainer, TrainState, checkpoints
+from eagle_ray.training.job.training_data import answer_vocabulary, count_answers, coverage, load_data
+from eagle_ray.training.optimization import (
+    Clipping,
+    GradientDescent,
+    HeadRecipe,
+    OneWorker,
+    Schedule,
+    TrainingWorkers,
+    adamw,
+    muon,
+)
 from eagle_ray.training.packing import PackedBatch
 
 log = logging.getLogger("eagle_ray")

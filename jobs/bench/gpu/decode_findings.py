@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import copy_bandwidth, peak_gib, release, step_bytes

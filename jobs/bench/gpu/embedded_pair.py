@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import eagle_ray
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from jobs.tiny_pair.prompts import prompt_rows

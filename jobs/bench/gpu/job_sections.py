@@ -40,7 +40,7 @@ from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.equivalence import compare
 from eagle_ray.evaluation.recording_planner import RecordingPlanner
-from eagle_ray.methods.head_files import load_head
+from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.planner.budget_planner import BudgetPlanner

@@ -26,11 +26,11 @@ from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionParams
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.engine.graph_warmup import capture_fixed
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.kv.block_manager import BLOCK_SIZE, BlockManager
 from eagle_ray.kv.kv_cache import KVCache
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.packed_linear import pack_linears
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import GIB, peak_gib, release, seconds_of, synchronize
 from jobs.bench.gpu.findings import Findings
@@ -224,7 +224,7 @@ def measure_prefill(scale: Scale, findings: Findings) -> None:
         target = TargetModel(model, number, length + 1)
         for slot in range(number):
             target.cache.blocks.reserve(slot, length)
-        prompts = PrefillBatch.of(list(range(number)), [[1] * length for _ in range(number)], scale.device)
+        prompts = PromptBatch.of(list(range(number)), [[1] * length for _ in range(number)], scale.device)
         seconds = seconds_of(lambda t=target, p=prompts: t.prefill(p), scale.device, 4)
         _add_prefill(findings, f"{number} x {length}", number * length, seconds, scale)
         del target
@@ -239,7 +239,7 @@ def _time_chunks(scale: Scale, findings: Findings, model: nn.Module, length: int
     seconds = []
     for _ in range(2):
         for start in range(0, length, chunk):
-            prompts = PrefillBatch.of([0], [[1] * chunk], scale.device, [start])
+            prompts = PromptBatch.of([0], [[1] * chunk], scale.device, [start])
             synchronize(scale.device)
             started = time.perf_counter()
             target.prefill(prompts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import release, seconds_of
@@ -105,7 +105,7 @@ def _per_layer(values: dict[tuple[str, int], float], side: str) -> float:
 def prefill_passes(target: TargetModel, model: LlamaForCausalLM, length: int) -> tuple[Pass, Pass]:
     """Return both sides' pass over one prompt, which yields the logits after its last token."""
     ids = _random_ids(model, 1, length)
-    prompts = PrefillBatch.of([0], ids.tolist(), target.device)
+    prompts = PromptBatch.of([0], ids.tolist(), target.device)
     target.cache.blocks.reserve(0, length)
     return (
         lambda: target.prefill(prompts).logits,
@@ -119,7 +119,7 @@ def decode_passes(target: TargetModel, model: LlamaForCausalLM, batch: int, cach
     slots = list(range(batch))
     for slot in slots:
         target.cache.blocks.reserve(slot, cached + 1)
-        target.prefill(PrefillBatch.of([slot], ids[slot : slot + 1].tolist(), target.device))
+        target.prefill(PromptBatch.of([slot], ids[slot : slot + 1].tolist(), target.device))
     past = DynamicCache(config=model.config)
     model(ids, past_key_values=past, logits_to_keep=1)
 
@@ -132,7 +132,7 @@ def decode_passes(target: TargetModel, model: LlamaForCausalLM, batch: int, cach
         past.crop(-1)
         return logits
 
-    return lambda: target.verify(tree, rows, lengths, 0)[0], theirs
+    return lambda: target.verify(tree, rows, lengths, 0).logits, theirs
 
 
 def _random_ids(model: LlamaForCausalLM, batch: int, length: int) -> Tensor:

@@ -19,12 +19,12 @@ import torch
 from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.core.graph_protocol import PaddedInput
+from eagle_ray.core.sampling_batch import PaddedInput
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graphs import CudaGraphRunner
 from eagle_ray.methods.drafter import NullDrafter
+from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams

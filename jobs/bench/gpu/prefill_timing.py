@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from eagle_ray.attention.metadata import AttentionParams, causal_attention
-from eagle_ray.models.target import PrefillBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu.device import synchronize
 from jobs.bench.gpu.findings import Findings
@@ -87,7 +87,7 @@ def time_prompts(shape: ModelShape, dtype: torch.dtype, device: torch.device, fi
 
     def prompt_of(length: int) -> Callable[[], object]:
         ids = torch.randint(shape.vocab_size, (1, length), generator=generator).tolist()
-        prompts = PrefillBatch.of([0], ids, device)
+        prompts = PromptBatch.of([0], ids, device)
         return lambda: target.prefill(prompts)
 
     for variant, shift in _variants(device).items():

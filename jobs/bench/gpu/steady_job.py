@@ -22,7 +22,7 @@ from pstats import Stats
 from random import Random
 from typing import Any
 
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.requests.parameters import SamplingParams

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from eagle_ray.core.decode_batch import PrefillChunk
+from eagle_ray.core.decode_batch import PromptChunk
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
@@ -98,7 +98,7 @@ def begin(engine: Engine, blocks: ContextBlocks, columns: int, num_slots: int) -
     for slot in range(num_slots):
         filler = Sequence("context", [FILLER] * columns, SamplingParams(), slot=slot)
         length = blocks.attach_prefix(slot, filler.prompt_ids)
-        engine.prefiller.mark_prefilled([PrefillChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
+        engine.prefiller.mark_prefilled([PromptChunk(filler, 0, length, 0, True)], feature.expand(length, -1))
         blocks.free(slot)
 
 

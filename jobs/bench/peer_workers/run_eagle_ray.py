@@ -8,7 +8,7 @@ from protocol import serve
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.acceptance_stats import AcceptanceStats
+from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.requests.parameters import SamplingParams

@@ -8,13 +8,13 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.batch.reader.carried_columns import (
+from eagle_ray.batch.reader.input_columns import (
     CSV_TEXT,
     carry,
     column_of,
     decoded_type,
     field_of,
-    join,
+    joined_type,
     type_in_parquet,
     type_of,
 )
@@ -47,8 +47,8 @@ VALUES = st.lists(SCALARS | st.lists(SCALARS, max_size=2) | st.dictionaries(st.t
 @settings(deadline=None)
 @given(TYPES, TYPES)
 def test_join_is_commutative_and_above_both(a, b):
-    assert join(a, b) == join(b, a)
-    assert join(join(a, b), b) == join(a, b)
+    assert joined_type(a, b) == joined_type(b, a)
+    assert joined_type(joined_type(a, b), b) == joined_type(a, b)
 
 
 # Signed and unsigned 64-bit integers have no common type but JSON, and each has one with floats.
@@ -58,22 +58,22 @@ GROUPED = TYPES.filter(lambda type_: type_ != pa.uint64())
 @settings(deadline=None)
 @given(GROUPED, GROUPED, GROUPED)
 def test_grouping_does_not_change_a_join(a, b, c):
-    assert join(join(a, b), c) == join(a, join(b, c))
+    assert joined_type(joined_type(a, b), c) == joined_type(a, joined_type(b, c))
 
 
 def test_joins():
-    assert join(pa.int64(), pa.float64()) == pa.float64()
-    assert join(pa.int32(), pa.int64()) == pa.int64()
-    assert join(pa.null(), pa.bool_()) == pa.bool_()
-    assert join(pa.bool_(), pa.int64()) == JSON
-    assert join(pa.string(), pa.int64()) == JSON
-    assert join(pa.uint64(), pa.int64()) == JSON
-    assert join(pa.uint64(), pa.uint8()) == pa.uint64()
-    assert join(pa.decimal128(10, 2), pa.decimal128(12, 4)) == pa.decimal128(12, 4)
-    assert join(pa.decimal128(10, 2), pa.decimal128(10, 8)) == pa.decimal128(16, 8)
-    assert join(pa.decimal128(38, 0), pa.decimal256(76, 76)) == JSON
-    assert join(pa.binary(16), pa.binary(8)) == join(pa.binary(16), pa.binary()) == pa.binary()
-    assert join(pa.binary(), pa.string()) == JSON
+    assert joined_type(pa.int64(), pa.float64()) == pa.float64()
+    assert joined_type(pa.int32(), pa.int64()) == pa.int64()
+    assert joined_type(pa.null(), pa.bool_()) == pa.bool_()
+    assert joined_type(pa.bool_(), pa.int64()) == JSON
+    assert joined_type(pa.string(), pa.int64()) == JSON
+    assert joined_type(pa.uint64(), pa.int64()) == JSON
+    assert joined_type(pa.uint64(), pa.uint8()) == pa.uint64()
+    assert joined_type(pa.decimal128(10, 2), pa.decimal128(12, 4)) == pa.decimal128(12, 4)
+    assert joined_type(pa.decimal128(10, 2), pa.decimal128(10, 8)) == pa.decimal128(16, 8)
+    assert joined_type(pa.decimal128(38, 0), pa.decimal256(76, 76)) == JSON
+    assert joined_type(pa.binary(16), pa.binary(8)) == joined_type(pa.binary(16), pa.binary()) == pa.binary()
+    assert joined_type(pa.binary(), pa.string()) == JSON
 
 
 def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
@@ -87,14 +87,14 @@ def test_parquet_types_stay_but_for_extensions_and_widths_of_text():
 
 
 def test_nested_types_join_where_one_type_holds_both_and_are_json_otherwise():
-    assert join(pa.list_(pa.null()), pa.list_(pa.int64())) == pa.list_(pa.int64())
+    assert joined_type(pa.list_(pa.null()), pa.list_(pa.int64())) == pa.list_(pa.int64())
     both = pa.struct([("a", pa.int64()), ("b", pa.string())])
-    assert join(pa.struct([("a", pa.int64())]), both) == both
-    assert join(pa.list_(pa.int64()), pa.list_(pa.string())) == JSON
-    assert join(pa.list_(pa.int64()), pa.int64()) == JSON
-    assert join(pa.dictionary(pa.int8(), pa.string()), pa.string()) == pa.string()
-    assert join(pa.dictionary(pa.int8(), pa.string()), JSON) == JSON
-    assert join(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
+    assert joined_type(pa.struct([("a", pa.int64())]), both) == both
+    assert joined_type(pa.list_(pa.int64()), pa.list_(pa.string())) == JSON
+    assert joined_type(pa.list_(pa.int64()), pa.int64()) == JSON
+    assert joined_type(pa.dictionary(pa.int8(), pa.string()), pa.string()) == pa.string()
+    assert joined_type(pa.dictionary(pa.int8(), pa.string()), JSON) == JSON
+    assert joined_type(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.string())) == pa.string()
 
 
 def test_a_file_with_a_narrower_nested_type_is_carried_in_the_joined_one():
@@ -109,7 +109,7 @@ def test_a_file_with_a_narrower_nested_type_is_carried_in_the_joined_one():
 def test_every_value_fits_the_joined_type_and_can_be_read_back(values):
     type_ = pa.null()
     for value in values:
-        type_ = join(type_, type_of(value))
+        type_ = joined_type(type_, type_of(value))
     column = column_of(values, type_)
     assert column.type == field_of("x", type_).type
     assert not pa.types.is_null(column.type)

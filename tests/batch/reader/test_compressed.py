@@ -1,28 +1,18 @@
 """Compressed JSONL and CSV files: the rows of the plain file, from several members, and errors of damaged ones."""
 
 import gzip
-import json
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.batch.reader import scan
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.storage.decompression import open_decompressed
-from tests.batch.reader.test_plan import ids, plan
+from eagle_ray.storage.path import open_decompressed
+from tests.support.inputs import JSONL, ids, plan, zstd
 
-JSONL = b"".join(json.dumps({"id": i, "prompt": f"p{i}"}).encode() + b"\n" for i in range(40))
 CSV = b'id,prompt\n1,"Hi,\nyou"\n2,"an open quote\n3,x\n4,"y"\n'
-
-
-def zstd(content: bytes) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
 
 
 COMPRESS = {".gz": gzip.compress, ".zst": zstd}

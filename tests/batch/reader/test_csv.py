@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle_ray.batch.driver.input_plan import request_rows
-from eagle_ray.batch.reader import csv as ours
 from eagle_ray.batch.reader import scan
-from eagle_ray.batch.reader.carried_columns import CSV_TEXT
-from eagle_ray.batch.reader.csv import rows_in_csv, type_of_csv_value
+from eagle_ray.batch.reader import text_files as ours
 from eagle_ray.batch.reader.file_slices import chunks_in
 from eagle_ray.batch.reader.files import find_files
-from eagle_ray.batch.reader.input_columns import request_columns
+from eagle_ray.batch.reader.input_columns import CSV_TEXT, request_columns
 from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
+from eagle_ray.batch.reader.text_files import rows_in_csv, type_of_csv_value
 from eagle_ray.config import ColumnsConfig
 from eagle_ray.core.errors import ConfigError, RequestError
-from tests.batch.reader.test_plan import errors, ids, plan
+from tests.support.inputs import errors, ids, plan
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 HOSTILE = st.lists(st.sampled_from([b'"', b",", b"\n", b"\r\n", b"\r", b"a", b"\xff", b"\xef\xbb\xbf", b" ", b"1"]))

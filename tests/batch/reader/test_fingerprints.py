@@ -7,7 +7,7 @@ import pytest
 from eagle_ray.batch.reader import fingerprints as module
 from eagle_ray.batch.reader.files import find_files
 from eagle_ray.batch.reader.fingerprints import begins_with, fingerprints
-from eagle_ray.runs.recorded_inputs import what_changed
+from eagle_ray.runs.layout import what_changed
 from eagle_ray.storage.path import StoragePath
 
 
@@ -67,7 +67,7 @@ def test_a_file_has_grown_if_its_lines_are_still_there(path, old, new, wanted):
 
 
 def test_a_large_input_is_not_read_and_known_by_its_time(path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(module, "MAX_BYTES", path.stat().st_size - 1)
     noted = found(path, {})
     assert "digest" not in noted and what_changed(noted, found(path, {})) is None
     os.utime(path, ns=(1, 1))

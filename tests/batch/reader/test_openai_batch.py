@@ -8,18 +8,10 @@ import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.requests.messages import template_messages
-from eagle_ray.requests.parameters import Door
+from eagle_ray.requests.parameters import Api
 from eagle_ray.requests.refused import refused_at
-from tests.conftest import small_job
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USER = {"role": "user", "content": "Hi"}
-
-
-def line(custom_id="a", url=CHAT, method="POST", **body):
-    prompt = {"messages": [USER]} if url == CHAT else {"prompt": "Hi"}
-    body = {name: value for name, value in ({"model": "m"} | prompt | body).items() if value != "absent"}
-    return {"custom_id": custom_id, "method": method, "url": url, "body": body}
+from tests.support.inputs import CHAT, COMPLETIONS, USER, line
+from tests.support.jobs import small_job
 
 
 @pytest.fixture
@@ -54,8 +46,8 @@ def test_a_line_of_each_endpoint(requests):
 
 
 def test_parameters_whose_value_asks_for_nothing_are_accepted(requests):
-    rows = refused_at(Door.CHAT)
-    off = {name: row.no_op_at(Door.CHAT)[0] for name, row in rows.items() if row.no_op} | {
+    rows = refused_at(Api.CHAT)
+    off = {name: row.no_op_at(Api.CHAT)[0] for name, row in rows.items() if row.no_op} | {
         "tools": [],
         "logit_bias": {},
     }

@@ -12,36 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, request_rows, request_tables, row_settings_line
+from eagle_ray.batch.driver.input_plan import request_rows, request_tables, row_settings_line
 from eagle_ray.batch.reader import scan
-from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.row_index import digests
+from tests.support.inputs import errors, ids, plan, write_jsonl, write_parquet
 
 ROWS = [{"id": i, "prompt": f"p{i}", "category": "ab"[i % 2], "score": i / 2} for i in range(10)]
-
-
-def plan(path: Path | str | list[Path], *sets: str) -> InputPlan:
-    paths = [str(p) for p in path] if isinstance(path, list) else str(path)
-    return plan_input(load_config(None, sets=sets, env={}, overrides={"input.path": paths, "output.path": "unused"}))
-
-
-def write_jsonl(path: Path, rows: list, newline: str = "\n") -> Path:
-    path.write_bytes("".join(json.dumps(row) + newline for row in rows).encode())
-    return path
-
-
-def write_parquet(path: Path, rows: list[dict], **options: int) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), path, **options)
-    return path
-
-
-def ids(the_plan: InputPlan) -> list[str]:
-    return [row["request_id"] for row in request_rows(the_plan)]
-
-
-def errors(the_plan: InputPlan) -> list[str | None]:
-    return [row["error_code"] for row in request_rows(the_plan)]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-le"])

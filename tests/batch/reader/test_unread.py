@@ -13,9 +13,9 @@ import pytest
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.requests.parameters import ROW_PARAMETERS, Door, match_unsupported
+from eagle_ray.requests.parameters import ROW_PARAMETERS, Api, match_unsupported
 from eagle_ray.requests.refused import REFUSED, has_effect, refused_at
-from tests.batch.reader.test_plan import plan, write_jsonl, write_parquet
+from tests.support.inputs import plan, write_jsonl, write_parquet
 
 ASKED = {
     "typical_p": 0.5,
@@ -125,7 +125,7 @@ def test_both_commands_refuse_before_anything_starts(tmp_path, capsys, command):
 
 
 def test_no_column_is_both_read_and_refused_and_names_of_plain_data_are_not_refused():
-    refused = refused_at(Door.JOB).keys() - ROW_PARAMETERS
+    refused = refused_at(Api.JOB).keys() - ROW_PARAMETERS
     assert not any(match_unsupported(name) for name in ROW_PARAMETERS)
     assert not any(match_unsupported(name) for name in ("priority", "suffix", "documents", "store", "echo"))
     assert all(has_effect(name, 7.5) for name in refused)

@@ -10,9 +10,20 @@ from eagle_ray.runs.job_errors import FencedError
 from eagle_ray.runs.lease import LOCK
 from eagle_ray.serve.batches import batch_runner
 from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore
-from tests.serve.batches.test_runner import Replicas, begin, finish, num_completed, outcome, run_until, runner_of
-from tests.serve.batches.test_stores import OLD, answer, claimed
-from tests.support.batch_kills import kill_servers, quicken
+from tests.support.batches import (
+    OLD,
+    Replicas,
+    answer,
+    begin,
+    claimed,
+    finish,
+    kill_servers,
+    num_completed,
+    outcome,
+    quicken,
+    run_until,
+    runner_of,
+)
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ import pytest
 
 from eagle_ray.cli.main import main
 from eagle_ray.runs.job_errors import outcome_of
-from eagle_ray.storage import retry_budget, s3
-from eagle_ray.storage.path import StorageError, StoragePath, StorageTimeout, read_json
-from eagle_ray.storage.retry_budget import EXTENDED_WAITS_S, extended_retries
+from eagle_ray.storage import s3, store
+from eagle_ray.storage.path import StoragePath, read_json
 from eagle_ray.storage.s3 import WAITS_S
-from eagle_ray.storage.storage_errors import NotAllowed
+from eagle_ray.storage.store import EXTENDED_WAITS_S, NotAllowed, StorageError, StorageTimeout, extended_retries
 from tests.support.s3 import BreakOff, CutShort, LoseTheAnswer, NeverAnswer, Refuse, Trickle
 
 TRIES = len(s3.WAITS_S) + 1
@@ -43,7 +42,7 @@ def test_the_tries_are_counted_and_the_error_says_where(bucket, proxy, fault):
 
 
 def test_a_job_outlasts_more_failures_than_a_command(bucket, proxy, monkeypatch):
-    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     proxy.fail("PUT", SLOW_DOWN, TRIES + 1)
     with extended_retries():
         (bucket / "a").write_atomic(DATA)
@@ -68,7 +67,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
 def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, proxy, monkeypatch, fault):
-    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     with extended_retries():
         (bucket / "a").write_atomic(b"first")
         proxy.fail("PUT", fault, TRIES + 1)
@@ -83,7 +82,7 @@ def test_a_refusal_in_a_job_passes_or_ends_it_as_a_storage_that_is_away(bucket, 
 
 @pytest.mark.parametrize("fault", REFUSALS, ids=lambda fault: fault.code)
 def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, fault):
-    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01, 0.01))
     monkeypatch.setattr(s3, "_answered", set())
     proxy.fail("PUT", fault, 100)
     for tries in (1, TRIES + 2):
@@ -95,7 +94,7 @@ def test_a_refusal_at_first_contact_is_permanent(bucket, proxy, monkeypatch, fau
 
 def test_credentials_that_come_late_are_found(bucket, proxy, monkeypatch):
     """As those of an instance whose metadata service is too busy at first."""
-    monkeypatch.setattr(retry_budget, "EXTENDED_WAITS_S", (0.01,))
+    monkeypatch.setattr(store, "EXTENDED_WAITS_S", (0.01,))
     (bucket / "a").write_atomic(b"mine")
     key = os.environ["AWS_ACCESS_KEY_ID"]
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):

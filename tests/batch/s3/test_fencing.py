@@ -15,7 +15,7 @@ from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import FencedError, OutputDamaged, OutputLocked
 from eagle_ray.runs.layout import PROGRESS, RUN, SUCCESS, SUMMARY
 from eagle_ray.runs.run import Run
-from tests.conftest import small_job, token_rows
+from tests.support.jobs import small_job, token_rows
 from tests.support.s3 import Refuse
 
 SCHEMA = output_schema([])

@@ -24,10 +24,10 @@ from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.runs import run as fencing
 from eagle_ray.runs.job_errors import OutputLocked
+from eagle_ray.runs.layout import read_inputs
 from eagle_ray.runs.lease import LOCK
-from eagle_ray.runs.recorded_inputs import read_inputs
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json
-from tests.conftest import exit_code, small_job, token_rows
+from tests.support.jobs import exit_code, small_job, token_rows
 from tests.support.s3 import FaultProxy, Refuse
 
 CATEGORIES = ("a", "b c/d", None)

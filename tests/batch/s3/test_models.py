@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.assembly.hub import check_models, download, download_metadata
-from eagle_ray.batch.worker.error_classifier import classify_error
+from eagle_ray.batch.worker.crash_isolation import classify_error
 from eagle_ray.cli.validate import validate
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.doctor.model_checks import pair_here
 from eagle_ray.runs.job_errors import CONFIGURATION, TRANSIENT, outcome_of
-from eagle_ray.storage import model_store
+from eagle_ray.storage import model_files
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.path import StoragePath
-from eagle_ray.storage.storage_errors import ObjectChanged, StorageError
-from tests.batch.test_worker import answers, outputs
-from tests.conftest import PAIR, token_rows
+from eagle_ray.storage.store import ObjectChanged, StorageError
+from tests.support.jobs import PAIR, token_rows
+from tests.support.workers import answers, outputs
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -28,7 +28,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EAGLE_RAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_store, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(model_files, "PIECE_BYTES", 100_000)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_download_that_ends_early_leaves_nothing_and_a_killed_one_is_removed(u
         raise ObjectChanged("changed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_store._Piece, "copy", fail)
+        patch.setattr(model_files._Piece, "copy", fail)
         with pytest.raises(StorageError, match=r"model\.target: changed"):
             download(f"{url}/target", "target")
     assert left_over() == []
@@ -138,14 +138,14 @@ def test_a_download_that_ends_early_leaves_nothing_and_a_killed_one_is_removed(u
 
 
 def test_a_model_that_changes_meanwhile_is_not_kept(url, monkeypatch):
-    copy = model_store._Piece.copy
+    copy = model_files._Piece.copy
 
     def change(self) -> int:
         if self.source.name == "config.json":
             self.source.write_atomic(b"{}")
         return copy(self)
 
-    monkeypatch.setattr(model_store._Piece, "copy", change)
+    monkeypatch.setattr(model_files._Piece, "copy", change)
     with pytest.raises(StorageError, match="while it was downloaded"):
         download(f"{url}/target", "target")
     assert left_over() == []

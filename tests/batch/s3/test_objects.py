@@ -7,12 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
-from eagle_ray.batch.driver.path_checks import check_disjoint, check_not_run_output
 from eagle_ray.batch.reader.file_slices import chunks_in
-from eagle_ray.batch.reader.files import find_files
+from eagle_ray.batch.reader.files import check_disjoint, check_not_run_output, find_files
 from eagle_ray.batch.reader.input_columns import request_columns
 from eagle_ray.batch.reader.scan import FilePart, FileScan, rows_in_part
-from eagle_ray.batch.worker.start_cache import StartCache
+from eagle_ray.batch.worker.worker import StartCache
 from eagle_ray.config import ColumnsConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.kernels.triton_cache import entries
@@ -20,9 +19,11 @@ from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import CACHE, RUN
 from eagle_ray.runs.run import Run
 from eagle_ray.storage import s3
-from eagle_ray.storage.path import NotFound, StorageError, StoragePath, parquet_bytes, write_json
-from tests.kernels.test_triton_cache import make_entry
-from tests.storage.test_path import check_creates_and_replaces
+from eagle_ray.storage.checked_parquet import parquet_bytes
+from eagle_ray.storage.path import StoragePath, write_json
+from eagle_ray.storage.store import NotFound, StorageError
+from tests.support.kernels import make_entry
+from tests.support.s3 import check_creates_and_replaces
 
 NAMES = (
     "a.jsonl",

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811
 """Two shards in a bucket: each with its own lease and index there, and finished together. A toy engine answers."""
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch
 from eagle_ray.runs.layout import SUCCESS, output_of
 from eagle_ray.runs.row_index import INDEX
 from eagle_ray.storage.path import StoragePath, json_bytes
-from tests.batch.test_starts import Killed, engine, reads, rows, scans
-from tests.conftest import small_job
+from tests.support.jobs import small_job
+from tests.support.starts import Killed, rows
 
 NAMES = [f"id{i}" for i in range(20)]
 ADDED = [f"new{i}" for i in range(8)]

@@ -16,7 +16,7 @@ from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.service import Service
-from tests.serve.conftest import SETTINGS
+from tests.support.serving import SETTINGS
 
 
 async def main(port: int, path: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.batch_kills import kill_servers
+from tests.support.batches import kill_servers
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow

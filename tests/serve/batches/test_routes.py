@@ -416,12 +416,12 @@ def test_lines_wait_while_interactive_requests_hold_the_slots(service):
             ends.append(name)
 
         held = [asyncio.ensure_future(noting("long", post(app, TEXT, long))) for _ in range(4)]
-        while service.held.sequences < 4:
+        while service.in_flight.sequences < 4:
             await asyncio.sleep(0.005)
         waiting = [asyncio.ensure_future(noting("line", service.answer_line(0, TEXT, line))) for _ in range(3)]
         later = asyncio.ensure_future(noting("short", post(app, TEXT, long | {"max_tokens": 2})))
         await asyncio.sleep(0.05)
-        assert service.held.sequences <= 5 and not any(task.done() for task in waiting)
+        assert service.in_flight.sequences <= 5 and not any(task.done() for task in waiting)
         await asyncio.gather(*held, *waiting, later)
         return ends
 
@@ -434,10 +434,10 @@ def test_an_interactive_request_finds_a_slot_while_lines_run(service):
 
     async def main():
         lines = [asyncio.ensure_future(service.answer_line(0, TEXT, line)) for _ in range(6)]
-        while service.held.sequences < 3:
+        while service.in_flight.sequences < 3:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
-        held = service.held.sequences
+        held = service.in_flight.sequences
         await post(build_app(service), TEXT, {"prompt": "Once", "max_tokens": 1})
         num_done = sum(task.done() for task in lines)
         assert [status for status, _ in await asyncio.gather(*lines)] == [200] * 6

@@ -1,26 +1,28 @@
 """The runner: every line answered once, whatever ends it, and every batch at its own end."""
 
 import asyncio
-import json
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs.lease import Lease
 from eagle_ray.serve.batches import batch_runner, file_store
-from eagle_ray.serve.batches.batch_models import BatchRecord
-from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
+from eagle_ray.serve.batches.batch_runner import sweep
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.storage.path import StoragePath
-from tests.support.batch_kills import kill_servers
-
-URL = "/v1/completions"
+from tests.support.batches import (
+    Replicas,
+    begin,
+    finish,
+    kill_servers,
+    num_completed,
+    outcome,
+    run_until,
+    runner_of,
+)
 
 
 @pytest.fixture
@@ -30,94 +32,9 @@ def store(tmp_path, monkeypatch):
     return BatchStore(StoragePath.of(tmp_path / "kept"))
 
 
-class Replicas:
-    """What answers: a prompt's text says how. Counts how often each prompt was begun."""
-
-    def __init__(self, seconds=0.0):
-        self.seconds, self.begun, self.seeds, self.now = seconds, {}, {}, 0
-        self.most = 0
-
-    async def respond(self, owner, endpoint, body):
-        asked = json.loads(body)
-        prompt = asked["prompt"]
-        self.begun[prompt] = self.begun.get(prompt, 0) + 1
-        self.seeds.setdefault(prompt, set()).add(asked["seed"])
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            await asyncio.sleep(self.seconds)
-            if prompt == "kill":
-                raise ReplicaLost("killed")
-            if prompt == "fault":
-                raise RuntimeError("a bug")
-            if prompt == "busy" and self.begun[prompt] < 4:
-                return 429, b"{}"
-            if prompt == "wrong":
-                return 400, b'{"error": {"message": "no"}}'
-            usage = {"prompt_tokens": 2, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
-            return 200, json.dumps({"text": prompt, "usage": usage}).encode()
-        finally:
-            self.now -= 1
-
-
-def begin(store, prompts, window_s=60, owner="all", **changes):
-    lines = [
-        {"custom_id": f"{i}", "method": "POST", "url": URL, "body": {"prompt": prompt}} | changes
-        for i, prompt in enumerate(prompts)
-    ]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    file = store.files(owner).write([data], "in.jsonl", "batch")
-    asked = {"endpoint": URL, "input_file_id": file.id, "completion_window": f"{window_s}s"}
-    record = BatchRecord.new(window_s, owner=owner, **asked)
-    store.create(record, max_open=9)
-    return record
-
-
-def runner_of(store, replicas, window=4, max_lines=1000, **more):
-    return BatchRunner(store, BatchesConfig(max_lines=max_lines), replicas.respond, window, **more)
-
-
-async def run_until(runner, condition, seconds=20.0):
-    """Run the runner until the condition holds, then end it as a shutdown does."""
-    running, end = asyncio.ensure_future(runner.run()), time.monotonic() + seconds
-    try:
-        while not condition():
-            assert time.monotonic() < end and not running.done()
-            await asyncio.sleep(0.01)
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def finish(store, runner, *batches):
-    """Run the batches to their ends; return their records."""
-    ids = {batch.id for batch in batches}
-    asyncio.run(run_until(runner, lambda: not ids & {id for _, id in store.open_ids()}))
-    return [store.find(batch.owner, batch.id) for batch in batches]
-
-
-def lines_in(store, record, id):
-    files = FileStore(store.root, record.owner)
-    file = files.find(id)
-    return [json.loads(line) for line in files.lines(file)] if file else []
-
-
-def outcome(store, record):
-    """The ids of the output file and of the error file; together every id once."""
-    done, failed = lines_in(store, record, record.output_id), lines_in(store, record, record.error_id)
-    ids = sorted(line["custom_id"] for line in done + failed)
-    assert ids == sorted(set(ids))
-    assert record.request_counts == {"total": len(ids), "completed": len(done), "failed": len(failed)}
-    return done, failed
-
-
 def times_of(record):
     """The statuses whose times are known."""
     return {name.removesuffix("_at") for name, value in record if name.endswith("_at") and value is not None}
-
-
-def num_completed(store, batch):
-    return store.find(batch.owner, batch.id).request_counts["completed"]
 
 
 def test_each_line_is_answered_once_and_failures_have_a_file_of_their_own(store):

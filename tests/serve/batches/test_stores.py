@@ -2,16 +2,11 @@
 
 import json
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from eagle_ray.config.records import RunRecord
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import FencedError
-from eagle_ray.runs.lease import hold
-from eagle_ray.runs.run import Run
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.batches import file_store
 from eagle_ray.serve.batches.batch_input import MAX_ERRORS, check_lines
@@ -21,8 +16,7 @@ from eagle_ray.serve.batches.batch_store import AnswerLog, BatchStore, error_ans
 from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath
-
-OLD = Path(__file__).parents[2] / "goldens" / "batch_store" / "store"
+from tests.support.batches import OLD, answer, claimed
 
 
 @pytest.fixture
@@ -100,20 +94,6 @@ def test_a_file_without_its_description_is_no_file_and_an_expired_one_is_gone(ro
         store.get(expired.id)
     sweep(BatchStore(root))
     assert store.unfinished_ids() == [new] and store.ids() == [used.id]
-
-
-def answer(id, status=200, usage=(3, 4)):
-    details = {"prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": {"reasoning_tokens": 1}}
-    counts = {"prompt_tokens": usage[0], "completion_tokens": usage[1]} | details
-    body = {"usage": counts} if status == 200 else {"error": {}}
-    return response_answer("batch_1", id, status, json.dumps(body).encode())
-
-
-@contextmanager
-def claimed(directory):
-    """A run in the directory."""
-    with hold(directory) as lease, Run.claim(lease, Run.inspect(directory, RunRecord), {}) as run:
-        yield run
 
 
 def test_a_log_holds_each_id_once_whoever_writes(root):

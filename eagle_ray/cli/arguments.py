@@ -1,0 +1,85 @@
+"""Flags that several commands have, and the configuration that they make.
+
+add_config_flags(parser)
+config_of(parser.parse_args(["-c", "job.yaml", "--limit", "5"])).input.limit      # 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from eagle_ray.config import JobConfig, load_config
+from eagle_ray.requests.parameters import MAX_TEMPERATURE
+
+
+def add_file_flags(parser: argparse._ActionsContainer, description: str) -> None:
+    """Add -c and --set. description: of the YAML file."""
+    parser.add_argument("-c", "--config", metavar="FILE", help=f"a YAML file{description}")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a job's configuration."""
+    add_file_flags(parser, " such as configs/example.yaml")
+    parser.add_argument("-i", "--input", metavar="IN", action="append", help="input.path")
+    parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
+    parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
+
+
+def config_of(args: argparse.Namespace) -> JobConfig:
+    """Return the configuration of a job. Raises ConfigError."""
+    flags = {
+        "input.path": _last_input(args.input),
+        "input.limit": args.limit,
+        "output.path": args.output,
+        "output.if_exists": "resume" if getattr(args, "restarted", False) else getattr(args, "if_exists", None),
+        "input.allow_empty": getattr(args, "allow_empty", None),
+        "execution.shard": getattr(args, "shard", None),
+    }
+    return load_config(args.config, sets=args.sets, overrides=without_none(flags))
+
+
+def config_of_pair(args: argparse.Namespace) -> JobConfig:
+    """Return a configuration for checking a pair without a job. Raises ConfigError."""
+    if args.config is None:
+        args.input, args.output = args.input or ["embedded:prompts"], args.output or "runs/run"
+    return config_of(args)
+
+
+def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that were used."""
+    return {key: value for key, value in flags.items() if value is not None}
+
+
+def _last_input(inputs: list[str] | None) -> str | None:
+    """Return the last -i, and warn about the ones before it, which it replaces."""
+    if inputs and len(inputs) > 1:
+        others = ", ".join(inputs[:-1])
+        print(
+            f"eagle-ray: -i {inputs[-1]} replaces -i {others}. To read them all: --set 'input.path=[{others}, ...]'",
+            file=sys.stderr,
+        )
+    return inputs[-1] if inputs else None
+
+
+def parse_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def parse_temperatures(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= MAX_TEMPERATURE for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 0 to {MAX_TEMPERATURE:g}, such as 0,1")
+    return list(dict.fromkeys(values))
+
+
+def parse_positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)

@@ -1,0 +1,125 @@
+"""The commands that read runs: status, report, compare and export."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from eagle_ray.cli.arguments import add_file_flags, config_of_pair, parse_names, parse_positive, parse_temperatures
+from eagle_ray.cli.main import check_address_space
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.core.start_log import configure_logging
+
+METHODS_FLAGS = ("config", "sets", "input", "limit", "per_task", "methods", "temperatures", "batch", "threads")
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="its output.path")
+    parser.add_argument("--json", action="store_true", help="everything that is known, as JSON")
+    parser.set_defaults(command=_status, library="pyarrow")
+
+
+def _status(args: argparse.Namespace) -> int:
+    from eagle_ray.batch.driver.status import (
+        sharded_status_json,
+        sharded_status_text,
+        status_json,
+        status_of,
+        status_text,
+    )
+    from eagle_ray.runs.layout import read_shard_plan
+    from eagle_ray.storage.path import named_path
+
+    run = named_path("RUN", args.run)
+    if read_shard_plan(run):
+        print((sharded_status_json if args.json else sharded_status_text)(run))
+    else:
+        print((status_json if args.json else status_text)(status_of(run)))
+    return 0
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the output directory of a run")
+    parser.add_argument("--json", action="store_true", help="every number, to stdout; writes nothing")
+    parser.add_argument(
+        "--score", metavar="COLUMN", help="the column with a sample's score: true or false, a number, or such a text"
+    )
+    parser.add_argument(
+        "--scores", metavar="FROM", help="scores from a run that judged this one, or from a file with request_id"
+    )
+    parser.add_argument("--pass-at", type=float, metavar="X", help="the least score that passes, for pass@k")
+    parser.add_argument("--answer", metavar="REGEX", help="the part of a text that the majority vote compares")
+    parser.set_defaults(command=_report, library="pyarrow")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from eagle_ray.batch.driver.status import state_of
+    from eagle_ray.cli.report_run import review, review_json, run_scores
+    from eagle_ray.storage.path import named_path
+
+    run = named_path("RUN", args.run)
+    state_of(run)  # names what is wrong with it
+    scores = run_scores(run, args.score, args.scores, args.pass_at, args.answer)
+    print((review_json if args.json else review)(run, scores))
+    return 0
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none")
+    parser.add_argument("--json", action="store_true", help="every number, to stdout")
+    methods = parser.add_argument_group("methods", "compared on prompts, in this process")
+    add_file_flags(methods, ": model, speculative, sampling, input")
+    methods.add_argument("-i", "--input", metavar="IN", action="append", help="input.path (embedded:prompts)")
+    methods.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
+    methods.add_argument("--per-task", type=parse_positive, metavar="N", help="at most N rows of each category")
+    methods.add_argument(
+        "--methods", type=parse_names, metavar="A,B", help="eagle2, ours, ...; medusa=DIR has its own draft"
+    )
+    methods.add_argument("--temperatures", type=parse_temperatures, metavar="T,T", help="of sampling (0,1)")
+    methods.add_argument("--batch", type=parse_positive, metavar="N", help="sequences at a time (1)")
+    methods.add_argument("--threads", type=parse_positive, metavar="N", help="CPU threads (torch's own)")
+    parser.set_defaults(command=_compare, library="pyarrow", output=None)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    of_methods = [name for name in METHODS_FLAGS if getattr(args, name)]
+    if not args.runs:
+        return _compare_methods(args)
+    if len(args.runs) != 2 or of_methods:
+        raise ConfigError("compare: give two runs and nothing of methods, or no run to compare methods on prompts")
+    from eagle_ray.cli.report_run import comparison, comparison_json
+    from eagle_ray.storage.path import named_path
+
+    print((comparison_json if args.json else comparison)(*(named_path("RUN", run) for run in args.runs)))
+    return 0
+
+
+def _compare_methods(args: argparse.Namespace) -> int:
+    check_address_space("torch")
+    config = config_of_pair(args)
+    from eagle_ray.cli.compare_methods import evaluate, use_threads
+    from eagle_ray.report.methods_table import evaluation_text
+
+    configure_logging(config.logging.level)
+    use_threads(args.threads)
+    numbers = evaluate(config, args.methods, args.temperatures or [0.0, 1.0], args.batch or 1, args.per_task)
+    print(json.dumps(numbers, indent=2) if args.json else evaluation_text(numbers))
+    return 0
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the output directory of a run")
+    parser.add_argument("--to", required=True, choices=["openai-batch", "csv"], help="the format")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to (stdout)")
+    parser.add_argument("--partial", action="store_true", help="what is there of a run that is not finished, too")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE where it is there already")
+    parser.set_defaults(command=_export, library="pyarrow")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from eagle_ray.cli.export import export
+    from eagle_ray.storage.path import named_path
+
+    if message := export(named_path("RUN", args.run), args.to, args.output, args.partial, args.overwrite):
+        print(message)
+    return 0

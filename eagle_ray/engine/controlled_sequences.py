@@ -1,0 +1,240 @@
+"""What a step does for sequences with controls or grammars: sample rows by their own paths, and draft by grammars.
+
+    controlled = ControlledRows.of(batch, tree, keep, num_nodes)      # None if no sequence has controls
+    ...                                                               # the target's pass
+    picks = controlled.picks(logits, sampling, rows)                  # -1 for rows of other sequences
+
+Each row is sampled from logits that are adjusted by the row's own path. The copy of the trees to the host starts before
+the target's pass, so on a GPU the host works out the adjustments while the pass runs. `picks` needs the tokens of the
+step before, which may be read after `of`: then a sequence may have finished meanwhile, and its rows are left out.
+Nothing is read of other sequences' rows.
+
+    chains = GrammarChains.of(batch, max_tokens)                 # None if no sequence has a grammar
+    plan = chains.without_long(plan)                              # the head need not draft where a chain is long
+    draft = chains.fit(draft, batch, plan)
+
+Where a grammar leaves no choice of text, the tokens that spell it are a draft that no head need make, and so are the
+white space and punctuation between them, which an output repeats. They are drafted in plain steps, too: a step with
+a chain costs the rows of its pass and nothing else. The target picks only what the grammar allows, so a forbidden
+candidate of the head would waste a row.
+
+Reading the candidates waits for a device, so chains are for steps on a CPU that are not replayed. On a GPU they are
+missing. They are known before the step is launched (`GrammarChains.of` reads committed tokens only, and steps of
+controlled sequences are not launched ahead), and chains alone have no shape that depends on the device. A graph of
+the verify pass takes any tree within its bounds, so a plain step with chains can be replayed as one with a tree; what
+is not built is the merge of chains with a head's draft inside the drafter's graph, the budget that fills a fixed
+number of rows from both, and the pruning, which needs the candidates on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.device import DeviceToHost, to_device
+from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.sequence import Sequence as TokenSequence
+from eagle_ray.core.sequence import SequenceStatus
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.sampling.adjustments import Adjustments, Paths
+from eagle_ray.sampling.control_state import ControlState
+from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
+from eagle_ray.sampling.sampler import SLICE_ROWS, sample
+from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
+
+
+class ControlledRows:
+    """The controlled sequences of one step and the copy of their trees to the host. Use `of` to build it."""
+
+    def __init__(self, members: list[int], sequences: list[TokenSequence], trees: DeviceToHost | None):
+        self._members = members
+        self._sequences = sequences
+        self._trees = trees
+
+    @classmethod
+    def of(
+        cls, batch: DecodeBatch, tree: DraftTree, keep: Bool[Tensor, "B N"], num_nodes: int
+    ) -> ControlledRows | None:
+        """Return the rows of sequences with controls, or None if there are none.
+
+        Args:
+            keep: the nodes that are verified.
+            num_nodes: at least the number of kept nodes of each tree.
+        """
+        members = batch.controlled
+        if not members:
+            return None
+        sequences = [batch.sequences[i] for i in members]
+        if tree.num_nodes == 1:
+            return cls(members, sequences, None)
+        rows = to_device(members, keep.device)
+        verified = DraftTree(*(tensor[rows] for tensor in tree.tensors)).rerank(keep[rows], num_nodes)
+        parts = torch.stack([verified.tokens, verified.parents, verified.valid.long()])
+        return cls(members, sequences, DeviceToHost(parts))
+
+    def picks(self, logits: Float[Tensor, "R V"], sampling: SamplingBatch, rows: VerifyRows) -> Int[Tensor, " R"]:
+        """Return the tokens of controlled sequences' rows, sampled from adjusted logits; -1 for all other rows."""
+        picks = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+        each = zip(self._members, self._sequences, self._paths(), strict=True)
+        running = [(i, synced(s), paths) for i, s, paths in each if s.status is SequenceStatus.RUNNING]
+        if not running:
+            return picks
+        nodes = [(member, node) for member, _, paths in running for node in range(len(paths))]
+        members, indices = to_device(list(zip(*nodes, strict=True)), logits.device)
+        own = rows.row_of[members, indices]
+        states = [(state, paths) for _, state, paths in running]
+        fresh = sample_adjusted(logits, own, states, sampling, members, rows.positions[own] + 1)
+        return picks.index_copy(0, own, fresh)
+
+    def _paths(self) -> list[Paths]:
+        """Return the path of every verified node of each controlled sequence."""
+        if self._trees is None:
+            return [[[]] for _ in self._members]
+        [(tokens, parents, valid)] = self._trees.read()
+        return [paths_of(*parts) for parts in zip(tokens, parents, valid, strict=True)]
+
+
+def paths_of(tokens: list[int], parents: list[int], valid: list[int]) -> Paths:
+    """Return each valid node's tokens from below the root down to the node; valid nodes are a prefix."""
+    paths: Paths = []
+    for node in range(sum(valid)):
+        paths.append([*paths[parents[node]], tokens[node]] if node else [])
+    return paths
+
+
+def synced(sequence: TokenSequence) -> ControlState:
+    """Return the state of the sequence's controls after its committed tokens."""
+    state = sequence.controls
+    assert state is not None
+    state.sync(sequence.output_ids)
+    return state
+
+
+def sample_adjusted(
+    logits: Float[Tensor, "R V"],
+    rows: Int[Tensor, " C"],
+    sequences: Sequence[tuple[ControlState, Paths]],
+    sampling: SamplingBatch,
+    seq: Int[Tensor, " C"],
+    positions: Int[Tensor, " C"],
+) -> Int[Tensor, " C"]:
+    """Return the token that the target samples after each of some rows with controls.
+
+    Args:
+        logits: the target's own; they stay as they are. Few sequences' rows are copied at a time.
+        sequences: states and paths, as many paths in all as there are rows, in their order.
+        seq, positions: see sampler.sample.
+    """
+    picks, start = [], 0
+    for group in _groups_of(sequences):
+        part = slice(start, start + sum(len(paths) for _, paths in group))
+        adjusted = logits[rows[part]].float()
+        Adjustments.of(group, logits.device).apply(adjusted)
+        picks.append(sample(adjusted, sampling, seq[part], positions[part]))
+        start = part.stop
+    return torch.cat(picks)
+
+
+def _groups_of(sequences: Sequence[tuple[ControlState, Paths]]) -> list[list[tuple[ControlState, Paths]]]:
+    """Return the sequences in groups of at most SLICE_ROWS paths, or of one sequence."""
+    groups: list[list[tuple[ControlState, Paths]]] = [[]]
+    num_rows = 0
+    for state, paths in sequences:
+        if groups[-1] and num_rows + len(paths) > SLICE_ROWS:
+            groups.append([])
+            num_rows = 0
+        groups[-1].append((state, paths))
+        num_rows += len(paths)
+    return groups
+
+
+FORBIDDEN = -1e4  # added to the log values of forbidden candidates and what is below them: behind every other one
+FORCED = -0.01  # log-probability of a forced token given those before it: near 0, for the target may spell it otherwise
+RECENT = -0.2  # of a token that came here before
+LONG = 2  # tokens of a chain after which a head's draft would not pay
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarChains:
+    """The tokens that grammars predict for the sequences of a batch; none for a sequence without a grammar.
+
+    Attributes:
+        grammars: by place in the batch.
+    """
+
+    chains: list[list[PredictedToken]]
+    grammars: dict[int, GrammarState]
+
+    @classmethod
+    def of(cls, batch: DecodeBatch, max_tokens: int) -> GrammarChains | None:
+        """Return the chains of a batch, or None if no sequence has a grammar.
+
+        Args:
+            max_tokens: of a chain, at most as many as the engine's deepest and largest draft has.
+        """
+        grammars = {i: sequence.grammar for i, sequence in enumerate(batch.sequences) if sequence.grammar is not None}
+        if not grammars:
+            return None
+        can_draft = set(range(len(batch)) if batch.can_draft is None else batch.can_draft)
+        chains: list[list[PredictedToken]] = [[] for _ in batch.sequences]
+        for i, grammar in grammars.items():
+            synced(batch.sequences[i])
+            if i in can_draft:
+                limit = min(max_tokens, batch.remaining_tokens[i] - 1)
+                chains[i] = grammar.predicted_tokens(limit)
+        return cls(chains, grammars)
+
+    def without_long(self, plan: DraftPlan) -> DraftPlan:
+        """Return the plan for the sequences without a long chain. A probe is run as it is planned."""
+        if plan.probe or not plan.is_drafting or all(len(chain) < LONG for chain in self.chains):
+            return plan
+        return plan.restrict_to(tuple(i for i, chain in enumerate(self.chains) if len(chain) < LONG))
+
+    def fit(self, draft: Draft, batch: DecodeBatch, plan: DraftPlan) -> Draft:
+        """Return the draft with the chains, and with forbidden candidates behind all others."""
+        pruned = self._pruned(draft, batch) if draft.depth else draft
+        if not any(self.chains):
+            return pruned
+        chains = _chain_trees(batch.roots.tolist(), self.chains)
+        depth = max(draft.depth, max(map(len, self.chains)))
+        merged = merge_trees([pruned.tree, chains], depth)
+        extra = extra_log_values(merged.log_probs_by_drafter[..., 0], merged.tree, depth, plan)
+        return replace(draft, tree=merged.tree, extra_log_values=extra)
+
+    def _pruned(self, draft: Draft, batch: DecodeBatch) -> Draft:
+        penalties = torch.zeros_like(draft.tree.log_values)
+        tokens, parents = draft.tree.tokens.tolist(), draft.tree.parents.tolist()
+        for i, grammar in self.grammars.items():  # every node: candidates that are not valid may stand between others
+            allowed = grammar.allowed_nodes(tokens[i], parents[i])
+            penalties[i] = torch.where(torch.tensor(allowed), 0.0, FORBIDDEN)
+        return replace(draft, tree=replace(draft.tree, log_values=draft.tree.log_values + penalties))
+
+
+def _chain_trees(roots: list[int], chains: list[list[PredictedToken]]) -> DraftTree:
+    """Return a tree of one path for each root."""
+    longest = 1 + max(map(len, chains))
+    rows = [[root, *(token for token, _ in chain)] for root, chain in zip(roots, chains, strict=True)]
+    logs = [[0.0, *(FORCED if is_forced else RECENT for _, is_forced in chain)] for chain in chains]
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    log_probs = torch.tensor([row + [0.0] * (longest - len(row)) for row in logs])
+    place = torch.arange(longest).expand_as(tokens)
+    valid = place <= torch.tensor([[len(chain)] for chain in chains])
+
+    def padded(values: Tensor) -> Float[Tensor, "B N"]:
+        return torch.where(valid, values, -torch.inf)
+
+    return DraftTree(
+        tokens=tokens,
+        parents=torch.where(valid, place - 1, -1),
+        depths=torch.where(valid, place, 0),
+        log_values=padded(log_probs.cumsum(1)),
+        draft_log_probs=padded(log_probs),
+        valid=valid,
+    )

@@ -1,0 +1,411 @@
+"""CudaGraphRunner: passes of fixed shapes, captured once each and replayed, so that a step on a GPU is a few launches.
+
+    graphs = CudaGraphRunner.of(target)
+    engine = Engine(target, drafter, planner, ..., graphs=graphs)
+    graphs.summary                       # "31 graphs in 9.4 s, 212 MiB; 5120 replays"
+
+The keys are few: 70 for 256 slots (9 plain passes by batch size, 42 passes over trees by rows and trees, 19 parts of
+drafts), all of which `graph_warmup` captures before the first request; on an H200 a capture takes 0.02 to 0.1 s once
+its kernels are compiled. Any other key is captured at its first use, after two warm-up runs on a side stream, all of
+them on padding alone, so a capture leaves nothing in the KV cache. Captures of one pool may reuse the memory of earlier
+captures' intermediates. So each kind of pass, key[0], has a pool of its own: when a pass is replayed, no result of the
+same kind is still in use, while a draft's results are used until its tree is verified.
+
+On a CPU nothing can be captured: the function is called again on the same input tensors, and its results are copied
+into those of the first call. So errors in padding, buckets or the lifetime of results show on a CPU too.
+
+If a kernel cannot be compiled while a pass is captured, Triton's kernels are turned off and the pass is captured once
+more on the portable path. If that fails, or CUDA refuses, this pass runs eagerly and all others are still captured:
+MoE layers of a target, for example, copy to the host on some GPUs, but its draft head does not. Either is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.core.sampling_batch import ALL_KINDS, Kind, PaddedInput
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.kernels.availability import is_triton_error, turn_off
+from eagle_ray.models.target import TargetModel
+from eagle_ray.tree.draft_plan import DraftPlan
+
+log = logging.getLogger("eagle_ray")
+
+GRAPHS = "EAGLE_RAY_GRAPHS"  # off or on
+ROW_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # rows of a pass over trees
+LARGE_ROWS = 512  # past the last of them, rows are padded to a multiple of this
+ROWS_PER_SLOT = 4  # rows for each slot in the largest pass, where there are many slots
+TREE_SIZES = (1, 4, 16, 64, 256)  # trees of a pass; attention tiles are chosen for rows spread evenly over them
+NARROW = 4  # the width of levels that is captured besides the widest, for drafts of
+NARROW_FROM = 16  # sequences: below, a level takes about as long for any width
+DRAFT_SIZES = (1, 4, 16, 32, 64, 128, 256)  # sequences of a draft, which has few operations that depend on them
+MAX_FAILURES = 3  # captures of a kind of pass that fail in a row before no more are tried; out of memory is not counted
+MAX_GRAPHS = 64  # besides those captured ahead; the one that was not used for longest is dropped
+WARM_UPS = 2  # runs before a recording: what libraries choose or compile at first must not be recorded
+MIN_CONTEXT = {"cpu": 64, "cuda": 1024}
+CONTEXT_GROWTH = {"cpu": 2, "cuda": 4}  # a GPU's kernels leave early what a context does not have; a CPU reads it
+POISON = 0x7F  # in every byte: large integers, and floats that no result would hold
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """The passes that there are, as a planner has to know them.
+
+    Attributes:
+        rows: the rows of the pass over trees that is run for a number of rows.
+        batch: likewise of a plain pass.
+        level_rows: the rows of the pass that drafts a further level, for a number of sequences and a width.
+        max_rows: of a pass over trees.
+    """
+
+    rows: Callable[[int], int] = int
+    batch: Callable[[int], int] = int
+    level_rows: Callable[[int, int], int] = operator.mul
+    max_rows: int = sys.maxsize
+
+
+class CudaGraphRunner:
+    """Captured passes by key.
+
+    Args:
+        num_slots, capacity: upper bounds of batch size and context.
+        fused: Triton's kernels run the passes. They read no more of a context than there is and decide per row how it
+            is sampled, so one graph serves every context and every kind of sampling.
+
+    Attributes:
+        contexts: buckets of the context length, ascending.
+        num_captured, num_replayed: numbers of captures and replays.
+        seconds, bytes: time and device memory that captures took.
+        failures: why captures failed, by key; these passes run eagerly.
+    """
+
+    def __init__(self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False):
+        self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
+        self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
+        self._graphs: OrderedDict[Hashable, EagerGraph | CudaGraph] = OrderedDict()  # least recently used first
+        self._max_graphs = MAX_GRAPHS * (1 if fused else 2 * len(self.contexts))  # else greedy and sampled passes too
+        self._permanent: set[Hashable] = set()  # never dropped
+        self._is_keeping = False
+        self._pools: dict[Hashable, CudaPool] = {}  # by kind of pass
+        self.num_captured = self.num_replayed = self.bytes = 0
+        self.seconds = 0.0
+        self.failures: dict[tuple[Hashable, ...], str] = {}
+        self._refusals: Counter[Hashable] = Counter()  # failures in a row by kind of pass
+
+    @classmethod
+    def of(cls, target: TargetModel) -> CudaGraphRunner:
+        return cls(target.device, target.cache.num_slots, target.cache.capacity, uses_triton(target.cache))
+
+    def batch_size(self, num_sequences: int) -> int:
+        return min(1 << (num_sequences - 1).bit_length(), self._num_slots)
+
+    def draft_size(self, num_sequences: int) -> int:
+        return min(_bucket(num_sequences, DRAFT_SIZES, DRAFT_SIZES[-1]), self._num_slots)
+
+    def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
+        is_narrow = width <= NARROW and self.draft_size(num_sequences) >= NARROW_FROM
+        return min(NARROW, num_children) if is_narrow else num_children
+
+    def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
+        """Return the rows of the pass that drafts a further level of this plan."""
+        return self.draft_size(num_sequences) * self.draft_width(plan.width, plan.children, num_sequences)
+
+    def num_rows(self, num_rows: int) -> int:
+        return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
+
+    def max_rows(self, max_nodes: int) -> int:
+        """Return the rows of the largest pass over trees of at most max_nodes drafted nodes."""
+        wanted = self._num_slots * (1 + max_nodes)
+        return self.num_rows(min(wanted, max(ROW_SIZES[-1], ROWS_PER_SLOT * self._num_slots)))
+
+    def pass_sizes(self, bounds: TreeBounds) -> PassSizes:
+        """Return what a planner has to know of the passes. Each drafted node has bounds.top_k children."""
+
+        def level_rows(num_sequences: int, width: int) -> int:
+            return self.level_rows(DraftPlan(2, width, num_children=bounds.top_k), num_sequences)
+
+        return PassSizes(self.num_rows, self.batch_size, level_rows, self.max_rows(bounds.max_nodes))
+
+    def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
+        """Return every size that `padded` returns for 1 to `largest`, the largest first."""
+        return sorted({padded(n) for n in range(1, largest + 1)}, reverse=True)
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    def num_trees(self, num_sequences: int, num_rows: int) -> int:
+        size = _bucket(num_sequences, TREE_SIZES, TREE_SIZES[-1]) if self._fused else num_rows
+        return min(size, num_rows, self._num_slots)
+
+    def tree_passes(self, max_nodes: int) -> list[tuple[int, int]]:
+        """Return trees and rows of every pass over trees of at most max_nodes drafted nodes, the largest first."""
+        rows_of_all = self.sizes(self.num_rows, self.max_rows(max_nodes))
+        passes = {
+            (self.num_trees(size, rows), rows)
+            for size in range(1, self._num_slots + 1)
+            for rows in rows_of_all
+            if size < rows <= self.num_rows(size * (1 + max_nodes))
+        }
+        return sorted(passes, key=lambda each: each[::-1], reverse=True)
+
+    def num_nodes(self, num_nodes: int) -> int:
+        return 1 << (num_nodes - 1).bit_length()
+
+    def context(self, longest: int) -> int:
+        return next((bound for bound in self.contexts if bound >= longest), self.contexts[-1])
+
+    def sampling_kind(self, kind: Kind) -> Kind:
+        return ALL_KINDS if self._fused else kind
+
+    def has(self, key: tuple[Hashable, ...]) -> bool:
+        """Return whether a pass is captured. If so it counts as used: no capture until its replay drops it."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        return key in self._graphs
+
+    def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
+        """Capture a pass if that has not been done; return whether it can be replayed."""
+        if not self.has(key) and self._may_capture(key):
+            self._capture(key, function, InputBuffers(inputs))
+        return key in self._graphs
+
+    def run(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> Any:
+        """Run the function on padded inputs; results are in tensors of the padded shapes, valid until the
+        next replay.
+        """
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self.num_replayed += 1
+            self._graphs.move_to_end(key)
+            graph.inputs.fill(inputs)
+            return graph.replay()
+        buffers = InputBuffers(inputs)
+        graph = self._capture(key, function, buffers) if self._may_capture(key) else None
+        buffers.fill(inputs)
+        return function(*buffers.tensors) if graph is None else graph.replay()
+
+    def replays(self, kind: Hashable) -> bool:
+        """Return whether passes of this kind, key[0], may be replayed: captures of it have not always failed."""
+        return self._refusals[kind] < MAX_FAILURES
+
+    @property
+    def failure(self) -> str | None:
+        """Return which passes run eagerly since their capture failed, with the first reason, or None if none do."""
+        if not self.failures:
+            return None
+        counts = Counter(key[0] for key in self.failures)
+        passes = [f"{count if self.replays(kind) else 'all'} {kind!r}" for kind, count in counts.items()]
+        return f"capturing {' and '.join(passes)} passes failed ({next(iter(self.failures.values()))})"
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Never drop a pass that is captured meanwhile: those ahead of the first request, which every job replays."""
+        self._is_keeping = True
+        try:
+            yield
+        finally:
+            self._is_keeping = False
+
+    def _drop_one(self) -> None:
+        """Drop the pass that was not used for longest if there are too many besides those that are kept."""
+        others = [key for key in self._graphs if key not in self._permanent]
+        if len(others) >= self._max_graphs:
+            del self._graphs[others[0]]
+
+    @property
+    def summary(self) -> str:
+        """Return a line of text: number of captures, seconds, memory, replays."""
+        made = f"{self.num_captured} graphs in {self.seconds:.1f} s, {self.bytes / MIB:.0f} MiB"
+        return f"{made}; {self.num_replayed} replays"
+
+    def _capture(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
+    ) -> EagerGraph | CudaGraph | None:
+        """Capture a pass, or return None if that fails."""
+        started, before = time.monotonic(), self._used_bytes()
+        graph = self._try_capture(key, function, inputs)
+        if graph is None:
+            return None
+        self._drop_one()  # only now: a pool without any graph takes no further capture
+        self._graphs[key] = graph
+        if self._is_keeping:
+            self._permanent.add(key)
+        seconds, size = time.monotonic() - started, self._used_bytes() - before
+        self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
+        log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
+        return graph
+
+    def _try_capture(
+        self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
+    ) -> EagerGraph | CudaGraph | None:
+        """Capture a pass, on the portable path if Triton fails; return None if CUDA fails."""
+        if not self._on_cuda:
+            return EagerGraph(function, inputs)
+        try:
+            graph = CudaGraph(function, inputs, self._pool(key[0]))
+        except Exception as error:
+            if is_triton_error(error) and turn_off(error):
+                return self._try_capture(key, function, inputs)
+            self._note_failure(key, error)
+            return None
+        self._refusals[key[0]] = 0
+        return graph
+
+    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+        return key not in self.failures and self.replays(key[0])
+
+    def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
+        """Remember that a capture failed; log the first of each kind of pass."""
+        is_first = all(other[0] != key[0] for other in self.failures)
+        self.failures[key] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._refusals[key[0]] += not isinstance(error, torch.OutOfMemoryError)
+        level = logging.WARNING if is_first else logging.INFO
+        log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _pool(self, kind: Hashable) -> CudaPool:
+        if kind not in self._pools:
+            self._pools[kind] = CudaPool()
+        return self._pools[kind]
+
+    def _used_bytes(self) -> int:
+        """Return the bytes of the device in use by anything, executables of graphs included; 0 on a CPU."""
+        if not self._on_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+
+class InputBuffers:
+    """The input tensors of one key, at a fixed address for every run."""
+
+    def __init__(self, inputs: Sequence[PaddedInput]):
+        self.tensors = [padded.tensor.new_full(padded.shape, padded.fill) for padded in inputs]
+        self._given: list[Tensor | None] = [None] * len(inputs)
+        self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]  # the corners that inputs are in
+
+    def fill(self, inputs: Sequence[PaddedInput]) -> None:
+        """Copy the inputs into the corners of the buffers and pad the rest."""
+        for i, (buffer, padded) in enumerate(zip(self.tensors, inputs, strict=True)):
+            if self._given[i] is not padded.tensor:
+                _fill(buffer, padded, self._filled[i])
+                self._filled[i] = padded.tensor.shape
+            self._given[i] = padded.tensor if padded.is_fixed else None
+
+
+def _fill(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...]) -> None:
+    """Copy an input into a buffer's corner. filled: the corner that holds the input before it."""
+    shape = padded.tensor.shape
+    if any(size < before for size, before in zip(shape, filled, strict=True)):
+        buffer.fill_(padded.fill)
+    if buffer.shape != shape:
+        buffer = buffer[tuple(slice(size) for size in shape)]
+    buffer.copy_(padded.tensor, non_blocking=True)
+
+
+class EagerGraph:
+    """The CPU's substitute of a graph: call the function again and copy its results to a fixed address.
+
+    Other memory that a call returns is overwritten with POISON, since a real graph would not write it again.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
+        self.inputs, self._function = inputs, function
+        self._results = function(*inputs.tensors)
+
+    def replay(self) -> Any:
+        again = self._function(*self.inputs.tensors)
+        for result, fresh in zip(tensors_of(self._results), tensors_of(again), strict=True):
+            result.copy_(fresh)
+        lasting = {_num_bytes(tensor) for tensor in (*self.inputs.tensors, *tensors_of(self._results))}
+        for fresh in tensors_of(again):
+            if _num_bytes(fresh) not in lasting:
+                fresh.untyped_storage().fill_(POISON)  # type: ignore[attr-defined]  # torch's stub lacks it
+        return self._results
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class CudaPool:
+    """Memory shared by all captures of a kind, and the stream on which they are made."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+
+    def end_failed_capture(self) -> None:
+        """Let the allocator leave the pool, which torch does after a capture, but not after one that failed."""
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # the allocator has left it
+            torch._C._cuda_endAllocateToPool(device, self.handle)
+            torch._C._cuda_releasePool(device, self.handle)
+
+
+class CudaGraph:
+    """One capture. Only its results keep their memory; the function keeps whatever else the capture reads."""
+
+    def __init__(self, function: Callable[..., Any], inputs: InputBuffers, pool: CudaPool):
+        self._function = function
+        self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream()
+        pool.stream.wait_stream(here)
+        with torch.cuda.stream(pool.stream):
+            for _ in range(WARM_UPS):
+                function(*inputs.tensors)
+        here.wait_stream(pool.stream)
+        recording = torch.cuda.graph(
+            self._graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"
+        )
+        try:
+            with torch.cuda.stream(here), recording:  # a failed capture leaves its own stream as the current one
+                self._results = function(*inputs.tensors)
+        except Exception:
+            pool.end_failed_capture()
+            raise
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self._results
+
+
+def tensors_of(results: Any) -> Iterator[Tensor]:
+    """Yield every tensor in a structure of dataclasses, lists and tuples, in order."""
+    if isinstance(results, Tensor):
+        yield results
+    elif is_dataclass(results):
+        for field in fields(results):
+            yield from tensors_of(getattr(results, field.name))
+    elif isinstance(results, list | tuple):
+        for part in results:
+            yield from tensors_of(part)
+
+
+def _contexts(device: str, capacity: int) -> list[int]:
+    bounds = [min(MIN_CONTEXT[device], capacity)]
+    while bounds[-1] < capacity:
+        bounds.append(min(bounds[-1] * CONTEXT_GROWTH[device], capacity))
+    return bounds
+
+
+def _bucket(size: int, sizes: Sequence[int], step: int) -> int:
+    """Return the next of these sizes, or the next multiple of the step past the last of them."""
+    return -(-size // step) * step if size > sizes[-1] else next(bucket for bucket in sizes if bucket >= size)
