@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly.costs import method_trial, planner_for
-from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer, model_limits
 from eagle_ray.assembly.load_models import (
     check_device,
@@ -33,17 +33,14 @@ from eagle_ray.assembly.load_models import (
 from eagle_ray.assembly.memory_plan import MemoryPlan
 from eagle_ray.assembly.model_memory import plan_memory
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
-from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.engine.verify import unsupported_reason
-from eagle_ray.methods.drafter import Drafter, NullDrafter
+from eagle_ray.engine.graph_warmup import capture, capture_fixed, graphs_for
+from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.method import AUTO
 from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
-from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
@@ -98,7 +95,7 @@ def build_in_thread(
 def build_engine_from_config(
     model: ModelConfig,
     speculative: SpeculativeConfig,
-    args: EngineArgs = ANY_SIZE,
+    args: EngineArgs | None = None,
     start: StartLog | None = None,
 ) -> EngineBundle:
     """Load both models and build their engine. start: times the parts.
@@ -106,6 +103,7 @@ def build_engine_from_config(
     Raises ConfigError if a name cannot be found or a length does not fit, EngineError if the files are not a target
     and its draft, and as build_engine does.
     """
+    args = args or EngineArgs()
     start = start or StartLog()
     check_device(model)
     tokenizer = load_tokenizer(model)
@@ -188,20 +186,3 @@ def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
         if not engine.is_intact:
             raise
         engine.drop_planner(error)
-
-
-def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
-    """Return the graph runner: on a GPU if nothing prevents it, or as EAGLE_RAY_GRAPHS=off or on says.
-
-    On a CPU `on` runs padded passes of fixed shapes without being faster, for tests.
-    """
-    setting = os.environ.get(GRAPHS)
-    if setting not in (None, "off", "on"):
-        raise ConfigError(f"{GRAPHS}: {setting!r} is neither 'off' nor 'on'")
-    if setting is None and target.device.type != "cuda":
-        return None
-    if (reason := unsupported_reason(target, drafter)) is not None:
-        level = logging.WARNING if target.device.type == "cuda" else logging.INFO
-        log.log(level, "steps are not replayed as CUDA graphs: %s", reason)
-        return None
-    return CudaGraphRunner.of(target)

@@ -97,9 +97,6 @@ class EngineArgs:
         return self.prefill_tokens if isinstance(self.prefill_tokens, int) else self.prefill_tokens[device]
 
 
-ANY_SIZE = EngineArgs()
-
-
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
     """Tokens of sequences, prompt and output.
@@ -165,11 +162,9 @@ class EngineSizes:
     Attributes:
         itemsize: bytes of a number.
         vocab_size, hidden_size: of the target.
-        layer_kv: numbers in the keys and values of one token in one layer of the target.
-        kv: the same in all layers of target and drafters.
+        layer_kv, kv: numbers of a token's keys and values, in a layer of the target and in all of target and drafters.
         feature: numbers of a token's feature.
-        num_drafters: those that queue features.
-        drafts: of one sequence; None if nothing is drafted.
+        num_drafters, drafts: those that queue features, and a sequence's draft of each; None if nothing is drafted.
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
         logit_bytes: of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from eagle_ray.assembly.engine_sizes import ANY_SIZE, EngineArgs
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.model_memory import reserved_bytes
 from eagle_ray.assembly.placement import spread
@@ -50,7 +50,7 @@ MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
 
 def load_target(
     model: ModelConfig,
-    args: EngineArgs = ANY_SIZE,
+    args: EngineArgs | None = None,
     start: StartLog | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CausalLM:
@@ -60,6 +60,7 @@ def load_target(
 
     tokenizer: the target's, which names tokens that end an answer; None reads it.
     """
+    args = args or EngineArgs()
     start = start or StartLog()
     check_device(model)
     tokenizer = tokenizer or load_tokenizer(model)

@@ -122,7 +122,7 @@ def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
 
 def arguments_of(config: JobConfig) -> tuple:
     output = StoragePath.of(config.output.path)
-    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, 1
+    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, WorkerPlan()
 
 
 def answered(worker: EngineProcess, *batches: pa.Table) -> list:
