@@ -18,7 +18,7 @@ from torch import nn
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
 from eagle_ray.assembly.model_memory import reserved_bytes
-from eagle_ray.assembly.placement import spread
+from eagle_ray.assembly.placement import dispatch_layers
 from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
@@ -76,7 +76,7 @@ def load_target(
         set_eos_ids(causal_lm, tokenizer.eos_ids)
     if is_spread:
         reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
-        spread(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
+        dispatch_layers(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
     with start.part("packed", "packing the target's weights"):
         pack_linears(causal_lm)
     if device == "cpu":

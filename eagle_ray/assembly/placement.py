@@ -25,7 +25,7 @@ from eagle_ray.models.loader import (
 )
 
 
-def spread(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
+def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
     """Place the target over the first num_gpus devices.
 
     Args:

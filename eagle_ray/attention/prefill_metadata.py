@@ -228,7 +228,7 @@ log = logging.getLogger("eagle_ray")
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 OPTIONS = {"enable_gqa": True, "num_splits": 1}  # one split: a sequence's numbers do not depend on the batch
-_failure: list[str] = []  # what torch refused, if it did
+failures: list[str] = []  # what torch refused, if it did
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +254,11 @@ class PackedLengths:
 
 def supports_varlen(query: Float[Tensor, "R heads d"], value_dim: int, attention: AttentionParams) -> bool:
     """Return whether this layer's rows can attend in one launch."""
-    if _failure or query.device.type != "cuda" or query.dtype not in DTYPES:
+    if failures or query.device.type != "cuda" or query.dtype not in DTYPES:
         return False
     if not query.shape[2] == value_dim <= LARGEST_DIM:
         return False
-    return attention.softcap is None and attention.sinks is None and _options(attention.window) is not None
+    return attention.softcap is None and attention.sinks is None and launch_options(attention.window) is not None
 
 
 def varlen_attention(
@@ -280,7 +280,7 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options = _options(attention.window)
+    options = launch_options(attention.window)
     if options is None:
         return None
     ends = packed.row_ends, packed.key_ends, packed.max_rows, packed.max_keys
@@ -290,13 +290,13 @@ def varlen_attention(
     except (RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "CUDA error" in str(error):
             raise
-        _failure.append((str(error).strip() or type(error).__name__).splitlines()[0])
-        log.warning("prompts attend one by one from now on, not in one launch: %s", _failure[0])
+        failures.append((str(error).strip() or type(error).__name__).splitlines()[0])
+        log.warning("prompts attend one by one from now on, not in one launch: %s", failures[0])
         return None
 
 
 @cache
-def _options(window: int | None) -> dict[str, Any] | None:
+def launch_options(window: int | None) -> dict[str, Any] | None:
     """Return what this torch's varlen_attn has to be told of a causal window, or None if it cannot do it."""
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -81,15 +81,15 @@ class TritonTreeMetadata:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
-        return self._attend(query[0], attention)[None]
+        return self.attend_rows(query[0], attention)[None]
 
     def attend_projected(
         self, qkv: Float[Tensor, "R width"], rotary: Rotary, shape: AttentionShape
     ) -> Float[Tensor, "R heads*d"]:
         query = rotate_and_write(self.cache, self.slot_mapping, qkv, rotary, shape)
-        return self._attend(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
+        return self.attend_rows(query.transpose(0, 1), shape.rule).transpose(0, 1).flatten(1)
 
-    def _attend(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
+    def attend_rows(self, query: Float[Tensor, "heads R d"], attention: AttentionParams) -> Float[Tensor, "heads R dv"]:
         return attend_trees(self.cache, self._trees, query, attention)
 
 

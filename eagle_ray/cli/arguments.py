@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
 
-def add_file_flags(parser: argparse._ActionsContainer, description: str) -> None:
-    """Add -c and --set. description: of the YAML file."""
-    parser.add_argument("-c", "--config", metavar="FILE", help=f"a YAML file{description}")
-    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
+def add_file_flags(add_argument: Callable[..., Any], description: str) -> None:
+    """Add -c and --set. add_argument: a parser's or a group's. description: of the YAML file."""
+    add_argument("-c", "--config", metavar="FILE", help=f"a YAML file{description}")
+    add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key")
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a job's configuration."""
-    add_file_flags(parser, " such as configs/example.yaml")
+    add_file_flags(parser.add_argument, " such as configs/example.yaml")
     parser.add_argument("-i", "--input", metavar="IN", action="append", help="input.path")
     parser.add_argument("-o", "--output", metavar="OUT", help="output.path")
     parser.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")

@@ -14,7 +14,7 @@ from eagle_ray.core.start_log import configure_logging
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    add_file_flags(parser, " such as configs/train_demo.yaml")
+    add_file_flags(parser.add_argument, " such as configs/train_demo.yaml")
     parser.add_argument("-i", "--input", metavar="IN", action="append", help="data.path: chats, texts or a run")
     parser.add_argument("-o", "--output", metavar="HEAD", help="output.path: the head's directory")
     parser.add_argument("--target", metavar="MODEL", help="model.target")
@@ -48,7 +48,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    add_file_flags(parser, " such as configs/serve_demo.yaml")
+    add_file_flags(parser.add_argument, " such as configs/serve_demo.yaml")
     parser.add_argument("--host", help="serving.host (127.0.0.1)")
     parser.add_argument("--port", type=parse_positive, help="serving.port (8000)")
     parser.set_defaults(command=_serve, library="Ray")

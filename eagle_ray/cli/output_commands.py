@@ -68,7 +68,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="*", help="the output directories of two runs, or none")
     parser.add_argument("--json", action="store_true", help="every number, to stdout")
     methods = parser.add_argument_group("methods", "compared on prompts, in this process")
-    add_file_flags(methods, ": model, speculative, sampling, input")
+    add_file_flags(methods.add_argument, ": model, speculative, sampling, input")
     methods.add_argument("-i", "--input", metavar="IN", action="append", help="input.path (embedded:prompts)")
     methods.add_argument("--limit", type=int, metavar="N", help="input.limit: only the first N rows")
     methods.add_argument("--per-task", type=parse_positive, metavar="N", help="at most N rows of each category")
@@ -117,7 +117,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from eagle_ray.cli.export import export
+    from eagle_ray.cli.report_run import export
     from eagle_ray.storage.path import named_path
 
     if message := export(named_path("RUN", args.run), args.to, args.output, args.partial, args.overwrite):

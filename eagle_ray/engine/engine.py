@@ -140,7 +140,7 @@ class Engine:
         if pending is not None:
             ahead = self._launch_ahead(pending, prefill)
             self._finish(pending, self.counters.num_prefill_tokens - num_before, followed=ahead is not None)
-        self._finish_prefill(prefill)
+        self.finish_prefill(prefill)
         if ahead is not None:
             self._pending = ahead()
             self._pending.sync_lengths(self.drafter)
@@ -232,7 +232,7 @@ class Engine:
         pending, self._pending = self._pending, None
         if pending is not None and pending.has_running:
             self.scheduler.release_ending(pending.batch)
-            return pending, self._launch_prefill()
+            return pending, self.launch_prefill()
 
         if self.scheduler.reserve_or_preempt():
             self._unflushed.flush_all()  # a preempted sequence may return to another slot
@@ -240,7 +240,7 @@ class Engine:
         if batch is not None:
             return self._launch_step(batch, self._next_prefill())
 
-        self._finish_prefill(self._launch_prefill())  # sequences whose prompt ends here decode in this step
+        self.finish_prefill(self.launch_prefill())  # sequences whose prompt ends here decode in this step
         batch = self.scheduler.batch()
         return (None, None) if batch is None else self._launch_step(batch, None)
 
@@ -333,7 +333,7 @@ class Engine:
 
         return finish
 
-    def _launch_prefill(self) -> Prefill | None:
+    def launch_prefill(self) -> Prefill | None:
         """Launch this step's prompt chunks in a pass of their own."""
         now = time.monotonic()
         prefill = self._next_prefill()
@@ -415,7 +415,7 @@ class Engine:
             num_accepted -= len(tokens) - max(num_appended, 1)
         return num_accepted
 
-    def _finish_prefill(self, prefill: Prefill | None) -> None:
+    def finish_prefill(self, prefill: Prefill | None) -> None:
         """Append the first token of each sequence whose prompt has ended."""
         if prefill is None:
             return

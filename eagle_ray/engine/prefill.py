@@ -39,14 +39,14 @@ class DraftPrefixState:
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
-        self._last_features: Float[Tensor, "blocks H"] | None = None  # made when H is known
+        self.last_features: Float[Tensor, "blocks H"] | None = None  # made when H is known
         self._is_read = [False] * blocks.num_blocks
         self._reads_all = [False] * blocks.num_slots  # the drafter has read the slot's sequence from its start
 
     def fill(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
         """Keep the target's features of rows that end a block."""
-        if self._last_features is None:
-            self._last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
+        if self.last_features is None:
+            self.last_features = features.new_empty(self._blocks.num_blocks, features.shape[1])
         rows, blocks, first = [], [], 0
         for chunk in chunks:
             for index in self._completed_blocks(chunk):
@@ -54,7 +54,7 @@ class DraftPrefixState:
                 blocks.append(self._blocks.block(chunk.sequence.slot, index))
             first += chunk.num_tokens
         into, ends = to_device(blocks, features.device), to_device(rows, features.device)
-        self._last_features.index_copy_(0, into, features[ends])
+        self.last_features.index_copy_(0, into, features[ends])
 
     def read(self, chunks: list[PromptChunk], drafting: bool) -> list[int]:
         """Record whether the drafter reads the chunks; return the first position that each sequence may attend to
@@ -75,9 +75,9 @@ class DraftPrefixState:
 
     def features_before(self, chunks: list[PromptChunk]) -> Float[Tensor, "B H"]:
         """Return the feature of the token before each chunk, which must start at a block boundary."""
-        assert self._last_features is not None, "a reused block was filled before"
+        assert self.last_features is not None, "a reused block was filled before"
         before = [self._blocks.block(c.sequence.slot, c.start // self._blocks.size - 1) for c in chunks]
-        return self._last_features[to_device(before, self._last_features.device)]
+        return self.last_features[to_device(before, self.last_features.device)]
 
     def _completed_blocks(self, chunk: PromptChunk) -> range:
         """Return which of the slot's blocks become full with the chunk."""
@@ -138,7 +138,7 @@ class Prefiller:
 
     def __init__(self, target: TargetModel, drafter: Drafter):
         self._target, self._drafter, self._device = target, drafter, target.device
-        self._blocks = DraftPrefixState(target.cache.blocks)
+        self.prefix_state = DraftPrefixState(target.cache.blocks)
 
     def prefill_of(self, chunks: list[PromptChunk], drafting: bool) -> Prefill:
         """Return the pass over these chunks, which is not launched yet."""
@@ -161,16 +161,16 @@ class Prefiller:
         known = [c.sequence.token_ids[c.start + 1 : c.end + 1] for c in chunks]
         after = [ids + [0] * (c.num_tokens - len(ids)) for ids, c in zip(known, chunks, strict=True)]
         next_tokens = self._tensor([i for ids in after for i in ids]).index_copy(0, prompts.last[ending], tokens)
-        self._blocks.fill(chunks, features)
-        self._attach_prefixes(chunks, self._blocks.read(chunks, prefill.drafting))
+        self.prefix_state.fill(chunks, features)
+        self._attach_prefixes(chunks, self.prefix_state.read(chunks, prefill.drafting))
         read = self._drafter.prefill if prefill.drafting else self._drafter.prefill_deferred
         retry_portable(lambda: read(prompts, next_tokens, features))
         prefill.start_copy(logits[ending], tokens)
 
     def mark_prefilled(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
         """Note that all caches, the drafter's too, already hold the keys and values of these chunks."""
-        self._blocks.fill(chunks, features)
-        self._blocks.read(chunks, drafting=True)
+        self.prefix_state.fill(chunks, features)
+        self.prefix_state.read(chunks, drafting=True)
 
     def _sample(self, prefill: Prefill, logits: Float[Tensor, "B V"], ending: Int[Tensor, " P"]) -> Int[Tensor, " P"]:
         """Return the first tokens of the chunks that end a prompt; with controls, sampled from adjusted logits."""
@@ -206,7 +206,7 @@ class Prefiller:
                 [first for c, first in zip(chunks, firsts, strict=True) if c.num_reused],
                 [c.start for c in reusing],
                 self._tensor([c.sequence.prompt_ids[c.start] for c in reusing]),
-                self._blocks.features_before(reusing),
+                self.prefix_state.features_before(reusing),
             )
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Int[Tensor, "..."]:

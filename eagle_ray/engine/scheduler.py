@@ -54,12 +54,12 @@ class Scheduler:
     ):
         self.num_slots = blocks.num_slots
         self.num_preemptions = 0
-        self._blocks, self._prefill_tokens, self._tree_positions = blocks, prefill_tokens, tree_positions
+        self._blocks, self.prefill_tokens, self._tree_positions = blocks, prefill_tokens, tree_positions
         self._device = device
-        self._params = SamplingTable(self.num_slots, device, eos_ids)
+        self.sampling_table = SamplingTable(self.num_slots, device, eos_ids)
         self._num_gathered = num_gathered or (lambda context, num_rows: 0)
         self._waiting: WaitingQueue = FirstComeQueue()
-        self._running: dict[int, Sequence] = {}  # by slot, oldest first
+        self.running: dict[int, Sequence] = {}  # by slot, oldest first
         self._ending: list[Sequence] = []  # their slots are free, and their last step is not read yet
         self._free = sorted(range(self.num_slots), reverse=True)
         self._partial: Sequence | None = None  # its prompt is partly computed
@@ -71,11 +71,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self._waiting) or self._running)
+        return bool(len(self._waiting) or self.running)
 
     @property
     def max_solo_length(self) -> int:
@@ -125,7 +125,7 @@ class Scheduler:
         for sequence in self._decoding():
             self._blocks.trim(sequence.slot, sequence.num_cached + 1)
         while not self._reserve(self._decoding(), 1):
-            self._preempt(list(self._running.values())[-1])
+            self.preempt(list(self.running.values())[-1])
         for sequence in self._decoding():
             self._reserve([sequence], self._tree_positions)
         return self.num_preemptions - before
@@ -136,7 +136,7 @@ class Scheduler:
         if self._partial is None and self._holds_back():
             return chunks
         self._num_wait_steps, self._full = 0, self.num_slots
-        budget, gathered = self._prefill_tokens, 0
+        budget, gathered = self.prefill_tokens, 0
         while budget and (partial := self._partial or self._admit()) is not None:
             context = partial.num_prefilled
             gathered += self._num_gathered(context, min(budget, partial.num_to_prefill - context))
@@ -257,7 +257,7 @@ class Scheduler:
 
     def retire(self) -> list[Sequence]:
         """Free the slots of finished sequences and return the sequences."""
-        finished = [s for s in self._running.values() if s.status is SequenceStatus.FINISHED]
+        finished = [s for s in self.running.values() if s.status is SequenceStatus.FINISHED]
         for sequence in finished:
             self._release(sequence)
         finished = [*self._ending, *finished]
@@ -270,31 +270,31 @@ class Scheduler:
         """Remove a waiting or running sequence and free its slot and blocks."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        elif self._running.get(sequence.slot) is sequence:
+        elif self.running.get(sequence.slot) is sequence:
             sequence.status = SequenceStatus.FINISHED
             self._release(sequence)
 
     def check_integrity(self) -> None:
         """Assert that every slot is free or holds exactly one sequence, and likewise for blocks."""
-        used = sorted([*self._free, *self._running])
+        used = sorted([*self._free, *self.running])
         assert used == list(range(self.num_slots)), f"slots {used} of {self.num_slots}"
-        assert all(sequence.slot == slot for slot, sequence in self._running.items())
+        assert all(sequence.slot == slot for slot, sequence in self.running.items())
         waiting = (NO_SLOT, SequenceStatus.WAITING)
         assert all((sequence.slot, sequence.status) == waiting for sequence in self._waiting)
-        prefilling = [s for s in self._running.values() if s.status is SequenceStatus.PREFILLING]
+        prefilling = [s for s in self.running.values() if s.status is SequenceStatus.PREFILLING]
         assert prefilling == ([] if self._partial is None else [self._partial])
         assert all(self._blocks.blocks_needed(slot, 1) == 1 for slot in self._free), "a free slot holds blocks"
         self._blocks.check_integrity()
 
     def _decoding(self) -> list[Sequence]:
         """Return the running sequences whose prompts are computed, oldest first."""
-        return [s for s in self._running.values() if s.status is SequenceStatus.RUNNING]
+        return [s for s in self.running.values() if s.status is SequenceStatus.RUNNING]
 
     def _reserve(self, sequences: list[Sequence], num_positions: int) -> bool:
         """Reserve `num_positions` positions past the cached tokens of all sequences and return True, or of none."""
         return self._blocks.reserve_each([s.slot for s in sequences], [s.num_cached + num_positions for s in sequences])
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
         self._release(sequence)
         sequence.slot, sequence.status = NO_SLOT, SequenceStatus.WAITING
@@ -304,8 +304,8 @@ class Scheduler:
         """Return whether the first waiting sequence waits for others in this step."""
         if not self._max_wait_steps or not len(self._waiting):
             return False
-        num_missing = self._full - len(self._running)
-        is_group = num_missing * GROUP_SHARE >= self._full or num_missing * self._last_new >= self._prefill_tokens
+        num_missing = self._full - len(self.running)
+        is_group = num_missing * GROUP_SHARE >= self._full or num_missing * self._last_new >= self.prefill_tokens
         self._num_wait_steps += num_missing > 0
         return not is_group and self._num_wait_steps <= self._max_wait_steps
 
@@ -323,9 +323,9 @@ class Scheduler:
         num_positions = sequence.num_to_prefill + self._tree_positions
         if self._blocks.blocks_needed(slot, num_positions) + spare <= self._blocks.num_available:
             self._blocks.reserve(slot, num_positions)
-        elif self._running:
+        elif self.running:
             self._blocks.free(slot)
-            self._full = len(self._running)
+            self._full = len(self.running)
             return None
         else:  # alone, it goes without trees
             self._blocks.reserve(slot, sequence.num_to_prefill + 1)
@@ -333,7 +333,7 @@ class Scheduler:
         sequence.slot, sequence.status = self._free.pop(), SequenceStatus.PREFILLING
         sequence.num_reused = sequence.num_prefilled = reused
         self._last_new = sequence.num_to_prefill - reused
-        self._running[slot] = self._partial = sequence
+        self.running[slot] = self._partial = sequence
         return sequence
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> PromptChunk:
@@ -345,13 +345,13 @@ class Scheduler:
         sequence.num_prefilled = end
         if is_last:
             sequence.status, self._partial = SequenceStatus.RUNNING, None
-            self._params.set(sequence.slot, sequence.sampling)
+            self.sampling_table.set(sequence.slot, sequence.sampling)
         return PromptChunk(sequence, start, end, start if start == sequence.num_reused else 0, is_last)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""
         self._blocks.free(sequence.slot)
-        del self._running[sequence.slot]
+        del self.running[sequence.slot]
         self._free.append(sequence.slot)
         self._free.sort(reverse=True)
         if self._partial is sequence:
@@ -360,5 +360,5 @@ class Scheduler:
     def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
         """Return the batch's sampling tensors, which are rebuilt only if its members change."""
         if self._sampling is None or self._sampling[0] != sequences:
-            self._sampling = sequences, self._params.batch([s.slot for s in sequences])
+            self._sampling = sequences, self.sampling_table.batch([s.slot for s in sequences])
         return self._sampling[1]

@@ -22,7 +22,7 @@ CHOICE = "EAGLE_RAY_KERNELS"
 CAPABILITY = (8, 0)  # older GPUs have neither bf16 nor asynchronous copies
 Result = TypeVar("Result")
 log = logging.getLogger("eagle_ray")
-_failure: list[str] = []  # why they were turned off, if they were
+failures: list[str] = []  # why they were turned off, if they were
 
 
 def turn_off(error: BaseException) -> bool:
@@ -30,21 +30,21 @@ def turn_off(error: BaseException) -> bool:
 
     Return whether the kernels were on until now.
     """
-    if _failure:
+    if failures:
         return False
     text = str(error).strip() or type(error).__name__
-    _failure.append(f"a kernel failed ({text.splitlines()[-1]})")
-    log.warning("portable path from now on, no Triton kernels: %s", _failure[0])
+    failures.append(f"a kernel failed ({text.splitlines()[-1]})")
+    log.warning("portable path from now on, no Triton kernels: %s", failures[0])
     return True
 
 
 def use_triton(device: torch.device | str) -> bool:
     """Return whether Triton's kernels run; log the decision once per device."""
-    return not _failure and _chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
+    return not failures and chosen(torch.device(device), os.environ.get(CHOICE), os.environ.get("TRITON_INTERPRET"))
 
 
 @cache
-def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
+def chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
     """Decide, cached by everything that the decision depends on."""
     reason = why_not(device)
     if reason is None:
@@ -56,8 +56,8 @@ def _chosen(device: torch.device, choice: str | None, interpret: str | None) -> 
 
 def why_not(device: torch.device) -> str | None:
     """Return why Triton's kernels do not run on this device, or None."""
-    if _failure:
-        return _failure[0]
+    if failures:
+        return failures[0]
     choice = os.environ.get(CHOICE, "auto")
     if choice not in ("auto", "portable", "triton"):
         return f"{CHOICE}={choice} is none of auto, portable, triton"
@@ -69,7 +69,7 @@ def why_not(device: torch.device) -> str | None:
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{device} is no CUDA device"
-    return _why_not_cuda(device)
+    return why_not_cuda(device)
 
 
 def retry_portable(function: Callable[[], Result]) -> Result:
@@ -100,7 +100,7 @@ def is_interpreting() -> bool:
 
 
 @cache
-def _why_not_cuda(device: torch.device) -> str | None:
+def why_not_cuda(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is under {CAPABILITY[0]}.{CAPABILITY[1]}"

@@ -58,7 +58,7 @@ SIGNATURES = {
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this module's functions work for tensors of this device and dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
-    return is_host and dtype in DTYPES and _functions(dtype) is not None
+    return is_host and dtype in DTYPES and functions_for(dtype) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +163,16 @@ def attend(
 
 
 def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    functions = _functions(dtype)
+    functions = functions_for(dtype)
     assert functions is not None, "the library was found when the backend was chosen"
     function = functions[name]
     function(*arguments)
 
 
 @cache
-def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
+def functions_for(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
     """Return the library's functions for a dtype, by name, or None if there is no library."""
-    library = _library()
+    library = best_library()
     if library is None:
         return None
     loaded = {}
@@ -184,7 +184,7 @@ def _functions(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def best_library() -> ctypes.CDLL | None:
     """Load the best library that was built for this processor; log once if there is none."""
     if os.environ.get(SWITCH) == "off":
         return None

@@ -28,7 +28,7 @@ def gumbel(key, tokens):
     """Return the noise of the tokens (int64) under a key of `noise_key`, in fp32."""
     hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
     v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
-    return -log(-_log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
+    return -log(-log_1_minus(tl.minimum(v, _LARGEST_BELOW_1)))
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def log(x):
 
 
 @triton.jit
-def _log_1_minus(v):
+def log_1_minus(v):
     """Return log(1 - v) of 0 < v < 1 without computing 1 - v, which would lose the low bits of v."""
     is_small = v < 0.25
     exponent, fraction = _parts(1 - v)

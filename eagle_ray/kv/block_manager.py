@@ -60,7 +60,7 @@ class BlockManager:
         self._slot_blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._num_slot_blocks = np.zeros(num_slots, dtype=np.int64)  # their lengths
         self._references = [0] * self.num_blocks
-        self._free = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous and memory small
+        self.free_blocks = list(range(self.num_blocks))  # a heap: low blocks first keeps slots contiguous
         self._prefixes = PrefixCache()
 
     @property
@@ -88,7 +88,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Return how many blocks `reserve` can allocate: free ones, and cached ones that no slot holds."""
-        return len(self._free) + self._prefixes.num_evictable
+        return len(self.free_blocks) + self._prefixes.num_evictable
 
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.size)
@@ -175,7 +175,7 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Evict all cached blocks that no slot holds."""
         while self._prefixes.num_evictable:
-            heapq.heappush(self._free, self._prefixes.evict())
+            heapq.heappush(self.free_blocks, self._prefixes.evict())
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held as often as it is referenced, and that the tables agree."""
@@ -193,7 +193,7 @@ class BlockManager:
         assert counts == self._references, "reference counts"
         idle = [block for block in range(self.num_blocks) if self._prefixes.is_evictable(block)]
         unused = [block for block, count in enumerate(counts) if count == 0]
-        assert sorted([*self._free, *idle]) == unused, f"free {self._free}, idle {idle}, unused {unused}"
+        assert sorted([*self.free_blocks, *idle]) == unused, f"free {self.free_blocks}, idle {idle}, unused {unused}"
         assert self.block_table[self.null_slot].eq(self.num_blocks).all(), "the slot that never holds anything"
         self._prefixes.check_integrity()
 
@@ -210,7 +210,7 @@ class BlockManager:
         self._changed[slot] = min(first, before[0]), max(last, before[1])
 
     def _allocate(self) -> int:
-        block = heapq.heappop(self._free) if self._free else self._prefixes.evict()
+        block = heapq.heappop(self.free_blocks) if self.free_blocks else self._prefixes.evict()
         self._references[block] = 1
         return block
 
@@ -222,7 +222,7 @@ class BlockManager:
     def _unref(self, block: int) -> None:
         self._references[block] -= 1
         if self._references[block] == 0 and not self._prefixes.release(block):
-            heapq.heappush(self._free, block)
+            heapq.heappush(self.free_blocks, block)
 
 
 _START = -1  # the block "before" a first one

@@ -38,7 +38,8 @@ class KVCache:
     ):
         self.blocks = blocks
         shape = (num_layers, blocks.num_blocks + 1, blocks.size, num_kv_heads)
-        self.keys, self.values = (_zeros((*shape, dim), dtype, device) for dim in (head_dim, value_dim or head_dim))
+        dims = head_dim, value_dim or head_dim
+        self.keys, self.values = (mapped_zeros((*shape, dim), dtype, device) for dim in dims)
         self._flat = self.keys.flatten(1, 2), self.values.flatten(1, 2)  # views: [layers, indices, kv_heads, head_dim]
         self._flat_of = list(zip(*(flat.unbind(0) for flat in self._flat), strict=True))  # the same by layer
         self._blocks_of = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
@@ -138,7 +139,7 @@ class KVCache:
         )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Return zeros; on a CPU in pages that take memory only when written (torch.zeros writes them all)."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

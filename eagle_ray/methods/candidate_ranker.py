@@ -84,9 +84,9 @@ class CandidateRanker:
         token_ids: Int[Tensor, " D"] | None = None,
     ):
         self._logits_of, self.calibration, self.coupling = logits_of, calibration, coupling
-        self._token_ids = token_ids
+        self.token_ids = token_ids
         self._order = None if token_ids is None else token_ids.argsort()
-        self._offers = Offers(calibration)
+        self.offers = Offers(calibration)
         self._num_lessons = 0
         self.lesson: RankingFeedback | None = None
 
@@ -100,8 +100,8 @@ class CandidateRanker:
         """
         at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
         sampling = sampling if members is None else sampling.select(members)
-        self._offers.begin((sampling.temperature > 0).long())
-        self.lesson = RankingFeedback(at, sampling, lengths, [], self._offers.offered)
+        self.offers.begin((sampling.temperature > 0).long())
+        self.lesson = RankingFeedback(at, sampling, lengths, [], self.offers.offered)
 
     @property
     def feedback(self) -> RankingFeedback:
@@ -112,7 +112,7 @@ class CandidateRanker:
     def reset(self) -> None:
         """Discard everything learned."""
         self._num_lessons, self.lesson = 0, None
-        self._offers.reset()
+        self.offers.reset()
         if self.coupling is not None:
             self.coupling.fit.reset()
 
@@ -120,7 +120,7 @@ class CandidateRanker:
         """Return the `width` likeliest children of every node of the next level's frontier."""
         tokens, scores, own = self.rank(len(self.feedback.features), features, width)
         self.feedback.features.append(features)
-        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+        return TopK(tokens, self.offers.add(frontier, tokens, scores), own)
 
     def rank(
         self, level: int | Int[Tensor, " 1"], features: Float[Tensor, "B F H"], width: int
@@ -147,7 +147,7 @@ class CandidateRanker:
         ranked = self._rank(len(self.feedback.features), logits, width)
         tokens, scores, own = (part.repeat(1, num_nodes, 1) for part in ranked)
         self.feedback.features.append(feature)
-        return TopK(tokens, self._offers.add(frontier, tokens, scores), own)
+        return TopK(tokens, self.offers.add(frontier, tokens, scores), own)
 
     def _rank(
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
@@ -156,16 +156,16 @@ class CandidateRanker:
         best = self._fused_best if use_triton(logits.device) and width <= MAX_FUSED_K else self._best
         scores, index, own = best(level, logits, width)
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a head that overflows proposes nothing
-        return index if self._token_ids is None else self._token_ids[index], scores, own
+        return index if self.token_ids is None else self.token_ids[index], scores, own
 
     def update(self, result: VerifyResult) -> None:
         """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
         lesson = self.lesson
         if lesson is None or (self.calibration is None and self.coupling is None):
             return
-        self._offers.offered = lesson.offered
+        self.offers.offered = lesson.offered
         picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
-        path = self._offers.update(picks, num_accepted)
+        path = self.offers.update(picks, num_accepted)
         if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
             self._couple(self.coupling, path, picks)
         self.lesson = None
@@ -202,7 +202,7 @@ class CandidateRanker:
                 seed=sampling.seed,
                 positions=self.feedback.lengths + level + 1,
                 floors=self._floors(logits, sampling) if sampling.any_cut else None,
-                token_ids=self._token_ids,
+                token_ids=self.token_ids,
             )
         return top_k(logits, width, push)
 
@@ -230,15 +230,15 @@ class CandidateRanker:
 
     def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
         """Return the picks' indices among the tokens that can be drafted, and whether they are among them."""
-        if self._token_ids is None or self._order is None:
+        if self.token_ids is None or self._order is None:
             return picks, torch.ones_like(picks, dtype=torch.bool)
-        found = torch.searchsorted(self._token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
+        found = torch.searchsorted(self.token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
         places = self._order[found]
-        return places, self._token_ids[places] == picks
+        return places, self.token_ids[places] == picks
 
     def _noise(self, steps: Int[Tensor, " L"], rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
         """Return the noise by which the target samples the tokens `steps` after the roots, which are at `lengths`."""
-        ids = torch.arange(num_tokens, device=rows.device) if self._token_ids is None else self._token_ids
+        ids = torch.arange(num_tokens, device=rows.device) if self.token_ids is None else self.token_ids
         positions = self.feedback.lengths[rows] + steps[:, None]
         seeds = self.feedback.sampling.seed[rows].expand_as(positions)
         return gumbel_noise(seeds.flatten(), positions.flatten(), ids).view(*positions.shape, -1)

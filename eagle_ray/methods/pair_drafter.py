@@ -120,7 +120,7 @@ class PairDrafter(Drafter, ABC):
         self._target = target
         self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
-        self._embed = head.embed_tokens or target.embed_tokens
+        self.embed_tokens = head.embed_tokens or target.embed_tokens
         kv_spec, num_slots = head.kv_spec, target.cache.num_slots
         self.cache = KVCache(
             target.cache.blocks,
@@ -131,7 +131,7 @@ class PairDrafter(Drafter, ABC):
             target.device,
             kv_spec.value_dim,
         )
-        self._queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
+        self.queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
         self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
         self._end = self._first.copy()  # the first column that the head has not read yet
@@ -181,7 +181,7 @@ class PairDrafter(Drafter, ABC):
         for slot, first, column in zip(slots, firsts, columns, strict=True):
             self._first[slot], self._end[slot] = max(first, self.head.first_column), column
         places = to_device([slots, columns], features.device)
-        self._queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+        self.queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
@@ -250,7 +250,7 @@ class PairDrafter(Drafter, ABC):
         columns = batch.lengths[:, None] + 1 + offset
         slots = batch.slots[:, None].expand_as(columns)
         valid = offset <= result.num_accepted[:, None]
-        self._queue.put(
+        self.queue.put(
             slots.flatten(),
             columns.flatten(),
             result.tokens.flatten(),
@@ -338,11 +338,11 @@ class PairDrafter(Drafter, ABC):
         firsts = [0, *accumulate(prompts.lengths[:-1])]
         slots, starts, rows = to_device([prompts.slots, prompts.starts, firsts], device)
         nothing = torch.zeros(count, self._target.feature_size, dtype=self._target.dtype, device=device)
-        self._queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
+        self.queue.put(slots, torch.zeros_like(slots), prompts.tokens[rows], nothing, starts == 0)
 
     def _evict(self, slots: list[int], newest: list[int]) -> None:
         """Drop the slots' pairs that are no longer in the queue, of which position newest[i] is the last."""
-        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self._queue.window
+        index, oldest = np.array(slots, dtype=np.int64), np.array(newest, dtype=np.int64) + 1 - self.queue.window
         is_late = oldest > self._end[index]
         self._first[index[is_late]] = self._end[index[is_late]] = oldest[is_late]
 
@@ -350,8 +350,8 @@ class PairDrafter(Drafter, ABC):
         """Queue the newest pairs of each chunk."""
         places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
         slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
-        newest = prompts.positions >= starts + lengths - self._queue.window
-        self._queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
+        newest = prompts.positions >= starts + lengths - self.queue.window
+        self.queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
     def _queued(
         self, slots: list[int], columns: list[int], counts: list[int]
@@ -359,8 +359,8 @@ class PairDrafter(Drafter, ABC):
         """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
         spans = zip(slots, columns, counts, strict=True)
         places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = to_device(places, self._queue.device).view(-1, 2)
-        return self._queue.take(wanted[:, 0], wanted[:, 1])
+        wanted = to_device(places, self.queue.device).view(-1, 2)
+        return self.queue.take(wanted[:, 0], wanted[:, 1])
 
     def _read_prompts(
         self,
@@ -426,7 +426,7 @@ class PairDrafter(Drafter, ABC):
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
             slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
-        tokens, features = self._queue.take(slots, columns)
+        tokens, features = self.queue.take(slots, columns)
         return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
 
 
@@ -453,8 +453,8 @@ class FeatureBuffer:
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
         self.window, self.device = window, device
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
-        self._tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
-        self._features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
+        self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
+        self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
 
     def put(
         self,
@@ -466,15 +466,15 @@ class FeatureBuffer:
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
         places = torch.where(valid, self._places(slots, columns), self._nowhere)
-        self._tokens.index_copy_(0, places, tokens)
-        self._features.index_copy_(0, places, features)
+        self.tokens.index_copy_(0, places, tokens)
+        self.features.index_copy_(0, places, features)
 
     def take(
         self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
         places = self._places(slots, columns)
-        return self._tokens[places], self._features[places]
+        return self.tokens[places], self.features[places]
 
     def _places(self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         return slots * self.window + columns % self.window

@@ -156,7 +156,7 @@ class Decoder:
         base = cast(LlamaModel, model.base_model)
         self._embed = base.embed_tokens
         self._ops = ops_for(base.embed_tokens.weight)
-        self._layers = [Layer.of(module, self._ops) for module in base.layers]
+        self.layers = [Layer.of(module, self._ops) for module in base.layers]
         self._norm: Norm = base.norm
         self._angles = Angles(base.rotary_emb)
         self._feature_layers = feature_layers
@@ -179,7 +179,7 @@ class Decoder:
         delta, taps = None, {}
         rotary = self._angles(positions)
 
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             normed = layer.normed_input(hidden, delta)
             if self._feature_layers is not None and i in self._feature_layers:
                 taps[i] = hidden.clone()

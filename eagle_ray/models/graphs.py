@@ -179,7 +179,7 @@ class CudaGraphRunner:
 
     def record(self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]) -> bool:
         """Capture a pass if that has not been done; return whether it can be replayed."""
-        if not self.has(key) and self._may_capture(key):
+        if not self.has(key) and self.may_capture(key):
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
 
@@ -194,7 +194,7 @@ class CudaGraphRunner:
             graph.inputs.fill(inputs)
             return graph.replay()
         buffers = InputBuffers(inputs)
-        graph = self._capture(key, function, buffers) if self._may_capture(key) else None
+        graph = self._capture(key, function, buffers) if self.may_capture(key) else None
         buffers.fill(inputs)
         return function(*buffers.tensors) if graph is None else graph.replay()
 
@@ -236,36 +236,36 @@ class CudaGraphRunner:
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, or return None if that fails."""
-        started, before = time.monotonic(), self._used_bytes()
-        graph = self._try_capture(key, function, inputs)
+        started, before = time.monotonic(), self.used_bytes()
+        graph = self.try_capture(key, function, inputs)
         if graph is None:
             return None
         self._drop_one()  # only now: a pool without any graph takes no further capture
         self._graphs[key] = graph
         if self._is_keeping:
             self._permanent.add(key)
-        seconds, size = time.monotonic() - started, self._used_bytes() - before
+        seconds, size = time.monotonic() - started, self.used_bytes() - before
         self.num_captured, self.seconds, self.bytes = self.num_captured + 1, self.seconds + seconds, self.bytes + size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
 
-    def _try_capture(
+    def try_capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, on the portable path if Triton fails; return None if CUDA fails."""
-        if not self._on_cuda:
+        if not self.on_cuda:
             return EagerGraph(function, inputs)
         try:
-            graph = CudaGraph(function, inputs, self._pool(key[0]))
+            graph = CudaGraph(function, inputs, self.pool(key[0]))
         except Exception as error:
             if is_triton_error(error) and turn_off(error):
-                return self._try_capture(key, function, inputs)
+                return self.try_capture(key, function, inputs)
             self._note_failure(key, error)
             return None
         self._refusals[key[0]] = 0
         return graph
 
-    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+    def may_capture(self, key: tuple[Hashable, ...]) -> bool:
         return key not in self.failures and self.replays(key[0])
 
     def _note_failure(self, key: tuple[Hashable, ...], error: Exception) -> None:
@@ -277,17 +277,17 @@ class CudaGraphRunner:
         log.log(level, "no CUDA graph of %s, which runs eagerly: capturing it failed (%s)", key, self.failures[key])
 
     @property
-    def _on_cuda(self) -> bool:
+    def on_cuda(self) -> bool:
         return self._device.type == "cuda"
 
-    def _pool(self, kind: Hashable) -> CudaPool:
+    def pool(self, kind: Hashable) -> CudaPool:
         if kind not in self._pools:
             self._pools[kind] = CudaPool()
         return self._pools[kind]
 
-    def _used_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Return the bytes of the device in use by anything, executables of graphs included; 0 on a CPU."""
-        if not self._on_cuda:
+        if not self.on_cuda:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free

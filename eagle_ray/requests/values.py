@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.structured import response_format_text, schema_text
@@ -409,14 +409,13 @@ class LogitBias(Kind):
 
 @dataclass(frozen=True)
 class JsonText(Kind):
-    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output.
-
-    Attributes:
-        text_of: returns the text of a value. Raises ValueError; one of the JSON itself is the reason of the WrongValue.
-    """
+    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output."""
 
     form: str = ""
-    text_of: ClassVar[Callable[[Any], Any]]
+
+    @abstractmethod
+    def text_of(self, value: Any) -> Any:
+        """Return the JSON text of a value. Raises ValueError; one of the JSON itself is a WrongValue's reason."""
 
     def check(self, value: Any) -> str:
         try:
@@ -432,7 +431,8 @@ class JsonText(Kind):
 
 @dataclass(frozen=True)
 class JsonSchema(JsonText):
-    text_of = staticmethod(schema_text)
+    def text_of(self, value: Any) -> Any:
+        return schema_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:
@@ -446,7 +446,8 @@ class JsonSchema(JsonText):
 class ResponseFormat(JsonText):
     """OpenAI's response_format."""
 
-    text_of = staticmethod(response_format_text)
+    def text_of(self, value: Any) -> Any:
+        return response_format_text(value)
 
     @property
     def nothings(self) -> tuple[Any, ...]:

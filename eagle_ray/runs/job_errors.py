@@ -45,6 +45,8 @@ BUSY = Outcome(7, "busy", "another live driver writes this output")
 INTERRUPTED = Outcome(130, "interrupted", "SIGINT, SIGTERM or SIGHUP; the same command resumes")
 OUTCOMES = (DONE, DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, TRANSIENT, MISMATCH, BUSY, INTERRUPTED)
 
+RESUME = "Run the same command again to resume."  # how most messages of a transient outcome end
+
 # Another attempt of the same command would end in them again.
 PERMANENT = frozenset({DEFECT, CONFIGURATION, ROW_ERRORS, TOO_MANY_ERRORS, MISMATCH})
 

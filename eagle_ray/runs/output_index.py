@@ -81,7 +81,7 @@ class OutputIndex:
             check_part(file)
         numbers |= {file: known.next_number + i for i, file in enumerate(new)}
         next_number = known.next_number + len(new)
-        added = (_rows_by_id(file, numbers[file]) for file in new)
+        added = (rows_by_id(file, numbers[file]) for file in new)
         if directory is None:
             tables = [sorted_by_id(join(list(added), NO_ROWS))]
         elif new or len(known.files) != len(files):
@@ -221,7 +221,7 @@ def _is_own(file: StoragePath) -> bool:
         return attempt_of(file) is not None
 
 
-def _rows_by_id(file: StoragePath, number: int) -> Table:
+def rows_by_id(file: StoragePath, number: int) -> Table:
     """Return each id of a file once, with its number of rows."""
     counts = pc.value_counts(_columns_in(file, ["request_id"])["request_id"])
     return {

@@ -6,18 +6,13 @@ seed s.
     prepare_generation(request, config, tokenizer).choices
     # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 
-A request of /v1/responses is answered by a chat. Its body, or its events, are made of the chat's:
-
-    async for event in response_events(chunks, generation, request):      # chunks: of the chat's choice
-        ...                                                               # a server-sent event as text
+A request of /v1/responses is answered by a chat. Its body is made of the chat's, and its events of the chat's chunks.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +27,7 @@ from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, Re
 from eagle_ray.requests.sequences import SequenceMaker
 from eagle_ray.sampling.sampler import sample_seed
 from eagle_ray.serve.admission import Need
-from eagle_ray.serve.http_answers import ApiError, api_error, event, typed_form
+from eagle_ray.serve.http_answers import ApiError, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -196,26 +191,6 @@ def _response_body(generation: GenerationRequest, request: ResponsesRequest, cha
     return response.json
 
 
-async def response_events(
-    chunks: AsyncGenerator[Json, None], generation: GenerationRequest, request: ResponsesRequest
-) -> AsyncGenerator[str, None]:
-    """Yield the events of a streamed response, made of a chat's chunks.
-
-    An error before the first chunk is raised; a later one is an event.
-    """
-    events = ResponseEvents(generation, request)
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                for text_event in events.of(chunk):
-                    yield text_event
-        except Exception as error:
-            if not events.is_begun:
-                raise
-            for text_event in events.failed(api_error(error)):
-                yield text_event
-
-
 class ResponseEvents:
     """The events of a streamed response, made of the chunks of a chat."""
 
@@ -224,30 +199,24 @@ class ResponseEvents:
         self._response = _response(generation, request)
         self._num_sent = 0
 
-    @property
-    def is_begun(self) -> bool:
-        return self._num_sent > 0
-
-    def of(self, chunk: Json) -> Iterator[str]:
-        """Yield the events that a chunk of the chat adds."""
-        if not self.is_begun:
-            yield from self._numbered(self._response.begin())
+    def of(self, chunk: Json) -> list[Json]:
+        """Return the events that a chunk of the chat adds."""
         [choice] = chunk["choices"]
-        yield from self._numbered(self._response.add(choice["delta"], choice["logprobs"]))
+        events = [] if self._num_sent else self._response.begin()
+        events += self._response.add(choice["delta"], choice["logprobs"])
         if choice["finish_reason"] is not None:
             usage = self._answers.usage(self._response.reasonings).response_form()
-            yield from self._numbered(self._response.finish(choice["finish_reason"], usage, self._answers.metrics()))
+            events += self._response.finish(choice["finish_reason"], usage, self._answers.metrics())
+        return [self._numbered(one) for one in events]
 
-    def failed(self, error: ApiError) -> Iterator[str]:
-        """Yield the last event of a stream that fails after it began."""
+    def failed(self, error: ApiError) -> Json:
+        """Return the last event of a stream that fails after it began."""
         values = error.body()["error"]
-        names = ("code", "message", "param")
-        yield from self._numbered([{"type": "error"} | {name: values[name] for name in names}])
+        return self._numbered({"type": "error"} | {name: values[name] for name in ("code", "message", "param")})
 
-    def _numbered(self, events: list[Json]) -> Iterator[str]:
-        for one in events:
-            yield f"event: {one['type']}\n{event(one | {'sequence_number': self._num_sent})}"
-            self._num_sent += 1
+    def _numbered(self, one: Json) -> Json:
+        self._num_sent += 1
+        return one | {"sequence_number": self._num_sent - 1}
 
 
 def _response(generation: GenerationRequest, request: ResponsesRequest) -> ResponseObject:

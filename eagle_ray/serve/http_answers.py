@@ -65,18 +65,15 @@ def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
 
 
 def event(body: dict[str, Any]) -> str:
-    """Escape the characters at which some clients end a line and that JSON does not escape itself.
+    """Return a server-sent event, which has the name of its body's type if it has one.
 
-    A chunk without log-probabilities is short, and is encoded in one call.
+    Characters at which some clients end a line and that JSON does not escape itself are escaped. A chunk without
+    log-probabilities is short, and is encoded in one call.
     """
     is_short = "choices" in body and not any(choice.get("logprobs") for choice in body["choices"])
     text = encode_json(body) if is_short else "".join(json_parts(body))
-    return f"data: {text.translate(LINE_ENDS)}\n\n"
-
-
-def error_event(error: ApiError) -> str:
-    """Return the last event of a stream that failed."""
-    return event(error.body())
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {text.translate(LINE_ENDS)}\n\n"
 
 
 def is_typed(headers: Mapping[str, str]) -> bool:

@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from eagle_ray.serve.http_answers import ApiError, error_event
+from eagle_ray.serve.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
 HEALTH_ANSWERS_WITHIN_S = 5.0
@@ -151,7 +151,7 @@ class _Answer:
         if not self._has_begun:
             await self.refuse(_error(UNAVAILABLE))
         elif self._is_stream and not self._is_whole:
-            last = error_event(_error(UNAVAILABLE)).encode()
+            last = event(_error(UNAVAILABLE).body()).encode()
             await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def refuse(self, error: ApiError) -> None:

@@ -40,14 +40,14 @@ from eagle_ray.serve.admission import Admission, FairQueue, IdleSlots, Need
 from eagle_ray.serve.endpoint_metrics import ReplicaMetrics, Snapshot
 from eagle_ray.serve.generation_request import (
     GenerationRequest,
+    ResponseEvents,
     min_need,
     named_error,
     need_of,
     num_tokens,
     prepare_generation,
-    response_events,
 )
-from eagle_ray.serve.http_answers import DONE, ApiError, api_error, error_event, event, json_body
+from eagle_ray.serve.http_answers import DONE, ApiError, api_error, event, json_body
 from eagle_ray.serve.request_body import body_too_large, check_containers, parse
 from eagle_ray.text.tokenizer import NullTokenizer, Tokenizer
 
@@ -153,9 +153,12 @@ class Service:
             is_typed: see ``http_answers.typed_form``.
             client: the number of its API key.
         """
-        request, response = parsed, None
+        request: ChatRequest | CompletionRequest
+        response: ResponsesRequest | None = None
         if isinstance(parsed, ResponsesRequest):
             request, response = await self._readers.run(num_bytes, client, parsed.chat), parsed
+        else:
+            request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
@@ -245,24 +248,25 @@ class Service:
             refusal = api_error(error)
             return refusal.status, json_body(refusal.body())
 
-    def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
+    async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
         """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
-        if generation.response is not None:
-            return response_events(self.chunks(generation), generation, generation.response)
-        return self._completion_events(generation)
-
-    async def _completion_events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
-        is_begun, answers = False, generation.answers
+        is_begun, answers, request = False, generation.answers, generation.response
+        response = None if request is None else ResponseEvents(generation, request)
         async with aclosing(self.chunks(generation)) as chunks:
             try:
                 async for chunk in chunks:
                     is_begun = True
-                    yield await self._event(generation.shown(chunk), generation.client)
+                    size = num_logprobs(chunk)
+                    for body in [generation.shown(chunk)] if response is None else response.of(chunk):
+                        yield await self._event(body, size, generation.client)
             except Exception as error:
                 if not is_begun:
                     raise
-                yield error_event(api_error(error))
+                last = api_error(error)
+                yield event(last.body() if response is None else response.failed(last))
                 return
+        if response is not None:
+            return
         if answers.has_usage:
             yield event(await self._writers.run(_num_values(generation), generation.client, answers.last_chunk))
         yield DONE
@@ -336,9 +340,8 @@ class Service:
         for chunk in new:
             queue.put_nowait(chunk)
 
-    async def _event(self, chunk: Json, client: int) -> str:
-        size = num_logprobs(chunk)
-        return event(chunk) if size <= SHORT else await self._writers.run(size, client, event, chunk)
+    async def _event(self, body: Json, size: int, client: int) -> str:
+        return event(body) if size <= SHORT else await self._writers.run(size, client, event, body)
 
     @asynccontextmanager
     async def _turn(self, generation: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:

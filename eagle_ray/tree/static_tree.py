@@ -38,7 +38,7 @@ class StaticTree:
     """paths: root to node, each step a rank among siblings; every prefix is one of them; breadth-first, by rank."""
 
     paths: tuple[Path, ...]
-    _indices: dict[tuple, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    device_indices: dict[tuple, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> StaticTree:
@@ -75,10 +75,10 @@ class StaticTree:
         Copied to the device once and kept by this tree, so a CUDA graph that reads them keeps them by keeping the tree.
         """
         key = level, children_each, device
-        if key not in self._indices:
+        if key not in self.device_indices:
             indices = [parent * children_each + rank for parent, rank in self.parents_at(level)]
-            self._indices[key] = to_device(indices, device)
-        return self._indices[key]
+            self.device_indices[key] = to_device(indices, device)
+        return self.device_indices[key]
 
     def _parents(self, level: int) -> list[Path]:
         parents = {path[:-1] for path in self.paths if len(path) == level + 1}

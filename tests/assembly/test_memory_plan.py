@@ -124,11 +124,11 @@ def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, mon
     monkeypatch.setattr(placement, "other_size", lambda model: int(4.2 * GB))
     placed = []
     monkeypatch.setattr(placement, "dispatch", lambda model, devices, places: placed.append(places))
-    placement.spread(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
+    placement.dispatch_layers(nn.Identity(), num_gpus, int(103 * GB), is_firm=False)
     on_first = placed[0].count(0) * 1.71 + 4.2
     assert least_free < 0.9 * 84 - on_first < 76
     with pytest.raises(UnfitDevice, match=r"execution\.gpus_per_actor: .* do not fit into 0, "):
-        placement.spread(nn.Identity(), 2, int(103 * GB), is_firm=True)
+        placement.dispatch_layers(nn.Identity(), 2, int(103 * GB), is_firm=True)
 
 
 def test_it_says_what_it_is():

@@ -42,9 +42,9 @@ def launches(monkeypatch):
         return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=varlen_attn))
-    prefill_metadata._options.cache_clear()
+    prefill_metadata.launch_options.cache_clear()
     yield calls
-    prefill_metadata._options.cache_clear()
+    prefill_metadata.launch_options.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -71,11 +71,11 @@ def test_one_launch_computes_what_one_by_one_does(name, firsts, window, launches
 
 def test_what_torch_refuses_is_asked_once(launches, monkeypatch, messages):
     """Of a release that wants as many key heads as query heads, say."""
-    monkeypatch.setattr(prefill_metadata, "_failure", [])
+    monkeypatch.setattr(prefill_metadata, "failures", [])
     refused = SimpleNamespace(varlen_attn=lambda *args, scale: raise_(RuntimeError("only as many\nmore")))
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", refused)
-    prefill_metadata._options.cache_clear()
-    monkeypatch.setattr(prefill_metadata, "_options", lambda window: {})
+    prefill_metadata.launch_options.cache_clear()
+    monkeypatch.setattr(prefill_metadata, "launch_options", lambda window: {})
     cache = KVCache(BlockManager(1, 64), 1, KV_HEADS, DIM, torch.float32, "cpu")
     assert cache.blocks.reserve(0, 64)
     rows = [torch.randn(1, n, 9, DIM) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -99,12 +99,12 @@ def test_where_it_cannot_be_used(monkeypatch):
     assert not prefill_metadata.supports_varlen(on_gpu, 128, AttentionParams(0, 1.0, softcap=3.0))
     assert not prefill_metadata.supports_varlen(SimpleNamespace(**vars(on_gpu) | {"dtype": torch.float32}), 128, plain)
     assert not prefill_metadata.supports_varlen(torch.zeros(3, 4, 128, dtype=torch.bfloat16), 128, plain)
-    monkeypatch.setattr(prefill_metadata, "_failure", ["refused before"])
+    monkeypatch.setattr(prefill_metadata, "failures", ["refused before"])
     assert not prefill_metadata.supports_varlen(on_gpu, 128, plain)
 
 
 def test_this_torch_knows_all_that_is_asked_of_it():
     """The names are those of the real function: nothing here calls it without a GPU."""
-    prefill_metadata._options.cache_clear()
-    assert prefill_metadata._options(9) == {"enable_gqa": True, "num_splits": 1, "window_size": (8, 0)}
-    assert prefill_metadata._options(None)["window_size"] == (-1, 0)
+    prefill_metadata.launch_options.cache_clear()
+    assert prefill_metadata.launch_options(9) == {"enable_gqa": True, "num_splits": 1, "window_size": (8, 0)}
+    assert prefill_metadata.launch_options(None)["window_size"] == (-1, 0)

@@ -15,8 +15,7 @@ import pytest
 from eagle_ray.batch.driver.finish import finish_shards
 from eagle_ray.batch.driver.repair import repair_output
 from eagle_ray.batch.driver.status import sharded_statuses, status_of
-from eagle_ray.cli.export import export
-from eagle_ray.cli.report_run import load_summary, review
+from eagle_ray.cli.report_run import export, load_summary, review
 from eagle_ray.config import JobConfig, upgrade_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.job_errors import Incomplete

@@ -7,7 +7,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath
 
 
-@pytest.mark.parametrize("output", [".", "out", "a/b"])
+@pytest.mark.parametrize("output", [".", "out", "a/b", "_lang=de/out"])
 def test_an_input_directory_that_holds_the_output_is_refused(tmp_path, output):
     with pytest.raises(ConfigError, match=r"input\.path: .* holds output\.path"):
         check_disjoint(["embedded:prompts", str(tmp_path)], StoragePath.of(tmp_path / output))

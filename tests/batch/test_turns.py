@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from eagle_ray.cli.export import export
+from eagle_ray.cli.report_run import export
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.storage.path import StoragePath, read_json

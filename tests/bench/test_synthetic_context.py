@@ -73,7 +73,7 @@ def test_a_context_is_read_and_changes_nothing(pair, way):
     rig.costs = None
     rig.set_aside(3 * 128, longest=256)
     for context in (128, 64, 0, 96):
-        engine = rig.engine(way, context, 3, UniformPlanner(TreeBounds(*way).tree))
+        engine = rig.engine(way, context, 3, UniformPlanner(way.tree))
         sequences = drained(engine, context)
         assert [s.output_ids for s in sequences] == wanted, context
         assert [s.num_reused for s in sequences] == [context] * 3

@@ -203,7 +203,7 @@ def test_an_output_of_another_configuration_is_exit_6(job, tmp_path, capsys):
     assert cli.main(["run", *job, "--resume"]) == 0
     assert cli.main(["run", *job, "--set", "seed=3"]) == 6
     assert cli.main(["validate", *job, "--set", "seed=3"]) == 2
-    assert "differs in seed" in capsys.readouterr().err
+    assert "output.path: " in (error := capsys.readouterr().err) and "(seed: was 0, now 3)" in error
     assert cli.main(["run", *job, "--set", "seed=3", "--overwrite"]) == 0
     assert cli.main(["run", *job, "--set", "output.if_exists=fail"]) == 2
 

@@ -1,6 +1,7 @@
 """The engine behind an event loop: answers, refusals, cancellation and death."""
 
 import asyncio
+import threading
 import weakref
 
 import pytest
@@ -122,9 +123,10 @@ def test_an_engine_is_freed_with_its_thread(end):
     gone = weakref.ref(inner)
     if end == "failed":
         inner.target.verify = None
+    before = set(threading.enumerate())
     engine = AsyncEngine(inner)
     del inner
-    thread = engine._thread
+    [thread] = set(threading.enumerate()) - before
     answered = asyncio.run(_outcome(engine.generate(Sequence("a", [5], SamplingParams(max_tokens=9)))))
     assert isinstance(answered, EngineError if end == "failed" else Sequence)
     if end == "closed":

@@ -83,8 +83,9 @@ def test_the_choice_is_logged_once(oracle, caplog, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("runner", [None, object()])
 def test_drafters_that_are_not_kept_are_freed_unless_recorded_passes_write_into_them(runner):
-    switch = SwitchDrafter({"suffix": NullDrafter(), "none": NullDrafter()})
-    gone = weakref.ref(switch._drafters["suffix"])
+    suffix = NullDrafter()
+    switch, gone = SwitchDrafter({"suffix": suffix, "none": NullDrafter()}), weakref.ref(suffix)
+    del suffix
     switch.use_graphs(runner)
     switch.keep("none")
     assert (gone() is None) == (runner is None)

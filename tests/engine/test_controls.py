@@ -125,8 +125,8 @@ def test_a_first_half_that_cannot_be_captured_runs_once_a_step(oracle, monkeypat
     controlled = [i for i, p in enumerate(oracle[1]) if has_controls(p, word_ids(p))][:6]
     prompts, params, plain = ([some[i] for i in controlled] for some in oracle)
     engine, num_passes = llama_engine(1, graphs=True), Counter()
-    may_capture, verify = engine.graphs._may_capture, engine.target.verify
-    monkeypatch.setattr(engine.graphs, "_may_capture", lambda key: key[0] != "forward" and may_capture(key))
+    may_capture, verify = engine.graphs.may_capture, engine.target.verify
+    monkeypatch.setattr(engine.graphs, "may_capture", lambda key: key[0] != "forward" and may_capture(key))
     monkeypatch.setattr(engine.target, "verify", lambda *args: num_passes.update(["target"]) or verify(*args))
     assert_equal(run(engine, prompts, params), plain)
     assert num_passes["target"] == engine.counters.num_steps

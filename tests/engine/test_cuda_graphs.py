@@ -140,12 +140,12 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where whatever is sent to the device arrives there, which a CPU is spared."""
     for module in SENDERS:
         monkeypatch.setattr(f"eagle_ray.{module}.copy_to_device", arrived)
-    monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
+    monkeypatch.setattr(kv_cache, "mapped_zeros", fake_zeros)
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device=None, dtype=None: fake_to(self, device))
-    MC_SIM_7B_63._indices.clear()  # fake tensors are of one mode
+    MC_SIM_7B_63.device_indices.clear()  # fake tensors are of one mode
     with FakeTensorMode(), torch.inference_mode():
         yield
-    MC_SIM_7B_63._indices.clear()
+    MC_SIM_7B_63.device_indices.clear()
 
 
 def arrived(tensor: Tensor, device: torch.device) -> Tensor:

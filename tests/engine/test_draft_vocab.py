@@ -69,10 +69,10 @@ def test_of_a_large_vocabulary_the_first_ids_and_the_ends_are_drafted(monkeypatc
     target = llama(eos_token_id=[90, 3])
     speculative = SpeculativeConfig(max_nodes=8, max_depth=3, top_k=4)
     engine = build_engine(target, head(), speculative, EngineArgs(3, 128))
-    assert engine.drafter.ranking._token_ids.tolist() == [*range(40), 90]
+    assert engine.drafter.ranking.token_ids.tolist() == [*range(40), 90]
     assert "the first 40 of 97 tokens" in caplog.text
     whole = build_engine(target, head(), speculative.model_copy(update={"draft_vocab": "all"}), EngineArgs(3, 128))
-    assert whole.drafter.ranking._token_ids is None
+    assert whole.drafter.ranking.token_ids is None
     wanted, found = (run(engine, PROMPTS, PARAMS) for engine in (whole, engine))
     assert [s.output_ids for s in found] == [s.output_ids for s in wanted]
 
@@ -83,7 +83,7 @@ def test_a_heads_own_vocabulary_is_used_and_checked(tmp_path):
     config = config_of({})
     model = config.model.model_copy(update={"draft": str(tmp_path / "draft")})
     pair = build_engine_from_config(model, config.speculative, EngineArgs(2))
-    assert pair.engine.drafter.ranking._token_ids.tolist() == [7, 5, 400]
+    assert pair.engine.drafter.ranking.token_ids.tolist() == [7, 5, 400]
     write_draft_vocab(tmp_path / "draft" / HEAD_FILE, [7, 5, 512])
     with pytest.raises(ConfigError, match=r"line 3 of .*draft_vocab.txt says 512"):
         check_models(model, config.speculative)

@@ -57,7 +57,7 @@ def test_reused_prefixes_chunks_and_preemption_change_nothing(alike, method):
     """Prompts by chunks of two blocks; everyone but the oldest is sent back once, in the middle of decoding."""
     prompts, params, plain = alike
     engine = engine_for(method, 3)
-    engine.scheduler._prefill_tokens = 2 * BLOCK_SIZE
+    engine.scheduler.prefill_tokens = 2 * BLOCK_SIZE
     sequences = [Sequence(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, params, strict=True))]
     for sequence in sequences:
         engine.add(sequence)
@@ -65,7 +65,7 @@ def test_reused_prefixes_chunks_and_preemption_change_nothing(alike, method):
         engine.step()
         if not engine.scheduler.num_preemptions and engine.scheduler.num_running == 3 and sequences[2].output_ids:
             for sequence in sequences[:0:-1]:
-                engine.scheduler._preempt(sequence)
+                engine.scheduler.preempt(sequence)
         engine.scheduler.check_integrity()
     assert engine.scheduler.num_preemptions == 2 and sequences[1].num_reused >= 2 * BLOCK_SIZE
     assert differing([s.output_ids for s in sequences], plain) == []

@@ -55,7 +55,7 @@ def test_an_end_has_no_children_but_where_it_is_ignored(name):
     _, _, plain = oracle_of(prompts, params)
     engine, planner = ENGINES[name](), Watching()
     engine.planner = planner
-    engine.scheduler._params = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
+    engine.scheduler.sampling_table = SamplingTable(engine.scheduler.num_slots, eos_ids=ENDS)
     sequences = run(engine, prompts, params)
     assert differing([s.output_ids for s in sequences], plain) == []
     assert planner.num_past_ends[True] > 0 and planner.num_past_ends[False] == 0

@@ -81,7 +81,7 @@ def test_a_replayed_engine_does_what_an_eager_one_does(tree, generation):
 def test_without_calibration_and_coupling_too():
     ours, theirs = engine((12, 4, 4), 2), engine((12, 4, 4), 2, graphs=False)
     for each in (ours, theirs):
-        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking._offers.calibration = (
+        each.drafter.ranking.calibration = each.drafter.ranking.coupling = each.drafter.ranking.offers.calibration = (
             None
         )
     assert_same(run(ours, *jobs(9)), run(theirs, *jobs(9)))
@@ -161,17 +161,17 @@ def test_who_fills_up_a_batch_leaves_nothing_behind():
     ours = engine((12, 4, 4), 2)
     for i, ids in enumerate(some_prompts(6)):
         ours.add(Sequence(str(i), ids, SamplingParams(max_tokens=40 if i < 5 else 3, ignore_eos=True)))
-    while len(ours.scheduler._running) != 5:
+    while len(ours.scheduler.running) != 5:
         ours.step()
-    gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler._running)
-    queue, table = ours.drafter._queue, ours.target.cache.blocks.block_table
+    gone = next(slot for slot in range(SLOTS) if slot not in ours.scheduler.running)
+    queue, table = ours.drafter.queue, ours.target.cache.blocks.block_table
     window = slice(gone * queue.window, (gone + 1) * queue.window)
-    before = queue._tokens[window].clone(), queue._features[window].clone()
+    before = queue.tokens[window].clone(), queue.features[window].clone()
     replays = ours.graphs.num_replayed
     for _ in range(3):
         ours.step()
     assert ours.graphs.num_replayed >= replays + 4
-    assert torch.equal(queue._tokens[window], before[0]) and torch.equal(queue._features[window], before[1])
+    assert torch.equal(queue.tokens[window], before[0]) and torch.equal(queue.features[window], before[1])
     assert table[-1].eq(ours.target.cache.blocks.num_blocks).all()
     ours.scheduler.check_integrity()
 
@@ -257,8 +257,8 @@ def test_what_was_recorded_ahead_is_never_dropped(monkeypatch):
     )
     capture(ours)
     ahead, captured = ours.graphs.num_captured, []
-    record = ours.graphs._try_capture
-    monkeypatch.setattr(ours.graphs, "_try_capture", lambda key, *x: captured.append(key) or record(key, *x))
+    record = ours.graphs.try_capture
+    monkeypatch.setattr(ours.graphs, "try_capture", lambda key, *x: captured.append(key) or record(key, *x))
     prompts, params = some_prompts(8), some_params(8, 12)
     asking = [replace(p, logprobs=True, top_logprobs=i, presence_penalty=i % 2 / 2) for i, p in enumerate(params)]
     for each in (asking, params):
@@ -355,10 +355,10 @@ def test_where_recording_fails_steps_go_on_unrecorded(monkeypatch, caplog, num_b
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
@@ -379,10 +379,10 @@ def test_a_kind_of_pass_that_cannot_be_recorded_leaves_the_others_recorded(monke
             raise RuntimeError("operation not permitted when stream is capturing")
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: kind)
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: kind)
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))
     assert 0 < kinds.count(refused) <= graphs_module.MAX_FAILURES
@@ -401,11 +401,11 @@ def test_a_kernel_that_cannot_be_compiled_is_recorded_by_the_portable_path(monke
             compile_fails()
         return EagerGraph(function, inputs)
 
-    monkeypatch.setattr(availability, "_failure", [])
-    monkeypatch.setattr(CudaGraphRunner, "_on_cuda", True)
-    monkeypatch.setattr(CudaGraphRunner, "_pool", lambda self, kind: object())
+    monkeypatch.setattr(availability, "failures", [])
+    monkeypatch.setattr(CudaGraphRunner, "on_cuda", True)
+    monkeypatch.setattr(CudaGraphRunner, "pool", lambda self, kind: object())
     monkeypatch.setattr(graphs_module, "CudaGraph", recorded)
-    monkeypatch.setattr(CudaGraphRunner, "_used_bytes", lambda self: 0)
+    monkeypatch.setattr(CudaGraphRunner, "used_bytes", lambda self: 0)
     with caplog.at_level(logging.WARNING, "eagle_ray"):
         sequences = run(ours, *jobs(9))
     assert_same(sequences, run(engine((12, 4, 4), 2, graphs=False), *jobs(9)))

@@ -137,8 +137,8 @@ def test_a_head_that_overflows_offers_nothing_and_changes_nothing(oracle, overfl
         if overflows == "always":
             engine.drafter.head.fc.bias.fill_(torch.nan)
         else:
-            engine.drafter._embed = torch.nn.Embedding.from_pretrained(engine.drafter._embed.weight.clone())
-            engine.drafter._embed.weight[::3] = torch.inf
+            engine.drafter.embed_tokens = torch.nn.Embedding.from_pretrained(engine.drafter.embed_tokens.weight.clone())
+            engine.drafter.embed_tokens.weight[::3] = torch.inf
     prompts, params, plain = (some[:12] for some in oracle)
     outputs = [s.output_ids for s in run(engine, prompts, params)]
     assert differing(outputs, plain) == []

@@ -109,7 +109,7 @@ def test_each_part_drafts_what_it_drafts_alone(oracle, tmp_path, method):
     weights = weights_of(method, tmp_path)
     for i, (name, own) in enumerate(zip(method.split("+"), weights, strict=True)):
         merged, alone = merged_engine(method, weights, 3), merged_engine(name, [own], 3)
-        together = drafts_of(merged, merged.drafter._parts[i], prompts, params)
+        together = drafts_of(merged, merged.drafter.parts[i], prompts, params)
         for (tokens, values), (tokens_alone, values_alone) in zip(
             together, drafts_of(alone, alone.drafter, prompts, params), strict=True
         ):
@@ -126,7 +126,7 @@ def test_one_tree_has_the_nodes_of_both(tmp_path):
     method = "draft_model+draft_model"
     engine = merged_engine(method, weights_of(method, tmp_path), 1)
     trees: list[list[DraftTree]] = [[], [], []]
-    for found, drafter in zip(trees, [*engine.drafter._parts, engine.drafter], strict=True):
+    for found, drafter in zip(trees, [*engine.drafter.parts, engine.drafter], strict=True):
         drafter.draft = partial(spied, found, drafter.draft)
     run(engine, some_prompts(1), some_params(1, max_tokens=12))
     differ = 0

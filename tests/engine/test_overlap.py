@@ -18,6 +18,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner, calibration_mode
 from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.engine import Engine
+from eagle_ray.engine.step import StepOutput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner import plan_search
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
@@ -279,9 +280,9 @@ def test_the_pass_of_a_sequence_with_controls_is_launched_before_the_last_step_i
         params = SamplingParams(max_tokens=60, ignore_eos=True, frequency_penalty=float(i))
         engine.add(Sequence(str(i), [5, 6], params))
     engine.step()
-    start, picks, commit = engine.verifier.start, ControlledRows.picks, engine._commit
+    start, picks, read = engine.verifier.start, ControlledRows.picks, StepOutput.of
     monkeypatch.setattr(engine.verifier, "start", lambda *args: told.append("launch") or start(*args))
-    monkeypatch.setattr(engine, "_commit", lambda *args: told.append("read") or commit(*args))
+    monkeypatch.setattr(StepOutput, "of", lambda *args: told.append("read") or read(*args))
     monkeypatch.setattr(ControlledRows, "picks", lambda *args: told.append("sample") or picks(*args))
     for _ in range(4):
         engine.step()
@@ -302,7 +303,7 @@ def test_prompts_are_launched_without_asking_for_anything():
     for i in range(3):
         engine.add(Sequence(str(i), [*header, i], SamplingParams(max_tokens=5)))
     with torch.inference_mode(), WatchOperations() as operations, WatchCopies() as copies:
-        while (prompted := engine._launch_prefill()) and not prompted.sequences:
+        while (prompted := engine.launch_prefill()) and not prompted.sequences:
             pass
     assert (operations.seen, copies.seen) == ([], [])
     assert engine.counters.num_prefill_tokens > 70

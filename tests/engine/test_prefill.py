@@ -39,7 +39,7 @@ def first_draft(engine: Engine, prompt: list[int]) -> Draft:
     engine.add(sequence)
     while not sequence.output_ids:
         engine.scheduler.reserve_or_preempt()
-        engine._finish_prefill(engine._launch_prefill())
+        engine.finish_prefill(engine.launch_prefill())
     batch = engine.scheduler.batch()
     draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     engine.abort(sequence)
@@ -80,7 +80,7 @@ def test_what_another_fills_in_the_same_pass_is_reused_whole():
     for sequence in both:
         engine.add(sequence)
     with torch.inference_mode():
-        engine._finish_prefill(engine._launch_prefill())
+        engine.finish_prefill(engine.launch_prefill())
         batch = engine.scheduler.batch()
         draft = engine.drafter.draft(batch.at, batch.roots, DraftPlan(3, 3), batch.sampling, batch.sequences)
     assert engine.counters.num_reused_tokens == 64

@@ -136,7 +136,7 @@ class GroupedSlots:
 
     @property
     def running(self) -> list[Sequence]:
-        return list(self.scheduler._running.values())
+        return list(self.scheduler.running.values())
 
     def add(self, count: int) -> None:
         for _ in range(count):
@@ -178,7 +178,7 @@ def test_a_prompt_is_admitted_at_once_where_many_slots_are_free_or_latency_matte
 
 def test_prompts_that_fill_a_pass_wait_for_no_others():
     slots = GroupedSlots(num_blocks=36 * 8, prompt_tokens=60)
-    slots.scheduler._prefill_tokens = 60
+    slots.scheduler.prefill_tokens = 60
     slots.add(1)
     slots.end(1)
     assert slots.admitted() == 1

@@ -26,9 +26,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
     """Answers are kept; each test asks for the first time."""
-    for asked in (availability._chosen, availability._why_not_cuda):
+    for asked in (availability.chosen, availability.why_not_cuda):
         asked.cache_clear()
-    monkeypatch.setattr(availability, "_failure", [])
+    monkeypatch.setattr(availability, "failures", [])
     monkeypatch.delenv("EAGLE_RAY_KERNELS", raising=False)
 
 

@@ -22,10 +22,10 @@ def level(request, monkeypatch):
     library = cpu_ops.library_of(request.param)
     if library is None:
         pytest.skip("the compiler does not build it")
-    monkeypatch.setattr(cpu_ops, "_library", lambda: library)
-    cpu_ops._functions.cache_clear()
+    monkeypatch.setattr(cpu_ops, "best_library", lambda: library)
+    cpu_ops.functions_for.cache_clear()
     yield
-    cpu_ops._functions.cache_clear()
+    cpu_ops.functions_for.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

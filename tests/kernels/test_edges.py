@@ -16,7 +16,7 @@ def found(fused, monkeypatch):
     monkeypatch.setattr(device_checks, "EDGE_LOGITS", (24, 700))
     model = torch.nn.Module()
     model.device = torch.device(DEVICE)
-    return lambda: device_checks._edges("edges", lambda dtype: (model, None), torch.float32, [])
+    return lambda: device_checks.check_edges("edges", lambda dtype: (model, None), torch.float32, [])
 
 
 def test_the_check_counts_picks_and_finds_no_fault(found):

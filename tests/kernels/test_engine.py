@@ -39,9 +39,9 @@ def test_the_same_tokens_by_either_path(planner, monkeypatch):
     portable = run(engine(planner), PROMPTS, PARAMS)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
     heads = Counter()
-    attend = TritonTreeMetadata._attend
+    attend = TritonTreeMetadata.attend_rows
     monkeypatch.setattr(
-        TritonTreeMetadata, "_attend", lambda self, q, *x: heads.update([q.shape[0]]) or attend(self, q, *x)
+        TritonTreeMetadata, "attend_rows", lambda self, q, *x: heads.update([q.shape[0]]) or attend(self, q, *x)
     )
     kernels = run(engine(planner), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
@@ -128,14 +128,14 @@ def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, 
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
     portable = run(engine("uniform"), PROMPTS, PARAMS)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    monkeypatch.setattr(availability, "_failure", [])
-    calls, attend = [], TritonTreeMetadata._attend
+    monkeypatch.setattr(availability, "failures", [])
+    calls, attend = [], TritonTreeMetadata.attend_rows
 
     def attended(self, *args):
         calls.append(1)
         return compile_fails() if len(calls) > after else attend(self, *args)
 
-    monkeypatch.setattr(TritonTreeMetadata, "_attend", attended)
+    monkeypatch.setattr(TritonTreeMetadata, "attend_rows", attended)
     kernels = run(engine("uniform"), PROMPTS, PARAMS)
     assert [s.output_ids for s in kernels] == [s.output_ids for s in portable]
     assert len(calls) == after + 1 and len([r for r in caplog.records if "portable path from now on" in r.message]) == 1
@@ -144,7 +144,7 @@ def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, 
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_kernel_that_fails_over_a_shared_prefix_changes_no_token(after, monkeypatch, caplog):
     """In the target's second layer, or in the head: that is run again by the portable path."""
-    monkeypatch.setattr(availability, "_failure", [])
+    monkeypatch.setattr(availability, "failures", [])
     prompts = [[3 + i * 7 % 90 for i in range(35)] + [5 + j] * (2 + j) for j in range(2)]
     portable = run(engine("uniform"), prompts, PARAMS[:2])
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")

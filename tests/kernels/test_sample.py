@@ -55,7 +55,7 @@ def _logs(numbers, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     v = tl.load(numbers + at)
     tl.store(out + at, jit_functions.log(v))
-    tl.store(out + SIZE + at, jit_functions._log_1_minus(v))
+    tl.store(out + SIZE + at, jit_functions.log_1_minus(v))
 
 
 def test_the_noise_is_the_portable_noise():

@@ -136,7 +136,7 @@ def test_merged_projections_keep_the_module_tree_as_it_was():
     before = plain_copy(model)(ids, use_cache=False).logits
     first, second = Decoder.of(model), Decoder.of(model)
     attention = model.model.layers[0].self_attn
-    qkv = [decoder._layers[0].attention.qkv.weight for decoder in (first, second)]
+    qkv = [decoder.layers[0].attention.qkv.weight for decoder in (first, second)]
     assert qkv[0].data_ptr() == qkv[1].data_ptr() == attention.q_proj.weight.data_ptr()
     assert torch.equal(plain_copy(model)(ids, use_cache=False).logits, before)
     pack_linears(model, min_weights=1)

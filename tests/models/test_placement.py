@@ -91,7 +91,7 @@ def test_over_two_devices_every_operation_finds_its_tensors_on_one(name, monkeyp
     monkeypatch.setattr(target_module, "probe", lambda *_: kv_spec)  # it looks at numbers
     monkeypatch.setattr(backend, "uses_cpp", lambda cache: False)  # it reads memory, which fake tensors have not
     monkeypatch.setattr(nn.Module, "to", fake_to)
-    monkeypatch.setattr(kv_cache, "_zeros", fake_zeros)
+    monkeypatch.setattr(kv_cache, "mapped_zeros", fake_zeros)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
         dispatch(model, ["cpu", "cpu:1"], [0, 1])

@@ -201,10 +201,10 @@ def test_contexts_are_read_from_shared_blocks_or_from_each_sequences_own(apart, 
     engine = llama_engine(4, 8, 3, 3)
     planner, longest = ScriptedPlanner(), 2 * BLOCK_SIZE
     engine.planner = planner
-    bench, held = CalibrationRun(engine, planner, apart), engine.target.cache.blocks._slot_blocks
+    bench, blocks = CalibrationRun(engine, planner, apart), engine.target.cache.blocks
     bench.run_step(CalibrationSetting(1, 1, 0, 0), longest)
     bench.run_step(CalibrationSetting(4, 1, 0, 0), longest)
-    assert len({blocks[0] for blocks in held}) == (4 if apart else 1)
+    assert len(blocks.block_table[:4, 0].unique()) == (4 if apart else 1)
     bench.run([CalibrationSetting(1, 1, 0, 0), CalibrationSetting(1, 2, 1, 1)])
     bench.run_contexts(CalibrationSetting(4, 3, 2, 2), TimeBudget(60.0))
     costs = bench.costs()

@@ -47,7 +47,8 @@ def logprobs_of(num_tokens):
 @pytest.mark.parametrize("choice", [{"text": "a\u2028b", "logprobs": None}, logprobs_of(50)["choices"][0], None])
 def test_an_event_is_one_line_of_json(choice):
     body = {"type": "error"} if choice is None else {"choices": [choice, choice]}
-    line = event(body).removeprefix("data: ").removesuffix("\n\n")
+    name, _, line = event(body).removesuffix("\n\n").partition("data: ")
+    assert name == ("event: error\n" if choice is None else "")
     assert json.loads(line) == body and len(line.splitlines()) == 1 and ", " not in line
 
 

@@ -153,7 +153,7 @@ def check_lossless_when_preempted(engine: Engine, oracle: Oracle, every: int) ->
             break
         running = [s for s in sequences if s.status is SequenceStatus.RUNNING]
         if number % every == 0 and len(running) > 1:
-            engine.scheduler._preempt(running[-1])
+            engine.scheduler.preempt(running[-1])
     assert differing([s.output_ids for s in sequences], plain) == []
 
 

@@ -78,7 +78,7 @@ class Forest:
         capacity = max(self.lengths) + max(self.counts) + 1
         blocks = BlockManager(len(self.lengths), capacity, device=DEVICE)
         order = torch.randperm(blocks.num_blocks).tolist()
-        blocks._free = order
+        blocks.free_blocks = order
         for slot, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             assert blocks.reserve(slot, length + count)
         cache = KVCache(blocks, 1, self.kv_heads, self.key_dim, self.dtype, DEVICE, self.value_dim)

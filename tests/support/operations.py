@@ -97,11 +97,11 @@ def _trees() -> DraftTree:
 class _Watch(TorchDispatchMode):
     def __init__(self, counts: Counter[str]):
         super().__init__()
-        self._counts, self._is_paused = counts, False
+        self._counts, self.is_paused = counts, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
-        if not self._is_paused and name not in NO_WORK:
+        if not self.is_paused and name not in NO_WORK:
             self._counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -116,10 +116,10 @@ class _Pause:
         self._watch = watch
 
     def __enter__(self) -> None:
-        self._watch._is_paused = True
+        self._watch.is_paused = True
 
     def __exit__(self, *_: object) -> None:
-        self._watch._is_paused = False
+        self._watch.is_paused = False
 
 
 DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero"}

@@ -80,8 +80,8 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Name of every output file whose ids are read."""
     found = []
-    read = output_index._rows_by_id
-    monkeypatch.setattr(output_index, "_rows_by_id", lambda file, number: found.append(file.name) or read(file, number))
+    read = output_index.rows_by_id
+    monkeypatch.setattr(output_index, "rows_by_id", lambda file, number: found.append(file.name) or read(file, number))
     return found
 
 

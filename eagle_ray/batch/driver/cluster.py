@@ -29,7 +29,7 @@ from eagle_ray.batch.driver.signals import check_not_interrupted, time_limit
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, one_line
 from eagle_ray.core.start_log import log_while_waiting
-from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
+from eagle_ray.runs.job_errors import RESUME, ClusterError, ClusterUnfit, JobError, WorkerDefect, outcome_of
 
 log = logging.getLogger("eagle_ray")
 START_WITHIN_S = 180.0  # Ray takes 5 s, and a minute on a machine with 20 times as many processes as cores
@@ -39,6 +39,7 @@ NO_MEMORY = "Ray ends workers because a node's memory is nearly full: end other 
 TELL_MEMORY_EVERY_S = 60.0
 MEMORY_KILL_IS_RECENT_S = 60.0  # Ray ends workers every 20 s while memory is short
 ASK_GCS_EVERY_S = 5.0
+RESUME_ANYWHERE = f"{RESUME[:-1]}, on this cluster or another."
 LOST_AFTER_S = 20.0  # well before the 60 s after which Ray ends the process
 RECONNECT_AFTER_S = 0.01
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")  # a traceback's last line
@@ -262,7 +263,7 @@ def check_alive() -> None:
         if name in gone:
             raise ClusterError(
                 f"Ray's own process {name} has ended (was it killed, or out of memory?); its logs are in "
-                f"{node.get_logs_dir_path()}. Run the same command again to resume."
+                f"{node.get_logs_dir_path()}. {RESUME}"
             )
 
 
@@ -295,7 +296,7 @@ class GcsWatch:
             if time.monotonic() - self._answered_at > LOST_AFTER_S:
                 raise ClusterError(
                     f"the Ray cluster at {self._address} is lost: its GCS has not answered for {LOST_AFTER_S:.0f} s "
-                    f"({error}). Run the same command again to resume, on this cluster or another."
+                    f"({error}). {RESUME_ANYWHERE}"
                 ) from None
 
 
@@ -343,7 +344,7 @@ class RayletWatch:
             self._on_loss(
                 ClusterError(
                     f"the raylet of this driver's Ray node has ended ({path}; was the node lost, or out of memory?). "
-                    "Run the same command again to resume, on this cluster or another."
+                    f"{RESUME_ANYWHERE}"
                 )
             )
         except OSError as error:  # such as a socket of another user

@@ -38,7 +38,7 @@ from eagle_ray.config.records import ProgressRecord
 from eagle_ray.core.counters import choice_text
 from eagle_ray.report.cost import USAGE
 from eagle_ray.report.text import FALLBACK_NAMES
-from eagle_ray.runs.job_errors import ClusterError, JobError, TooManyErrors
+from eagle_ray.runs.job_errors import RESUME, ClusterError, JobError, TooManyErrors
 from eagle_ray.runs.layout import PROGRESS, RUN, read_derived_record
 from eagle_ray.runs.part_files import open_part
 from eagle_ray.runs.run import Run, now_text
@@ -95,9 +95,7 @@ def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
         "workers to start": "the cluster has not started any worker. Another job may hold its GPUs or memory: see "
         "`ray status`",
     }
-    return ClusterError(
-        f"no row was answered for {seconds:.0f} s: {why[waiting_for]}. Run the same command again to resume."
-    )
+    return ClusterError(f"no row was answered for {seconds:.0f} s: {why[waiting_for]}. {RESUME}")
 
 
 class UsageMeter:

@@ -32,7 +32,7 @@ from eagle_ray.batch.driver.signals import accept_interrupt
 from eagle_ray.batch.reader.files import RUN_PREFIX, is_run
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.runs.job_errors import ClusterError
+from eagle_ray.runs.job_errors import RESUME, ClusterError
 
 CONFIG_FILE = "job.yaml"
 POLL_S = 1.0
@@ -158,7 +158,7 @@ def _exit_code(client: Any, job: str) -> int:
     while not (info := _job_info(client, job)).status.is_terminal():
         time.sleep(POLL_S)
     if info.status == "STOPPED":
-        print(f"{job} was stopped. Run the same command again to resume.", flush=True)
+        print(f"{job} was stopped. {RESUME}", flush=True)
         return INTERRUPTED_EXIT_CODE
     if info.status == "SUCCEEDED":
         return 0

@@ -41,20 +41,12 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging, print_result
 from eagle_ray.report.text import run_table
-from eagle_ray.runs.job_errors import (
-    DONE,
-    EXPECTED_ERRORS,
-    INTERRUPTED,
-    ROW_ERRORS,
-    TOO_MANY_ERRORS,
-    RunResult,
-)
+from eagle_ray.runs.job_errors import DONE, EXPECTED_ERRORS, INTERRUPTED, RESUME, ROW_ERRORS, TOO_MANY_ERRORS, RunResult
 from eagle_ray.runs.layout import SUMMARY, JobShard, data_of, output_of, root_of
 from eagle_ray.runs.row_index import IndexDamaged, remove_index
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
-RESUME = "Run the same command again to resume."
 VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
 
 

@@ -30,6 +30,7 @@ from eagle_ray.report.html import page
 from eagle_ray.report.summary import ReadColumns, budgets, summarise, summary_json
 from eagle_ray.report.text import number, render, run_table
 from eagle_ray.report.timeline import timeline
+from eagle_ray.runs.job_errors import RESUME
 from eagle_ray.runs.layout import (
     ESTIMATE,
     PROGRESS,
@@ -180,20 +181,19 @@ def status_json(status: RunStatus) -> str:
 def status_text(status: RunStatus) -> str:
     """Return the status in a few plain lines."""
     head = f"run {status.run_id} in {status.output}: "
-    again = "Run the same command again to resume."
     if status.state == "done":
         return f"{head}done, {status.finished_at or 'just now'}{_totals_text(status.total)}"
     if status.state == "stopped":
         why = _stop_reason(status.outcome)
-        hint = "" if "same command" in why else f". {again}"
+        hint = "" if "same command" in why else f". {RESUME}"
         lines = [f"{head}stopped, attempt {status.attempt} at {status.finished_at}: {why}{hint}"]
     else:
         lines = [f"{head}{status.state}, attempt {status.attempt} (since {status.started_at})"]
     if status.state == "killed" and status.process is not None:
         process = f"process {status.process.pid} is gone from {status.process.host}"
-        lines.append(f"{process} and recorded no outcome (killed, or its disk was full). {again}")
+        lines.append(f"{process} and recorded no outcome (killed, or its disk was full). {RESUME}")
     if status.state == "silent":
-        lines.append(f"no sign of life for {status.quiet_s:,.0f} s. If it was killed: {again}")
+        lines.append(f"no sign of life for {status.quiet_s:,.0f} s. If it was killed: {RESUME}")
     return "\n".join([*lines, _progress_line(status)])
 
 

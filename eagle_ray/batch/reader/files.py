@@ -195,7 +195,7 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     if path.is_directory():
         read, skipped = {}, []
         for file, version in path.list_versions().items():
-            if _is_hidden(file, path):
+            if _is_hidden(_name_below(file, path)):
                 continue
             if _suffixes(file)[0] in FORMATS:
                 read[file] = version
@@ -207,9 +207,12 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     return root, root.list_versions(below)
 
 
-def _is_hidden(file: StoragePath, directory: StoragePath) -> bool:
-    """Return whether a name in the path begins with a dot or an underscore, but for directories such as _lang=de."""
-    *directories, name = _name_below(file, directory).split("/")
+def _is_hidden(path: str) -> bool:
+    """Return whether a name in a file's path begins with a dot or an underscore, but for directories such as _lang=de.
+
+    Such a file is not read as input.
+    """
+    *directories, name = path.split("/")
     others = [part for part in directories if not part.startswith("_") or "=" not in part]
     return any(part.startswith((".", "_")) for part in (*others, name))
 
@@ -290,7 +293,7 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
         directory = resolve_pattern(pattern)
         relative = output.relative_to(directory)
-        if relative is not None and not _has_hidden_part(relative) and directory.is_directory():
+        if relative is not None and not _is_hidden(f"{relative}/{PART}") and directory.is_directory():
             raise ConfigError(
                 f"input.path: the directory {directory} holds output.path {output}, whose files would become input: "
                 f"{REMEDY}"
@@ -328,8 +331,3 @@ def _matching_run_file(pattern: StoragePath, output: StoragePath) -> str | None:
         ),
         None,
     )
-
-
-def _has_hidden_part(path: str) -> bool:
-    """Return whether the path is hidden, so it is not read as input."""
-    return any(part.startswith((".", "_")) for part in path.split("/"))

@@ -45,7 +45,7 @@ from eagle_ray.runs.run import Run
 
 log = logging.getLogger("eagle_ray")
 WORKER = "eagle_ray.batch.worker.worker:Worker"  # the child's module and class
-# With -m, the child's classes would be those of __main__, which the parent does not know.
+# With -m, the child's classes would be those of __main__, unknown to the parent.
 COMMAND = f"from {__name__} import run_child; run_child()"
 PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 STARTUP_REQUEST = 0  # the number of the first request, which has the worker's arguments; the others have tables

@@ -55,18 +55,18 @@ class EnsembleDrafter(Drafter):
     def __init__(
         self, parts: Sequence[Drafter], blend: EnsembleCalibration, feature_indices: Sequence[Int[Tensor, " F"]] = ()
     ):
-        self._parts, self._blend = parts, blend
+        self.parts, self._blend = parts, blend
         self._feature_indices = feature_indices
         self._drafted: _Drafted | None = None
         self._num_taught = 0
 
     @property
     def prefill_passes(self) -> int:
-        return sum(part.prefill_passes for part in self._parts)
+        return sum(part.prefill_passes for part in self.parts)
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        return {"parts": [part.cost_key for part in self._parts]}
+        return {"parts": [part.cost_key for part in self.parts]}
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         assert runner is None, "an ensemble drafts on the host"
@@ -93,7 +93,7 @@ class EnsembleDrafter(Drafter):
             part.prefill_deferred(prompts, next_tokens, own)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
-        return sum(part.mark_consumed(slots, lengths) for part in self._parts)
+        return sum(part.mark_consumed(slots, lengths) for part in self.parts)
 
     def draft(
         self,
@@ -104,11 +104,11 @@ class EnsembleDrafter(Drafter):
         texts: Sequence[TokenSequence],
     ) -> Draft:
         """Return the draft of the first part merged with the nodes of the others."""
-        first = self._parts[0].draft(batch, roots, plan, sampling, texts)
+        first = self.parts[0].draft(batch, roots, plan, sampling, texts)
         as_deep = replace(plan, max_depth=max(len(first.levels), 1), should_stop=None)
         deepest = replace(plan, should_stop=None)
         drafts = [first]
-        for i, part in enumerate(self._parts[1:], 1):
+        for i, part in enumerate(self.parts[1:], 1):
             of_part = as_deep if i < len(self._feature_indices) else deepest
             drafts.append(part.draft(batch, roots, of_part, sampling, texts))
         depth = max(draft.depth for draft in drafts)
@@ -132,21 +132,21 @@ class EnsembleDrafter(Drafter):
             part.extend(batch, replace(verified, features=own))
 
     def on_verified(self, result: VerifyResult) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.on_verified(result)
         if self._drafted is not None:
             self._update_calibration(self._drafted, result.tokens, result.num_accepted)
         self._drafted = None
 
     def reset_learning(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.reset_learning()
         self._blend.fit.reset()
         self._drafted, self._num_taught = None, 0
 
     def _with_features(self, features: Float[Tensor, "R F"]) -> Iterator[tuple[Drafter, Float[Tensor, "R _"]]]:
         """Yield each part with the features that it reads; parts without a model ignore them."""
-        for i, part in enumerate(self._parts):
+        for i, part in enumerate(self.parts):
             reads_some = i < len(self._feature_indices) and len(self._feature_indices[i]) < features.shape[1]
             yield part, features[:, self._feature_indices[i]] if reads_some else features
 

@@ -73,7 +73,7 @@ class DFlashDrafter(PairDrafter):
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
         for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
-            for plan in dict.fromkeys(self._recorded_plan(plan, size, graphs) for plan in reversed(plans)):
+            for plan in dict.fromkeys(self.recorded_plan(plan, size, graphs) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
@@ -91,10 +91,10 @@ class DFlashDrafter(PairDrafter):
         graphs: CudaGraphRunner,
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self._recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
+        recorded = self.recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
         return super()._replayed(at, roots, recorded, sampling, graphs)
 
-    def _recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
+    def recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
@@ -177,7 +177,7 @@ class DFlashDrafter(PairDrafter):
                 )
             return layouts[is_causal]
 
-        hidden = self._decoder.run(self._embed(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        hidden = self._decoder.run(self.embed_tokens(tokens.flatten()), self._positions(columns.flatten()), layout_of)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
     def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:

@@ -53,13 +53,13 @@ class EagleDrafter(PairDrafter):
         token_ids: Int[Tensor, " Dv"] | None = None,
     ):
         super().__init__(head, target, window, calibration, coupling, token_ids)
-        self._buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
+        self.draft_buffers: dict[int, DraftBuffers] = {}  # by children per node, which is the widest frontier too
         self._padded: dict[tuple, PaddedDraft] = {}
         self._forward = head_forward(self.head)
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         super().use_graphs(runner, max_depth)
-        self._buffers.clear()
+        self.draft_buffers.clear()
         self._padded.clear()
 
     def _replayed(
@@ -134,12 +134,12 @@ class EagleDrafter(PairDrafter):
         kind = graphs.sampling_kind(sampling.kind)
         key = size, width, children, kind
         if key not in self._padded:
-            if children not in self._buffers:
+            if children not in self.draft_buffers:
                 most = graphs.draft_size(self._target.cache.num_slots)
                 shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
                 parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
-                self._buffers[children] = DraftBuffers(shape, *parts)
-            self._padded[key] = PaddedDraft(self._buffers[children], size, width, kind)
+                self.draft_buffers[children] = DraftBuffers(shape, *parts)
+            self._padded[key] = PaddedDraft(self.draft_buffers[children], size, width, kind)
         return self._padded[key]
 
     def _first_pass(
@@ -321,7 +321,7 @@ class EagleDrafter(PairDrafter):
         columns: Int[Tensor, " R"],
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
-        return self._forward(self._embed(tokens), features, columns - self.head.first_column, layout)
+        return self._forward(self.embed_tokens(tokens), features, columns - self.head.first_column, layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def checks(load: Load, prompts: list[list[int]], dtypes: list[torch.dtype]) -> I
 
 def run_check(name: str, load: Load, prompts: list[list[int]], dtype: torch.dtype) -> Check:
     """Run one check of NAMES. A check that raises is a failed one."""
-    functions = {"lossless": _lossless, "kernels": _kernels, "edges": _edges, "graphs": _graphs}
+    functions = {"lossless": _lossless, "kernels": _kernels, "edges": check_edges, "graphs": _graphs}
     title = f"{name} {type_name(dtype)}"
     try:
         return functions[name](title, load, dtype, prompts)
@@ -122,7 +122,7 @@ def _kernels(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]
     return _compared(title, model, dtype, prompts, params, *both)
 
 
-def _edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
+def check_edges(title: str, load: Load, dtype: torch.dtype, prompts: list[list[int]]) -> Check:
     """Picks under top-p by either path, from random logits: how many differ, all of them for want of exact sums."""
     device = load(dtype)[0].device
     if not use_triton(device):
