@@ -132,6 +132,15 @@ def build_engine(
     return _engine_of(causal_lm, weights, speculative, args, memory, start or StartLog())
 
 
+def plain_engine(engine: Engine) -> Engine:
+    """Return an engine of plain decoding over the target and the caches of another; only one of them may run."""
+    target, drafter = engine.target, NullDrafter()
+    graphs = None if engine.graphs is None else graphs_for(target, drafter)
+    plain = Engine(target, drafter, UniformPlanner(NO_TREE), engine.max_model_len, NO_TREE, graphs=graphs)
+    plain.grammars = engine.grammars
+    return plain
+
+
 def _engine_of(
     causal_lm: CausalLM,
     weights: nn.Module | None,

@@ -19,18 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from eagle_ray.assembly.assemble import plain_engine
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
-from eagle_ray.core.tree_bounds import NO_TREE
-from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.timing import Timing, total
-from eagle_ray.methods.drafter import NullDrafter
-from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch
-from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.comparison import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
@@ -59,12 +55,7 @@ class BaselineComparison:
         bundle = build_engine_bundle(config, plan)
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self._draft_engine = bundle.engine
-        graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
-        no_draft_planner = UniformPlanner(NO_TREE)
-        self._plain_engine = Engine(
-            self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, NO_TREE, graphs=graphs
-        )
-        self._plain_engine.grammars = self._draft_engine.grammars
+        self._plain_engine = plain_engine(bundle.engine)
         if config.execution.order == "auto":
             self._plain_engine.order_for_throughput()  # as build_engine_bundle does
 
