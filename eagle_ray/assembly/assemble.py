@@ -38,9 +38,9 @@ from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed, graphs_for
+from eagle_ray.methods.combine.parts import drafts_of, layers_read, make_drafter, make_planner
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.method import AUTO
-from eagle_ray.methods.registry import feature_layers, make_drafter, make_switch, own_planner, parts_of
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.models.runtime import run_in_temporary_thread
 from eagle_ray.models.target import TargetModel
@@ -154,16 +154,15 @@ def _engine_of(
     plain = speculative.method == "none"
     prefill_tokens = args.prefill_tokens_on(causal_lm.device.type)
     max_model_len = plan.lengths.that_fit(plan.kv_tokens)
-    layers = feature_layers(parts_of(weights), config.num_hidden_layers)
+    layers = layers_read(drafts_of(weights), config.num_hidden_layers)
     target = TargetModel(causal_lm, plan.slots, max_model_len + plan.lengths.tree_columns, plan.kv_tokens, layers)
     bounds = NO_TREE if plain else speculative.tree_bounds
     if target.device.type == "cpu":
         prepare_cpu([causal_lm, weights], plan.slots * bounds.num_nodes, start)
-    switch = make_switch(speculative, target, weights) if speculative.method == AUTO else None
-    drafter = NullDrafter() if plain else switch or make_drafter(speculative, target, weights)
+    drafter = make_drafter(speculative, target, weights)
     graphs = graphs_for(target, drafter)
     ahead = graphs is not None and target.device.type == "cuda"
-    fixed = own_planner(speculative, drafter)
+    fixed = make_planner(speculative, drafter)
     planner = fixed or UniformPlanner(bounds)
     engine = Engine(target, drafter, planner, max_model_len, bounds, prefill_tokens, graphs)
     if plain:
@@ -179,8 +178,8 @@ def _engine_of(
         with start.part("recorded", RECORDING), _plain_if_planner_fails(engine):
             capture_fixed(engine)
     with _plain_if_planner_fails(engine):
-        if switch is not None:
-            engine.planner = method_trial(engine, speculative, switch, start)
+        if speculative.method == AUTO:
+            engine.planner = method_trial(engine, speculative, start)
         elif fixed is None:
             engine.planner = planner_for(engine, speculative, start)
     return engine

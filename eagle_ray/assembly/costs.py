@@ -38,8 +38,10 @@ def planner_for(
     return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
 
 
-def method_trial(engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog) -> MethodTrial:
-    """Return the planner that tries the switch's methods. Costs of the target are measured with the first one only."""
+def method_trial(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> MethodTrial:
+    """Return the planner that tries the methods of the drafter. Costs of the target are measured with one only."""
+    switch = engine.drafter
+    assert isinstance(switch, SwitchDrafter), "that of method auto is one"
     planners: dict[str, Planner] = {}
     target_costs = None
     for method in switch.methods:

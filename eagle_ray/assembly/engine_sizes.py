@@ -18,10 +18,11 @@ from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.combine.parts import layers_read
+from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.method import OWN_PLANNERS
+from eagle_ray.methods.method import plans_alone
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
-from eagle_ray.methods.registry import feature_layers
 from eagle_ray.models.supported_models import KVSpec, kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
@@ -186,7 +187,7 @@ class EngineSizes:
     def of(
         cls,
         shape: Any,
-        parts: Sequence[object],
+        parts: Sequence[LoadedDraft],
         speculative: SpeculativeConfig,
         itemsize: int,
         on_gpu: bool,
@@ -196,21 +197,21 @@ class EngineSizes:
 
         Args:
             shape: the target's config.
-            parts: the drafts, loaded or as check_weights returns them.
+            parts: the drafts, loaded or as check_drafts returns them.
             itemsize: bytes of a number of the models.
         """
         method, vocab_size = speculative.method, shape.vocab_size
         layer_kv = kv_elements_per_token(shape)
         top_k = min(speculative.top_k, vocab_size)
         tree_rows = 1 if method == "none" else 1 + speculative.max_nodes
-        is_fixed = method != "none" and (speculative.budget != "global" or method in OWN_PLANNERS)
+        is_fixed = method != "none" and (speculative.budget != "global" or plans_alone(method))
         return cls(
             itemsize=itemsize,
             vocab_size=vocab_size,
             hidden_size=shape.hidden_size,
             layer_kv=layer_kv,
             kv=shape.num_hidden_layers * layer_kv + sum(map(_kv_numbers, parts)),
-            feature=shape.hidden_size * len(feature_layers(parts, shape.num_hidden_layers) or [0]),
+            feature=shape.hidden_size * len(layers_read(parts, shape.num_hidden_layers) or [0]),
             num_drafters=len(parts),
             drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,
@@ -244,7 +245,7 @@ class EngineSizes:
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
 
 
-def _kv_numbers(part: object) -> int:
+def _kv_numbers(part: LoadedDraft) -> int:
     """Return the numbers of a token's keys and values in all layers of a draft; Medusa heads keep none."""
-    spec = part if isinstance(part, KVSpec) else getattr(part, "kv_spec", None)
+    spec: KVSpec | None = getattr(part, "kv_spec", None)
     return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim)

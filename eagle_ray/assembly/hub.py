@@ -23,9 +23,10 @@ from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
+from eagle_ray.methods.combine.parts import check_drafts
+from eagle_ray.methods.eagle.checkpoint import meta_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import draft_requirement, reads_draft
-from eagle_ray.methods.registry import check_weights, has_own_vocab
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.storage.cache_directory import cache_home
@@ -178,7 +179,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     if not reads_draft(speculative.method, model.drafts):
         return
     try:
-        check_weights(speculative, draft_paths(model, speculative), _target_config(model))
+        check_drafts(speculative.method, draft_paths(model, speculative), _target_config(model))
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
@@ -187,7 +188,7 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
 
 def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig, file: str) -> None:
     target = _target_config(model)
-    if has_own_vocab(draft_paths(model, speculative)[0], target):
+    if meta_head(draft_paths(model, speculative)[0], target).method == "eagle3":
         raise ConfigError(
             f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
         )

@@ -24,8 +24,8 @@ from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
+from eagle_ray.methods.combine.parts import load_drafts
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.methods.registry import load_weights
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.loader import (
     CausalLM,
@@ -94,7 +94,7 @@ def load_draft(
         return None
     config = causal_lm.config.get_text_config(decoder=True)
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
-        weights = load_weights(speculative, draft_paths(model, speculative), config)
+        weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
         pack_linears(weights)
     return weights

@@ -23,8 +23,8 @@ from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
+from eagle_ray.methods.combine.parts import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
-from eagle_ray.methods.registry import check_weights, feature_layers, parts_of
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
 from eagle_ray.models.supported_models import kv_elements_per_token
@@ -46,7 +46,7 @@ def plan_memory(
     Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not even one fits.
     """
     assert args.max_model_len is not None, "`within` sets it to the target's own"
-    device, parts = causal_lm.device, parts_of(weights)
+    device, parts = causal_lm.device, drafts_of(weights)
     shape = causal_lm.config.get_text_config(decoder=True)
     lengths = SequenceLengths.of(speculative, shape.vocab_size, args.max_model_len, args.guaranteed)
     if isinstance(args.kv_tokens, int):
@@ -58,7 +58,7 @@ def plan_memory(
     if on_gpu:
         prefill_tokens = args.prefill_tokens_on("cuda")
         if "auto" in (args.slots, args.kv_tokens):
-            of_pass = profile_pass(causal_lm, feature_layers(parts, shape.num_hidden_layers), prefill_tokens)
+            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
         else:
             of_pass = _estimated_pass(shape, itemsize, prefill_tokens)
         torch.cuda.empty_cache()
@@ -102,7 +102,7 @@ def plan_checkpoint(
     if target_bytes is None or None in of_drafts:
         return None
     draft_bytes = sum(size or 0 for size in of_drafts)
-    parts = check_weights(speculative, drafts, shape) if drafts else []
+    parts = check_drafts(speculative.method, drafts, shape) if drafts else []
     on_gpu = device == "cuda"
     explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
     sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)

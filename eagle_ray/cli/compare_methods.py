@@ -37,8 +37,7 @@ from eagle_ray.evaluation.draft_methods import (
     load_method_weights,
     parse_methods,
 )
-from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
+from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Equivalence, compare, figures, rounds
 from eagle_ray.evaluation.timing import Round
 from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM

@@ -12,13 +12,14 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Literal
 
 from eagle_ray.batch.driver.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.doctor.system import Finding, disks, smollm2, software
+from eagle_ray.doctor.system import Finding, disks, software
+from eagle_ray.storage.model_files import INSTALL, WHEEL, gguf_file
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
@@ -63,6 +64,17 @@ def _ray_directory() -> str:
         return temporary_directory()
     except ConfigError:
         return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+
+
+def smollm2() -> Finding:
+    """Check whether embedded:smollm2 is installed. It is optional, so a missing wheel is no problem."""
+    path = gguf_file()
+    facts = {"wheel": WHEEL, "file": path and str(path)}
+    if path is None:
+        return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
+    return Finding(
+        "smollm2", f"{WHEEL} {metadata.version(WHEEL)}: embedded:smollm2 is available as model.target", facts
+    )
 
 
 def findings_text(findings: Iterable[Finding]) -> str:

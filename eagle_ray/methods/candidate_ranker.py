@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
@@ -245,3 +246,10 @@ class CandidateRanker:
 
     def _ones(self, num: int) -> Int[Tensor, " L"]:
         return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)
+
+
+def corrections(speculative: SpeculativeConfig, device: torch.device) -> tuple[Calibration | None, Coupling | None]:
+    """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither."""
+    depth = speculative.max_depth
+    calibration = None if speculative.ranking == "published" else Calibration(depth, device)
+    return calibration, Coupling(depth, device) if speculative.ranking == "coupled" else None

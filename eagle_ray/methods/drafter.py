@@ -81,6 +81,23 @@ class VerifyOutput:
 
 
 @runtime_checkable
+class LoadedDraft(Protocol):
+    """What a method reads from model.draft, with or without its weights.
+
+    Attributes:
+        method: the one that auto tries with it.
+    """
+
+    method: str
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Return the layers of the target whose concatenated inputs it reads.
+
+        None is what the lm_head reads. An empty tuple is nothing.
+        """
+
+
+@runtime_checkable
 class TokenSequence(Protocol):
     """A sequence whose token ids a drafter may read."""
 

@@ -16,7 +16,7 @@ from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.model_checks import pair_here
-from eagle_ray.doctor.system import smollm2 as smollm2_finding
+from eagle_ray.doctor.run_checks import smollm2 as smollm2_finding
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
+from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
-from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
+from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
+from eagle_ray.methods.method import METHODS
 from eagle_ray.models.graphs import CudaGraphRunner
-from eagle_ray.models.target import PromptBatch
+from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -124,3 +129,36 @@ class SwitchDrafter:
     def reset_learning(self) -> None:
         for drafter in self._reading:
             drafter.reset_learning()
+
+
+def check(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory without its weights, of whichever kind. Raises EngineError with every reason."""
+    reasons = []
+    for method in METHODS.values():
+        if method.is_candidate and method.draft is not None:
+            try:
+                return method.check_draft(path, target)
+            except EngineError as error:
+                reasons.append(f"as {method.draft}: {error}")
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+
+
+def load(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory, of whichever kind. Raises EngineError."""
+    return METHODS[check(path, target).method].load_draft(path, target)
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: LoadedDraft | None) -> SwitchDrafter:
+    """Return a drafter of each method that auto can choose from here.
+
+    On a GPU a drafter that steps cannot be replayed with is left out: all others would be slow for its sake.
+    """
+    free = [method.name for method in METHODS.values() if method.is_candidate and method.draft is None]
+    names = free if weights is None else [weights.method, *free]
+    drafters = {name: METHODS[name].make_drafter(speculative, target, weights) for name in names}
+    on_cpu = target.device.type == "cpu"
+    return SwitchDrafter({name: drafter for name, drafter in drafters.items() if on_cpu or drafter.supports_graphs})
+
+
+def make_null_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> NullDrafter:
+    return NullDrafter()

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
@@ -186,3 +188,9 @@ class DFlashDrafter(PairDrafter):
     def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
         """Return the rope positions of the features, or of the block's rows, in these columns."""
         return columns - self.head.first_column
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
+    """Return the drafter over a loaded head."""
+    calibration, coupling = corrections(speculative, target.device)
+    return DFlashDrafter(weights, target, calibration=calibration, coupling=coupling)

@@ -79,6 +79,7 @@ class DFlashHead(nn.Module):
         own_embedding: the checkpoint has its own token embedding.
     """
 
+    method = "dflash"
     first_column = 1
     d2t: Int[Tensor, " Dv"]
     t2d: Bool[Tensor, " V"]

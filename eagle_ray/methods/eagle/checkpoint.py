@@ -21,6 +21,8 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.draft_vocab import head_vocab
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
 from eagle_ray.methods.head_files import (
     IGNORED_KEYS,
@@ -51,6 +53,36 @@ SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or un
 }
 SWITCHED_TENSORS = {"fc_norm": "fc_norm.", "norm_before_fc": "input_norm."}
 OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+
+
+def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head without its weights. Raises EngineError, ConfigError if its draft vocabulary is wrong."""
+    head = meta_head(path, target)
+    if isinstance(head, EagleHead):
+        head_vocab(path, target.vocab_size)
+    return head
+
+
+def load(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head with the tokens that it was published to offer. Raises as `check` does."""
+    head = load_head(path, target)
+    if isinstance(head, EagleHead):
+        head.draft_vocab = head_vocab(path, target.vocab_size)
+    return head
+
+
+def check_eagle3(path: Path, target: PretrainedConfig) -> Eagle3Head:
+    """Return an EAGLE-3 head without its weights. Raises EngineError for another one, too."""
+    head = meta_head(path, target)
+    if not isinstance(head, Eagle3Head):
+        raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+    return head
+
+
+def load_eagle3(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return an EAGLE-3 head. Raises as `check_eagle3` does."""
+    check_eagle3(path, target)
+    return load_head(path, target)
 
 
 def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:

@@ -22,14 +22,16 @@ from torch import Tensor
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.device import copy_to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.candidate_ranker import RankingFeedback
+from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
+from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
@@ -349,3 +351,10 @@ def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
     parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
     ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
     return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+    """Return the drafter over a loaded head."""
+    calibration, coupling = corrections(speculative, target.device)
+    token_ids = offered_tokens(speculative, target, weights)
+    return EagleDrafter(weights, target, calibration=calibration, coupling=coupling, token_ids=token_ids)

@@ -97,6 +97,7 @@ class EagleHead(nn.Module):
     """
 
     token_ids = None
+    method = "eagle2"
     first_column = 1
     draft_vocab: list[int] | None = None
 
@@ -152,6 +153,7 @@ class Eagle3Head(nn.Module):
         feature_layers: layers of the target, if they are not the three published ones.
     """
 
+    method = "eagle3"
     first_column = 1
     d2t: Int[Tensor, " Dv"]
     t2d: Bool[Tensor, " V"]

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.drafter import Children, interpolate
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
+from eagle_ray.models.target import TargetModel
 
 LONGEST = 4  # tokens of a context
 Counts = dict[tuple[int, ...], dict[int, int]]  # of each n-gram: the tokens that followed it, and how often
@@ -65,3 +68,7 @@ class NgramCursor:
 
     def after(self, token: int) -> NgramCursor:
         return NgramCursor(self.counts, (*self.tail, token)[-LONGEST:])
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookupDrafter:
+    return LookupDrafter(NgramIndex(), Calibration(speculative.max_depth))

@@ -38,8 +38,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import compare
-from eagle_ray.evaluation.recording_planner import RecordingPlanner
+from eagle_ray.evaluation.method_comparison import compare
+from eagle_ray.evaluation.timing import RecordingPlanner
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
