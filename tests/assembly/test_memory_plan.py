@@ -158,7 +158,7 @@ def test_what_an_engine_allocates_is_what_was_planned():
 
 def test_contexts_and_copies_of_logits_are_counted():
     """Of an 8B: 0.5 GB of gathered contexts, and 128 rows of 128k logits."""
-    sizes = EngineSizes(2, 128_256, 4096, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
+    sizes = EngineSizes(2, 128_256, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
     gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
     assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied
