@@ -26,7 +26,14 @@ import torch
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_ray.api.arguments import EMBEDDED, EngineSettings, Prompts, engine_config, prompt_requests, sampling_config
+from eagle_ray.api.python_arguments import (
+    EMBEDDED,
+    EngineSettings,
+    Prompts,
+    engine_config,
+    prompt_requests,
+    sampling_config,
+)
 from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.assembly.assemble import build_in_thread
 from eagle_ray.assembly.engine_sizes import EngineArgs

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.arguments import KEYS, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.python_arguments import KEYS, EngineSettings, engine_config, sampling_config
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.support.jobs import PAIR, token_rows

@@ -145,14 +145,14 @@ def test_what_an_engine_allocates_is_what_was_planned():
     speculative = SpeculativeConfig(max_nodes=12, max_depth=4, top_k=4)
     sizes = EngineSizes.of(target.model.config, [weights], speculative, itemsize=4, on_gpu=True)
     caches = sum(t.nbytes for cache in (target.cache, drafter.cache) for t in (cache.keys, cache.values))
-    kept = ours.prefiller._blocks._last_features.nbytes
+    kept = ours.prefiller.prefix_state.last_features.nbytes
     tokens = target.cache.blocks.num_blocks * BLOCK_SIZE
     assert caches + kept == pytest.approx(
         tokens * (sizes.kv_per_token + sizes.feature_per_token), rel=0.05
     )  # and a null block
-    (buffers,) = drafter._buffers.values()
+    (buffers,) = drafter.draft_buffers.values()
     drafted = sum(x.nbytes for x in vars(buffers).values() if isinstance(x, torch.Tensor))
-    queued = drafter._queue._features.nbytes
+    queued = drafter.queue.features.nbytes
     assert queued * 4 / 5 + drafted == pytest.approx(4 * sizes.per_slot, rel=0.05)  # and a queue for padding
 
 

@@ -83,12 +83,12 @@ def test_without_the_wheel_a_command_ends_with_the_line_that_gets_it(command, mi
 
 
 def test_the_doctor_says_whether_it_is_there(missing, tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle_ray.doctor.system.gguf_file", lambda: None)
+    monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: None)
     assert smollm2_finding().level == "ok" and INSTALL in smollm2_finding().says
     settings = {"input.path": "embedded:prompts", "output.path": str(tmp_path), "model.target": "embedded:smollm2"}
     finding, here = pair_here(load_config(None, env={}, overrides=settings | {"speculative.method": "none"}))
     assert here is None and INSTALL in finding.problem
-    monkeypatch.setattr("eagle_ray.doctor.system.gguf_file", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: tmp_path / "model.gguf")
     assert smollm2_finding().level == "ok" and "available" in smollm2_finding().says
 
 

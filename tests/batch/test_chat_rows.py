@@ -7,7 +7,7 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
-from eagle_ray.api.arguments import prompt_requests
+from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of

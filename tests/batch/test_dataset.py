@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
-from eagle_ray.api.arguments import job_config
+from eagle_ray.api.python_arguments import job_config
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
 from eagle_ray.batch.driver.dataset_job import input_table
