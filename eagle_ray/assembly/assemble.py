@@ -38,7 +38,7 @@ from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import warm_up
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed, graphs_for
-from eagle_ray.methods.combine.parts import drafts_of, layers_read, make_drafter, make_planner
+from eagle_ray.methods.combine.drafter import drafts_of, layers_read, make_drafter, make_planner
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.method import AUTO
 from eagle_ray.models.loader import CausalLM

@@ -14,8 +14,7 @@ from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.switch import SwitchDrafter
-from eagle_ray.methods.combine.trial import MethodTrial
+from eagle_ray.methods.combine.switch import MethodTrial, SwitchDrafter
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs

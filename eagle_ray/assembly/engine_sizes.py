@@ -18,7 +18,7 @@ from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.job import EnginesConfig
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.parts import kv_numbers, layers_read, slot_bytes
+from eagle_ray.methods.combine.drafter import kv_numbers, layers_read, slot_bytes
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.method import plans_alone
 from eagle_ray.models.supported_models import kv_elements_per_token

@@ -23,7 +23,7 @@ from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.methods.combine.parts import check_drafts
+from eagle_ray.methods.combine.drafter import check_drafts
 from eagle_ray.methods.eagle.checkpoint import meta_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import draft_requirement, reads_draft

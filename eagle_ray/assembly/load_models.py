@@ -24,7 +24,7 @@ from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.kernels.availability import why_not
-from eagle_ray.methods.combine.parts import load_drafts
+from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.loader import (

@@ -23,7 +23,7 @@ from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
-from eagle_ray.methods.combine.parts import check_drafts, drafts_of, layers_read
+from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear

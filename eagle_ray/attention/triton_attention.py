@@ -97,7 +97,7 @@ def attend_trees(
     cache: KVCache, trees: KernelTrees, query: Float[Tensor, "heads R d"], attention: AttentionParams
 ) -> Float[Tensor, "heads R dv"]:
     """Return the attention of rows whose keys and values the cache holds."""
-    from eagle_ray.kernels.tree_attention import tree_attention
+    from eagle_ray.kernels.flash_decoding import tree_attention
 
     keys, values = cache.keys[attention.layer], cache.values[attention.layer]
     shown = (attention.scaling, attention.window, attention.softcap, attention.sinks)

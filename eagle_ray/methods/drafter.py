@@ -139,14 +139,14 @@ class Drafter(Protocol):
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
-        """Start sequences whose first columns[b] positions come from the prefix cache, visible from firsts[b] on.
+        """Start sequences whose first lengths[b] positions come from the prefix cache, visible from firsts[b] on.
 
         Args:
-            tokens: the token of position columns[b], the first that is the sequence's own.
+            tokens: the token of position lengths[b], the first that is the sequence's own.
             features: the target's feature for the same pair.
         """
         return None

@@ -24,6 +24,23 @@ HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
 ANY_DRAFT = "a head or draft model of any kind"
 AUTO = "auto"
+MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the heads of a method are trained, with the numbers of its paper.
+
+    Attributes:
+        rate: peak learning rate.
+        warmup_steps: at most warmup_share of the run; None is that share.
+        passes: unrolled passes, in which the head reads its own outputs.
+    """
+
+    rate: float
+    warmup_steps: int | None = None
+    warmup_share: float = MAX_WARMUP_SHARE
+    passes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,7 @@ class Method:
         planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
         is_candidate: auto tries it if model.draft, where it reads one, is its kind of draft.
         reads_datastore: it reads speculative.datastore.
+        training: how `eagle-ray train` makes its heads; None if it does not.
     """
 
     name: str
@@ -52,6 +70,7 @@ class Method:
     planner: str | None = None
     is_candidate: bool = False
     reads_datastore: bool = False
+    training: Training | None = None
 
     def check_draft(self, path: Path, target: Any) -> Any:
         """Return the draft in a directory without its weights. Raises EngineError if it does not fit.
@@ -95,6 +114,7 @@ METHODS = {
             "eagle",
             draft=HEAD,
             is_candidate=True,
+            training=Training(rate=3e-5, warmup_steps=2000),
         ),
         Method(
             "eagle3",
@@ -103,6 +123,7 @@ METHODS = {
             draft=HEAD_3,
             check="checkpoint:check_eagle3",
             load="checkpoint:load_eagle3",
+            training=Training(rate=5e-5, warmup_steps=12000, passes=7),
         ),
         Method(
             "sequoia",
@@ -129,15 +150,6 @@ METHODS = {
             planner="own_trees:opt_tree_planner",
         ),
         Method(
-            "dflash",
-            "a block of tokens in one pass, as a tree by the products of its positions' distributions",
-            "dflash",
-            draft="a DFlash head, or a causal head of JetSpec",
-            check="checkpoint:meta_dflash",
-            load="checkpoint:load_dflash",
-            is_candidate=True,
-        ),
-        Method(
             "medusa",
             "one head per tree level, conditioned on the target's last feature",
             "medusa",
@@ -145,6 +157,7 @@ METHODS = {
             check="checkpoint:check_medusa",
             load="checkpoint:load_medusa",
             is_candidate=True,
+            training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
             "hydra",
@@ -154,6 +167,17 @@ METHODS = {
             check="checkpoint:check_hydra",
             load="checkpoint:load_hydra",
             is_candidate=True,
+            training=Training(rate=1e-3, warmup_steps=40),
+        ),
+        Method(
+            "dflash",
+            "a block of tokens in one pass, as a tree by the products of its positions' distributions",
+            "dflash",
+            draft="a DFlash head, or a causal head of JetSpec",
+            check="checkpoint:meta_dflash",
+            load="checkpoint:load_dflash",
+            is_candidate=True,
+            training=Training(rate=6e-4, warmup_share=0.04),
         ),
         Method(
             "draft_model",
@@ -175,7 +199,6 @@ METHODS = {
             "ngram",
             "prompt lookup: continuations of matching tokens earlier in the sequence",
             "lookup",
-            drafter="ngram:make_drafter",
             is_candidate=True,
         ),
         Method(
@@ -264,6 +287,19 @@ def methods_without_draft() -> list[str]:
     """Return the methods that draft from what the configuration of every job has."""
     drafting = [method for method in METHODS.values() if method.name != "none" and not method.reads_datastore]
     return sorted(method.name for method in drafting if method.draft is None)
+
+
+def trained_methods() -> list[str]:
+    """Return the methods whose heads `eagle-ray train` makes."""
+    return [method.name for method in METHODS.values() if method.training is not None]
+
+
+def training_of(method: str) -> Training:
+    """Return how a method's heads are trained. Raises ValueError if they are not."""
+    training = METHODS[method].training if method in METHODS else None
+    if training is None:
+        raise ValueError(f"{method!r} has no training")
+    return training
 
 
 def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:

@@ -15,7 +15,7 @@ the fewest tokens is next. This is the virtual token counter of Sheng et al., "F
 Models" (OSDI 2024). While a sequence runs, its prompt and max_tokens are reserved; when it ends, its client is charged
 with the tokens that it used.
 
-    queue = FairQueue(num_clients=2, num_places=5)
+    queue = FairQueue(num_clients=2, max_turns=5)
     async with queue.turn(client=1, tokens=300) as turn:
         turn.used = len((await engine.generate(sequence)).token_ids)
 """

@@ -21,7 +21,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.calibrate import TimeBudget, calibrate_costs
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.parts import make_drafter
+from eagle_ray.methods.combine.drafter import make_drafter
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import TargetModel

@@ -20,11 +20,11 @@ from eagle_ray.engine.controlled_sequences import ControlledRows
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.step import StepOutput
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.eagle.own_trees import StaticPlanner
 from eagle_ray.planner import plan_search
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import SimulatedPlanner, flat

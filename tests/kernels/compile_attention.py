@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_ray.kernels.flash_decoding import attend, combine
-from eagle_ray.kernels.tree_attention import COMBINE_WARPS, TOGETHER, padded
+from eagle_ray.kernels.flash_decoding import COMBINE_WARPS, TOGETHER, attend, combine, padded
 from eagle_ray.kernels.tree_metadata import MAX_SPLITS, MIN_TILES, tile_shape
 from tests.support.kernel_compiler import Resources, compiled
 

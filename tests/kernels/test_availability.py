@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_turns_them_off_once(monkeypatch, messages):
 
 @pytest.mark.parametrize("layout, method", [(TreeMetadata, "attend"), (CpuMetadata, "attend_projected")])
 def test_a_cpu_needs_nothing_of_triton(layout, method, monkeypatch, messages):
-    for name in ("triton", "eagle_ray.kernels.flash_decoding", "eagle_ray.kernels.tree_attention"):
+    for name in ("triton", "eagle_ray.kernels.flash_decoding"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     if layout is CpuMetadata and not cpu_ops.available(CPU, torch.float32):
         pytest.skip("cpu_ops is not compiled")

@@ -3,7 +3,7 @@
     draft = DraftModel(load_draft_model(path, target.config))
     hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
 
-It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
+It reads every token from the first one on, so position j of its cache holds token j. Whatever transformers runs as a
 target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
 """
 
@@ -39,7 +39,7 @@ class DraftModel(nn.Module):
 
     method = "draft_model"
     token_ids = None
-    first_column = 0
+    first_position = 0
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()

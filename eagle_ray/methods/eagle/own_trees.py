@@ -1,22 +1,187 @@
-"""Methods over an EAGLE head that decide their trees alone: EAGLE-1's static tree, Sequoia, DDD and OPT-Tree."""
+"""Methods over an EAGLE head that decide their trees: static ones (EAGLE-1, Sequoia), and by rules (DDD, OPT-Tree).
+
+    StaticPlanner(MC_SIM_7B_63)                              # EAGLE-1's 25 nodes
+    SequoiaPlanner(acceptance, max_nodes=60)                 # recomputed now and then from the acceptance so far
+    RulePlanner(TreeBounds(max_nodes=60, max_depth=11, top_k=10), ddd_stops)
+
+A static tree has the same nodes by rank for every sequence at every step, so it is best on average. A dynamic tree also
+uses what the drafter knows in this step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.tree_bounds import TreeBounds
+from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import corrections
+from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.drafter import EagleDrafter, make_drafter
 from eagle_ray.methods.eagle.heads import DraftHead
 from eagle_ray.models.target import TargetModel
-from eagle_ray.planner.published_planners import (
-    RankAcceptance,
-    RulePlanner,
-    SequoiaPlanner,
-    StaticPlanner,
-    ddd_stops,
-    opt_tree_stops,
-)
-from eagle_ray.tree.static_tree import MC_SIM_7B_63
+from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
+from eagle_ray.tree.budget import Budget, static
+from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree, best_tree
+
+FIRST_REVIEW = 8  # steps; after it the time to the next review doubles, up to
+LONGEST = 256
+SAMPLE_MEMORY = 2000  # picks of a level after which a pick counts 1/e
+PRIOR = 4.0  # picks that a guess is worth
+FIRST_GUESS = 0.5  # of the first child of a root; each further child is picked GUESS_RATIO times as often
+GUESS_RATIO = 0.4
+MIN_BEAM_PROBABILITY = 0.3  # DDD: of all paths of the beam together
+MIN_GAIN = 0.2  # OPT-Tree: expected accepted drafts that a level adds
+
+StopRule = Callable[[TreeBuilder], Bool[Tensor, " B"]]
+
+
+class StaticPlanner:
+    """width: children drawn of every node that has any; at least tree.width, which is the default."""
+
+    def __init__(self, tree: StaticTree, width: int | None = None):
+        self.tree = tree
+        self._plan = DraftPlan(tree.depth, width or tree.width, static_tree=tree) if tree.paths else PLAIN
+        self._policy = static(tree.paths)
+
+    @property
+    def will_draft(self) -> bool:
+        return self._plan.is_drafting
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self._plan
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        num_nodes = min(1 + len(self.tree.paths), draft.tree.num_nodes)
+        num_rows = len(batch) * num_nodes
+        return Allocation(self._policy(draft.tree, Budget(num_rows, num_nodes)), num_nodes, num_rows)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        pass
+
+
+class RankAcceptance(Calibration):
+    """A calibration that also counts how often the target samples a child, by depth and rank.
+
+        measured = RankAcceptance(levels=6, width=10)
+        ...                                               # a drafter calibrates with it and reports the samples
+        measured.rates()[0][2]                            # of the third child of a root
+
+    A sample after a node that was reached tells about all its drafted children, verified or not. Counted on the device
+    and read now and then.
+
+    width: ranks that are counted; children past it are not.
+    """
+
+    def __init__(self, levels: int, width: int, device: torch.device | str = "cpu"):
+        super().__init__(levels, device)
+        self._picked = torch.zeros(levels, width + 1, device=device)  # by rank; then nodes that were reached
+        self._width = width
+
+    def update(
+        self,
+        kinds: Int[Tensor, " B"],
+        log_probs: Float[Tensor, "L B K"],
+        picked: Bool[Tensor, "L B K"],
+        reached: Bool[Tensor, "L B"],
+    ) -> None:
+        super().update(kinds, log_probs, picked, reached)
+        counts, news = self._picked[: len(picked)], (picked & reached[:, :, None]).sum(1)[:, : self._width]
+        counts *= (1 - reached.sum(1) / SAMPLE_MEMORY).clamp(min=0)[:, None]
+        counts[:, : news.shape[1]] += news
+        counts[:, -1] += reached.sum(1)
+
+    def rates(self) -> list[list[float]]:
+        """Return rates by [depth][rank]; a level that was seldom reached is shrunk towards the one above it. Syncs
+        once.
+
+        The initial guess counts as PRIOR samples, on the first level only.
+        """
+        rates, guess = [], [FIRST_GUESS * GUESS_RATIO**rank for rank in range(self._width)]
+        for *picked, reached in self._picked.tolist():
+            guess = [(n + PRIOR * before) / (reached + PRIOR) for n, before in zip(picked, guess, strict=True)]
+            rates.append(guess)
+        return rates
+
+
+class SequoiaPlanner:
+    """measured: what the drafter learns from the target's picks. max_nodes: drafted nodes, root excluded."""
+
+    will_draft = True
+
+    def __init__(self, measured: RankAcceptance, max_nodes: int):
+        self._measured, self._max_nodes = measured, max_nodes
+        self._num_steps, self._next_review = 0, FIRST_REVIEW
+        self._static = self._planned()
+
+    @property
+    def tree(self) -> StaticTree:
+        return self._static.tree
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        if self._num_steps >= self._next_review:
+            self._next_review += min(self._num_steps, LONGEST)
+            self._static = self._planned()
+        return self._static.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        return self._static.allocate(draft, plan, batch)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._num_steps += 1
+
+    def _planned(self) -> StaticPlanner:
+        """Return the plan: every rank is drafted, in the tree or not, since samples tell about all of them."""
+        rates = self._measured.rates()
+        return StaticPlanner(best_tree(rates, self._max_nodes), width=len(rates[0]))
+
+
+class RulePlanner(UniformPlanner):
+    """Drafts trees within bounds; rule: which sequences need no further level.
+
+    The rules look at EAGLE-2's draft between two levels and know nothing of costs: their thresholds stand for them. A
+    batch is drafted together, so it ends when every sequence's rule says so. The host reads the answer after every
+    level. The papers tune both thresholds by target; the ones here are ours.
+    """
+
+    def __init__(self, bounds: TreeBounds, rule: StopRule):
+        super().__init__(bounds, should_stop=lambda builder: bool(rule(builder).all()))
+
+
+def ddd_stops(builder: TreeBuilder) -> Bool[Tensor, " B"]:
+    """Return which trees' beams have a total probability below MIN_BEAM_PROBABILITY (DDD, arXiv 2409.00142)."""
+    return builder.frontier().log_values.exp().sum(1) < MIN_BEAM_PROBABILITY
+
+
+def opt_tree_stops(max_nodes: int) -> StopRule:
+    """Return OPT-Tree's rule (arXiv 2406.17276) for trees of max_nodes nodes, root excluded.
+
+    Its δ, MIN_GAIN, should exceed the ratio of a draft pass's time to a target pass's.
+    """
+    return partial(_gains_too_little, max_nodes)
+
+
+def _gains_too_little(max_nodes: int, builder: TreeBuilder) -> Bool[Tensor, " B"]:
+    """Return for which trees the last level added less than MIN_GAIN; the first level adds all there is."""
+    levels = [level.flatten(1).exp() for level in builder.levels]
+    return _expected(levels, max_nodes) - _expected(levels[:-1], max_nodes) < MIN_GAIN
+
+
+def _expected(levels: list[Float[Tensor, "B _"]], max_nodes: int) -> Float[Tensor, " B"]:
+    """Return the expected accepted drafts: the sum of the best max_nodes nodes' path probabilities."""
+    if not levels:
+        return torch.zeros(())  # of the root alone
+    values = torch.cat(levels, 1)
+    return values.topk(min(max_nodes, values.shape[1]), dim=1).values.sum(1)
 
 
 def make_published_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:

@@ -30,8 +30,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
-from eagle_ray.methods.lookup.drafter import LookupDrafter
-from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
+from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
@@ -61,7 +60,7 @@ class Pool:
     def add(self, run: Sequence[int]) -> None:
         if len(self.counts) >= MAX_CONTEXTS:
             self.reset()
-        count(self.counts, (), run)
+        count_ngrams(self.counts, (), run)
 
 
 class PoolReader:
@@ -72,7 +71,7 @@ class PoolReader:
         self._tail: tuple[int, ...] = ()
 
     def read(self, token_ids: list[int]) -> None:
-        self._tail = (*self._tail, *token_ids)[-LONGEST:]
+        self._tail = (*self._tail, *token_ids)[-LONGEST_NGRAM:]
 
     def cursor(self) -> NgramCursor:
         return NgramCursor(self._pool.counts, self._tail)
