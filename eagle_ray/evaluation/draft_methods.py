@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
