@@ -154,7 +154,7 @@ def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     each part stays in the module tree as a slice of its outputs.
 
     Args:
-        fewest_weights: smaller layers stay, as do quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
+        min_weights: smaller layers stay, as do quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
             to an embedding stays, too.
     """
     can_pack = cache(_can_pack)  # tried once, not for every layer
