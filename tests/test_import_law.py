@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from eagle_ray.methods.method import METHODS
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
@@ -43,8 +45,7 @@ planner
 methods.eagle
 methods.dflash methods.medusa methods.draft_model methods.lookup
 methods.combine
-engine smollm2
-methods.registry
+engine
 assembly
 evaluation
 batch.worker
@@ -62,9 +63,19 @@ UPWARDS = {  # module: (why modules below its level import it today, those modul
 MAX_IMPORTS_OF_A_STEP = 12  # of the four that batch.driver.run calls in turn
 MAX_IMPORTS = 20  # modules of our own that one module imports
 MANY_IMPORTS = {  # module: how many it imports today; a number only falls
-    "assembly.assemble": 27,
-    "methods.registry": 32,
 }
+MIN_LINES = 80  # of a module that only one other imports
+SMALL: set[str] = set()  # modules of fewer lines that one other imports; this only shrinks
+FAMILIES = [  # modules with functions of one name and meaning, of which another picks one
+    r"storage\.(local|remote|s3)",
+    r"(kernels|attention)\.\w+",
+    r"methods\.\w+\.(checkpoint|drafter|switch|parts|ngram|suffix|rest|token_recycling|lookahead)",
+    r"cli\.main|lm_eval",
+]
+HOMONYMS = {"load_config", "log_probs_of", "run_job", "settle", "shortened"}  # of two modules; this only shrinks
+MUTUAL = """
+config-methods config-requests core-requests core-sampling requests-sampling requests-text serve-serve.batches
+"""  # folders that import each other, whose modules have levels of their own above; this only shrinks
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {
     "heads",
@@ -72,7 +83,6 @@ ROLES = {
     "drafter",
     "calibration",
     "recipe",
-    "spec",
 }  # the same files in the folder of each method
 TORCH_FREE = {"config", "gguf", "report", "runs", "storage"}
 HEAVY = {
@@ -156,6 +166,44 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not left
 
 
+def test_folders_import_each_other_only_where_listed():
+    folders = {(folder(module), folder(other)) for module, others in IMPORTED.items() for other in others}
+    assert {f"{a}-{b}" for a, b in folders if a < b and (b, a) in folders} == set(MUTUAL.split())
+
+
+def folder(module: str) -> str:
+    """Return the folder of a module; a module of the root is one itself."""
+    return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0] or module
+
+
+def test_a_small_module_has_several_importers_or_belongs_to_its_only_one():
+    users = [*IMPORTED.values(), imported_modules(PACKAGE / "__init__.py")]
+    importers = Counter(other for others in users for other in others)
+    small = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) < MIN_LINES}
+    packages = {name for name, path in MODULES.items() if path.stem in ("__init__", "__main__")}
+    assert {name for name in small - packages - named_modules() if importers[name] < 2} == SMALL
+
+
+def named_modules() -> set[str]:
+    """Return the modules that records of methods name."""
+    roles = [(m.folder, role) for m in METHODS.values() for role in (m.check, m.load, m.drafter, m.planner) if role]
+    return {f"methods.{folder}.{role.partition(':')[0]}" for folder, role in roles}
+
+
+def test_functions_of_one_name_are_of_one_protocol():
+    modules: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                modules.setdefault(node.name, []).append(module)
+    shared = {
+        name
+        for name, places in modules.items()
+        if len(places) > 1 and not any(all(re.fullmatch(family, place) for place in places) for family in FAMILIES)
+    }
+    assert shared == HOMONYMS
+
+
 def test_no_module_imports_too_many_others():
     many = {module: len(others) for module, others in IMPORTED.items() if len(others) > MAX_IMPORTS}
     assert many == MANY_IMPORTS
@@ -212,10 +260,10 @@ def test_no_two_public_classes_share_a_name():
     assert not [name for name, count in names.items() if count > 1]
 
 
-@pytest.mark.parametrize("name", ["InputPlan", "JobPlan", "MemoryPlan", "Request", "Run", "WorkerPlan"])
+@pytest.mark.parametrize("name", ["InputPlan", "JobPlan", "MemoryPlan", "Method", "Request", "Run", "WorkerPlan"])
 def test_a_central_noun_is_one_class(name):
     """A second class that ends so, such as a plan of replicas beside that of workers, would say the same once more."""
-    ending = {"Run": r"^Run$", "Request": r"^Request$"}.get(name, rf"{name.removesuffix('Plan')}Plan$")
+    ending = rf"{name.removesuffix('Plan')}Plan$" if name.endswith("Plan") else rf"^{name}$"
     classes = [
         node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
     ]

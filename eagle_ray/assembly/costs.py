@@ -14,8 +14,7 @@ from eagle_ray.core.start_log import StartLog
 from eagle_ray.core.tree_bounds import NO_TREE
 from eagle_ray.engine.calibrate import BUDGET_S, calibrate_costs, calibrate_draft_costs, measured_sizes
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.switch import SwitchDrafter
-from eagle_ray.methods.combine.trial import MethodTrial
+from eagle_ray.methods.combine.switch import MethodTrial, SwitchDrafter
 from eagle_ray.models.runtime import cpu_name
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.cost_cache import cache_path, cached_costs
@@ -38,8 +37,10 @@ def planner_for(
     return BudgetPlanner(engine.bounds, costs, can_sync, sizes)
 
 
-def method_trial(engine: Engine, speculative: SpeculativeConfig, switch: SwitchDrafter, start: StartLog) -> MethodTrial:
-    """Return the planner that tries the switch's methods. Costs of the target are measured with the first one only."""
+def method_trial(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -> MethodTrial:
+    """Return the planner that tries the methods of the drafter. Costs of the target are measured with one only."""
+    switch = engine.drafter
+    assert isinstance(switch, SwitchDrafter), "that of method auto is one"
     planners: dict[str, Planner] = {}
     target_costs = None
     for method in switch.methods:

@@ -12,16 +12,15 @@ from functools import partial
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.draft_methods import OURS, PLAIN, load_method_weights, parse_methods
-from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.recording_planner import RecordedTree, RecordingPlanner
-from eagle_ray.evaluation.timing import Round, Timing, shortened, total
+from eagle_ray.evaluation.method_comparison import Equivalence, compare
+from eagle_ray.evaluation.timing import RecordedTree, RecordingPlanner, Round, Timing, shortened, total
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.report.text import PictureNode, render, tree_picture

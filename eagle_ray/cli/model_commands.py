@@ -11,6 +11,7 @@ from eagle_ray.cli.arguments import add_config_flags, add_file_flags, config_of_
 from eagle_ray.config import JobConfig, load_serve_config, load_train_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.start_log import configure_logging
+from eagle_ray.methods.method import trained_methods
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--input", metavar="IN", action="append", help="data.path: chats, texts or a run")
     parser.add_argument("-o", "--output", metavar="HEAD", help="output.path: the head's directory")
     parser.add_argument("--target", metavar="MODEL", help="model.target")
-    parser.add_argument("--method", choices=["eagle2", "eagle3", "medusa", "hydra", "dflash"], help="head.method")
+    parser.add_argument("--method", choices=trained_methods(), help="head.method")
     parser.add_argument("--steps", type=parse_positive, metavar="N", help="training.steps")
     parser.add_argument("--workers", type=parse_positive, metavar="N", help="training.workers: processes of Ray Train")
     parser.add_argument("--limit", type=parse_positive, metavar="N", help="data.limit: only the first N documents")
@@ -111,8 +112,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     config = config_of_pair(args)
-    from eagle_ray.doctor.check_result import findings_json, findings_text
-    from eagle_ray.doctor.run_checks import examine
+    from eagle_ray.doctor.run_checks import examine, findings_json, findings_text
 
     findings = list(examine(config))
     print((findings_json if args.json else findings_text)(findings))

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat, PositiveInt, Seed, StrictModel
+from eagle_ray.methods.method import Training, trained_methods, training_of
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
-TrainMethod = Literal["eagle2", "eagle3", "medusa", "hydra", "dflash"]
-PUBLISHED_RATE = {"eagle2": 3e-5, "eagle3": 5e-5, "medusa": 1e-3, "hydra": 1e-3, "dflash": 6e-4}
-PUBLISHED_WARMUP = {"eagle2": 2000, "eagle3": 12000, "medusa": 40, "hydra": 40}
-PUBLISHED_PASSES = {"eagle2": 1, "eagle3": 7}
-PUBLISHED_WARMUP_SHARE = 0.04  # of a run, with dflash
-MUON_RATE, MUON_WARMUP = 4e-3, 40
-MAX_WARMUP_SHARE = 0.05  # of a run, for `auto`: the published numbers are those of 800,000 steps
+MUON = Training(rate=4e-3, warmup_steps=40)
+TRAINED = trained_methods()
+
+
+def _trained_method(method: str) -> str:
+    """Return the method unchanged. Raises ValueError if it has no training."""
+    training_of(method)
+    return method
 
 
 class TargetConfig(StrictModel):
@@ -116,8 +118,8 @@ class HeadConfig(StrictModel):
     layout: sglang writes an eagle2 head with SGLang's architecture name, an fc bias of zeros and the embedding.
     """
 
-    method: TrainMethod = Field(
-        default="eagle2", description="eagle2, eagle3, medusa, hydra or dflash (also: --method)"
+    method: Annotated[str, AfterValidator(_trained_method)] = Field(
+        default="eagle2", description=f"{', '.join(TRAINED[:-1])} or {TRAINED[-1]} (also: --method)"
     )
     draft_vocab_size: PositiveInt | None = Field(default=None, description="a number of tokens, 1 or more, or null")
     intermediate_size: PositiveInt | None = Field(default=None, description="a number, 1 or more, or null")
@@ -259,12 +261,12 @@ def peak_rate(config: TrainConfig) -> float:
     rate = config.optimizer.rate
     if rate != "auto":
         return rate
-    return MUON_RATE if config.optimizer.kind == "muon" else PUBLISHED_RATE[config.head.method]
+    return _published(config).rate
 
 
 def num_passes(config: TrainConfig) -> int:
     """Return the unrolled passes that loss.passes stands for."""
-    return config.loss.passes or PUBLISHED_PASSES[config.head.method]
+    return config.loss.passes or training_of(config.head.method).passes
 
 
 def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
@@ -272,10 +274,14 @@ def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
     steps = config.optimizer.warmup_steps
     if steps != "auto":
         return steps
-    if config.optimizer.kind != "muon" and config.head.method == "dflash":
-        return max(1, int(PUBLISHED_WARMUP_SHARE * num_steps))
-    published = MUON_WARMUP if config.optimizer.kind == "muon" else PUBLISHED_WARMUP[config.head.method]
-    return max(1, min(published, int(MAX_WARMUP_SHARE * num_steps)))
+    published = _published(config)
+    longest = int(published.warmup_share * num_steps)
+    return max(1, longest if published.warmup_steps is None else min(published.warmup_steps, longest))
+
+
+def _published(config: TrainConfig) -> Training:
+    """Return the numbers of the optimizer, or of the method with the published optimizer."""
+    return MUON if config.optimizer.kind == "muon" else training_of(config.head.method)
 
 
 def schedule_kind(config: TrainConfig) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.methods.method import DRAFT_REQUIREMENT, validate_method
+from eagle_ray.methods.method import METHODS, validate_method
 from eagle_ray.requests.parameters import CHAT, SAMPLING, Api, Group, Parameter, names_in, two_forms
 from eagle_ray.requests.values import WrongValue
 from eagle_ray.text.chat_format import REASONING_PARSERS, TEMPLATE_NAMES, TOOL_PARSERS
@@ -191,7 +191,7 @@ class SpeculativeConfig(StrictModel):
     """
 
     method: Annotated[str, AfterValidator(validate_method)] = Field(
-        default="eagle2", description=f"{', '.join(DRAFT_REQUIREMENT)}, or several of them joined by +"
+        default="eagle2", description=f"{', '.join(sorted(METHODS))}, or several of them joined by +"
     )
     max_depth: PositiveInt = Field(default=6, description="an integer, 1 or more")
     top_k: PositiveInt = Field(default=10, description="an integer, 1 or more")
@@ -335,6 +335,9 @@ class EnginesConfig(StrictModel):
         endpoint.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
+
+    # Prompt tokens of a step if prefill_tokens is auto, by type of device; on a CPU twice as many are hardly faster.
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = {"cpu": 512, "cuda": 4096}
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     slots: Literal["auto"] | PositiveInt = Field(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
-from eagle_ray.methods.method import DATASTORE, HEAD, draft_parts, draft_requirement, reads_draft
+from eagle_ray.methods.method import HEAD, METHODS, draft_parts, draft_requirement, parts_of, reads_draft
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
@@ -58,11 +58,10 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
         check_num_drafts(method, model)
         for name in model.drafts:
             _check_name("draft", name)
-    if (DATASTORE in method.split("+")) != (config.speculative.datastore is not None):
+    if any(part.reads_datastore for part in parts_of(method)) != (config.speculative.datastore is not None):
         wrong = "missing" if config.speculative.datastore is None else "of no use"
-        raise ConfigError(
-            f"speculative.datastore: {wrong}: it is what method {DATASTORE} draws on, and {method} is set"
-        )
+        readers = " or ".join(each.name for each in METHODS.values() if each.reads_datastore)
+        raise ConfigError(f"speculative.datastore: {wrong}: it is what method {readers} draws on, and {method} is set")
     _check_draft_vocab(config.speculative)
     if model.chat_template not in NO_FILES:
         _check_template(model.chat_template)

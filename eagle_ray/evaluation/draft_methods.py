@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
@@ -38,11 +38,11 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.method import (
     AUTO,
-    DATASTORE,
-    DRAFT_REQUIREMENT,
     HEAD,
     HEAD_3,
+    METHODS,
     draft_requirement,
+    methods_without_draft,
     reads_draft,
     validate_method,
 )
@@ -56,7 +56,6 @@ from eagle_ray.tree.expand import TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"
-OWN_TREES = ("eagle1", "sequoia", "ddd", "opt_tree")  # over the same head
 WITHOUT_VALUE, WITHOUT_RERANKING = "eagle2-without-value", "eagle2-without-reranking"
 Adjust = Callable[[Engine, SpeculativeConfig], None]
 AS_PUBLISHED: dict[str, object] = {"method": "eagle2", "budget": "uniform", "ranking": "published"}
@@ -94,11 +93,12 @@ class DraftMethod:
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
     """Return all methods that the job's model.draft allows, or that need none, with their references."""
-    alone = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
+    alone = methods_without_draft()
     if draft_requirement(speculative.method) not in (HEAD, HEAD_3):
         return alone if speculative.method == "none" else list(dict.fromkeys([speculative.method, *alone]))
     merged = [f"{PUBLISHED}+suffix"] if "suffix" in alone else []
-    names = [*OWN_TREES, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
+    own_trees = [method.name for method in METHODS.values() if method.planner is not None]
+    names = [*own_trees, PUBLISHED, WITHOUT_VALUE, WITHOUT_RERANKING, OURS, *alone, *merged]
     return list(dict.fromkeys(name for way in names for name in (way, _reference_method(way, speculative))))
 
 
@@ -136,7 +136,7 @@ def _check_method(method: str) -> None:
     try:
         validate_method(method)
     except ValueError as error:
-        known = ", ".join([*SPECIAL, *(each for each in DRAFT_REQUIREMENT if each not in SPECIAL and each != "none")])
+        known = ", ".join([*SPECIAL, *sorted(METHODS.keys() - SPECIAL.keys() - {"none"})])
         raise ConfigError(f"--methods: {error}; there are {known}") from None
 
 
@@ -150,14 +150,14 @@ def load_method_weights(
     ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: CausalLM
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
-    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
-    found: dict[str, nn.Module | None] = {}
+    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module | None] = {}
+    weights: dict[str, nn.Module | None] = {}
     for way in ways:
         key = (draft_requirement(way.speculative.method), way.drafts)
         if way.drafts and key not in loaded:
             loaded[key] = load_draft(way.model(model), way.speculative, causal_lm)
-        found[way.name] = loaded.get(key)
-    return found
+        weights[way.name] = loaded.get(key)
+    return weights
 
 
 def _without_value(engine: Engine, speculative: SpeculativeConfig) -> None:
@@ -225,6 +225,6 @@ def expanded(tree: DraftTree, width: int) -> Bool[Tensor, "B N"]:
     keep = tree.depths == 0
     for depth in range(1, int(tree.depths.max()) + 1):
         here: Bool[Tensor, "B N"] = (tree.depths == depth) & tree.valid
-        places: Int[Tensor, "B N"] = ranks(tree.log_values.masked_fill(~here, -torch.inf))
-        keep = keep | (here & (places < width))
+        order: Int[Tensor, "B N"] = ranks(tree.log_values.masked_fill(~here, -torch.inf))
+        keep = keep | (here & (order < width))
     return keep & tree.valid

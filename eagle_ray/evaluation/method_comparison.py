@@ -6,6 +6,9 @@
 A round is a few questions of one task, as many as an engine has slots. Each method answers them from an empty cache, in
 an order drawn in each round, and its speed is held against plain decoding's of the same round: what slows the machine
 down for a while slows both.
+
+Two outputs of one prompt are compared token for token; where they part, the target tells whether the two tokens were
+nearly tied.
 """
 
 from __future__ import annotations
@@ -14,18 +17,94 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Equivalence
 from eagle_ray.evaluation.timing import Round, Timing, shortened, total
+from eagle_ray.models.loader import CausalLM
 from eagle_ray.report.intervals import Counted, DifferenceInterval, Interval, difference_interval, ratio_interval
+from eagle_ray.requests.parameters import SamplingParams
+from eagle_ray.sampling.near_tie import NEAR_TIE, rounding_cause
 
 WARM_UP_TOKENS = 16
+GREEDY = SamplingParams()
 MIN_ROUNDS = 8  # rounds, or questions, for an interval: of fewer it says more about their number than about the methods
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalence:
+    """How many outputs were compared, and why the others differ.
+
+    Attributes:
+        num_near_ties: outputs that first differ where both tokens' scores were nearly equal.
+        num_edges: outputs that first differ where a token crosses the edge of top-k, top-p or min-p.
+    """
+
+    num_compared: int = 0
+    num_equal: int = 0
+    num_near_ties: int = 0
+    num_edges: int = 0
+
+    def __add__(self, other: Equivalence) -> Equivalence:
+        return Equivalence(
+            self.num_compared + other.num_compared,
+            self.num_equal + other.num_equal,
+            self.num_near_ties + other.num_near_ties,
+            self.num_edges + other.num_edges,
+        )
+
+    @property
+    def is_explained(self) -> bool:
+        """Return whether at least one output was compared and rounding explains all differences."""
+        return self.num_equal + self.num_near_ties + self.num_edges == self.num_compared > 0
+
+
 Compare = Callable[[list[engine_sequence.Sequence], list[engine_sequence.Sequence]], Equivalence]
+
+
+def compare(
+    model: CausalLM,
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    plain: list[list[int]],
+    params: list[SamplingParams] | None = None,
+    near_tie: float = NEAR_TIE[torch.float32],
+) -> Equivalence:
+    """Compare each prompt's output with plain decoding's, up to the shorter one's end; empty ones are skipped.
+
+    params: how each was sampled; None is greedily. near_tie: what one row against many moves logits by.
+    """
+    identity = Equivalence()
+    for prompt, ids, wanted, sampling in zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False):
+        place = first_difference(ids, wanted)
+        if place is not None:
+            logits = next_logits(model, prompt + wanted[:place])
+            tokens = wanted[place], ids[place]
+            cause = rounding_cause(logits[0], sampling, len(prompt) + place, *tokens, near_tie)
+            identity += Equivalence(1, 0, cause == "tie", cause == "cut")
+        elif ids and wanted:
+            identity += Equivalence(1, 1)
+    return identity
+
+
+def first_difference(ids: list[int], others: list[int]) -> int | None:
+    """None where one begins with the other."""
+    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), None)
+
+
+@torch.inference_mode()
+def next_logits(model: CausalLM, ids: list[int]) -> Float[Tensor, "1 V"]:
+    """Return the logits of the token after these ids, on the host."""
+    tokens = torch.tensor([ids], device=model.device)
+    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+    return model.get_output_embeddings()(hidden).cpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +130,10 @@ def rounds(
     for engine in engines.values():
         engine.drafter.reset_learning()
     for task, group in _groups(questions, slots):
-        yield timing.round(partial(_asked, group, temperature), task)
+        yield timing.round(partial(_sequences, group, temperature), task)
 
 
-def _asked(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
+def _sequences(group: Sequence[BenchmarkPrompt], temperature: float, name: str) -> list[engine_sequence.Sequence]:
     return [question.at(temperature) for question in group]
 
 

@@ -7,6 +7,10 @@
 
 All engines of a Timing share a process and a machine, and each answers from an empty prefix cache. The order changes
 from round to round, so that what slows the machine down for a while slows all of them.
+
+    engine.planner = recorder = RecordingPlanner(engine.planner)   # plans as another planner does, and records
+    recorder.best_tree(sequence)                                   # the step of which the most drafts were accepted
+    recorder.parts, recorder.num_steps                             # seconds of drafts, verify passes and the rest
 """
 
 from __future__ import annotations
@@ -16,12 +20,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
+from typing import Any
 
 from torch import nn
 
+from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.planner.planner import Planner
+from eagle_ray.methods.drafter import Draft
+from eagle_ray.planner.cost_model import StepCosts
+from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
+from eagle_ray.tree.draft_plan import DraftPlan
 
 AHEAD = 2  # requests that wait while the slots are full
 Ask = Callable[[str], list[Sequence]]  # the requests of a round as new sequences, for the engine of this name
@@ -123,7 +132,7 @@ class SteadyQueue:
     ):
         self._engine, self._requests, self._meter = engine, requests, meter
         self._size = in_flight or engine.counters.num_slots
-        self._most = in_flight or engine.counters.num_slots + AHEAD
+        self._max_unfinished = in_flight or engine.counters.num_slots + AHEAD
         self._added: list[Sequence] = []
         self._unfinished = 0
         self._mixed, engine.mixed_prefill = engine.mixed_prefill, False
@@ -138,8 +147,8 @@ class SteadyQueue:
         while sum(bool(s.output_ids) for s in self._added) < self._size:
             self._step()
 
-    def window(self, num_tokens: int, most_seconds: float, first: Planner | None = None) -> Sample:
-        """Until num_tokens more are committed, or most_seconds are over; at least a step.
+    def window(self, num_tokens: int, max_seconds: float, first: Planner | None = None) -> Sample:
+        """Until num_tokens more are committed, or max_seconds are over; at least a step.
 
         first: plans a step before it, whose tokens are among num_tokens but not in the sample.
         """
@@ -149,7 +158,7 @@ class SteadyQueue:
         before = self._totals()
         while True:
             self._step()
-            if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + most_seconds:
+            if self._num_tokens >= wanted or time.perf_counter() >= before.seconds + max_seconds:
                 return self._totals() - before
 
     def end(self) -> None:
@@ -159,7 +168,7 @@ class SteadyQueue:
         self._engine.mixed_prefill = self._mixed
 
     def _step(self) -> None:
-        while self._unfinished < self._most:
+        while self._unfinished < self._max_unfinished:
             self._added.append(next(self._requests))
             self._engine.add(self._added[-1])
             self._unfinished += 1
@@ -275,3 +284,107 @@ def _totals(engine: Engine, sequences: list[Sequence], meter: ForwardTimer | Non
         getattr(engine.planner, "predicted_s", 0.0),
         getattr(engine.planner, "predicted_plain_s", 0.0),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTree:
+    """One sequence's candidates in one step, N nodes, the root first.
+
+    Attributes:
+        num_outputs: output tokens before the step.
+        values: the probability, by the planner, that the target accepts the path to each node.
+        verified: true for a node that got a row.
+    """
+
+    num_outputs: int
+    tokens: list[int]
+    parents: list[int]
+    values: list[float]
+    verified: list[bool]
+
+    def accepted(self, output_ids: list[int]) -> list[int]:
+        """Return the nodes on the path of the sequence's output, without the root."""
+        path, at = [], 0
+        for token in output_ids[self.num_outputs :]:
+            children = [i for i, parent in enumerate(self.parents) if parent == at and self.tokens[i] == token]
+            if not children or not self.verified[children[0]]:
+                break
+            at = children[0]
+            path.append(at)
+        return path
+
+
+class RecordingPlanner:
+    """Keeps the times of all steps but first ones, and the draft trees of the sequence that runs, if it runs alone.
+
+    Args:
+        keeps_trees: which reads each of them back from the device.
+        costs: that predict what steps take; None predicts nothing. They learn from the steps unless they are the
+            planner's own.
+
+    Attributes:
+        draft_s, verify_s, rest_s: seconds of the parts of steps, as StepTimes has them.
+        predicted_s, predicted_plain_s: what the costs say of these steps, and of as many plain ones.
+        num_steps: steps that are in the sums. A step in which a graph was recorded is not.
+    """
+
+    def __init__(self, planner: Planner, costs: StepCosts | None = None, keeps_trees: bool = False):
+        self._planner = planner
+        self.step_costs = costs
+        self._keeps_trees = keeps_trees
+        self._sequence: Sequence | None = None
+        self._trees: list[RecordedTree] = []
+        self.draft_s = self.verify_s = self.rest_s = 0.0
+        self.predicted_s = self.predicted_plain_s = 0.0
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    @property
+    def will_draft(self) -> bool:
+        return self._planner.will_draft
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.draft_s, self.verify_s, self.rest_s
+
+    def plan(self, batch: DecodeBatch) -> DraftPlan:
+        return self._planner.plan(batch)
+
+    def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
+        allocation = self._planner.allocate(draft, plan, batch)
+        if self._keeps_trees and len(batch) == 1 and draft.depth:
+            self._keep(batch.sequences[0], draft, allocation)
+        return allocation
+
+    def observe(self, outcome: StepOutcome) -> None:
+        if not outcome.is_first:
+            self._add(outcome)
+        self._planner.observe(outcome)
+
+    def _add(self, outcome: StepOutcome) -> None:
+        self.num_steps += 1
+        self.draft_s += outcome.seconds.draft
+        self.verify_s += outcome.seconds.verify
+        self.rest_s += outcome.seconds.overhead
+        if self.step_costs is None:
+            return
+        predicted = self.step_costs.predict(outcome)
+        self.predicted_s += predicted.total - self.step_costs.prefill_seconds(outcome)
+        self.predicted_plain_s += self.step_costs.plain_seconds(outcome.batch_size, outcome.num_cached)
+        if getattr(self._planner, "costs", None) is not self.step_costs:
+            self.step_costs.update(outcome, predicted)
+
+    def best_tree(self, sequence: Sequence) -> RecordedTree | None:
+        """Return the tree with the longest accepted path, the earliest of several; None if none was drafted."""
+        trees = self._trees if sequence is self._sequence else []
+        return max(trees, key=lambda tree: len(tree.accepted(sequence.output_ids)), default=None)
+
+    def _keep(self, sequence: Sequence, draft: Draft, allocation: Allocation) -> None:
+        if sequence is not self._sequence:
+            self._sequence, self._trees = sequence, []
+        tree = draft.tree
+        count = int(tree.valid[0].sum())
+        columns = (tree.tokens, tree.parents, tree.log_values.exp(), allocation.keep)
+        self._trees.append(RecordedTree(len(sequence.output_ids), *(column[0, :count].tolist() for column in columns)))

@@ -180,9 +180,9 @@ def _path(levels: list[OfferedLevel], picks: Int[Tensor, "B D"], num_accepted: I
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
         assert frontier is not None, "only the first level's parents are the roots"
-        found = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
-        nodes.append(found.long().argmax(1))
-        on_path.append(on_path[-1] & found.any(1))
+        matches = (frontier.parent_rows == nodes[-1][:, None]) & (frontier.tokens == picks[:, depth, None])
+        nodes.append(matches.long().argmax(1))
+        on_path.append(on_path[-1] & matches.any(1))
     depths = torch.arange(len(levels), device=picks.device)
     return TargetPath(torch.stack(nodes), torch.stack(on_path) & (num_accepted >= depths[:, None]))
 

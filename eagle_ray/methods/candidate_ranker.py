@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
@@ -73,7 +74,7 @@ class CandidateRanker:
         token_ids: the tokens of these logits; None is the whole vocabulary.
 
     Attributes:
-        lesson: what `update` will learn from; None if nothing was drafted since. It may be kept and set again.
+        pending: what `update` will learn from; None if nothing was drafted since. It may be kept and set again.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class CandidateRanker:
         self.token_ids = token_ids
         self._order = None if token_ids is None else token_ids.argsort()
         self.offers = Offers(calibration)
-        self._num_lessons = 0
-        self.lesson: RankingFeedback | None = None
+        self._num_updates = 0
+        self.pending: RankingFeedback | None = None
 
     def start(self, sampling: SamplingBatch, lengths: Int[Tensor, " B"], members: Sequence[int] | None = None) -> None:
         """Start a new step's trees.
@@ -101,17 +102,17 @@ class CandidateRanker:
         at = slice(len(lengths)) if members is None else to_device(members, lengths.device)
         sampling = sampling if members is None else sampling.select(members)
         self.offers.begin((sampling.temperature > 0).long())
-        self.lesson = RankingFeedback(at, sampling, lengths, [], self.offers.offered)
+        self.pending = RankingFeedback(at, sampling, lengths, [], self.offers.offered)
 
     @property
     def feedback(self) -> RankingFeedback:
         """Return what the trees in the making are made from; only between `start` and `update`."""
-        assert self.lesson is not None, "no trees were started"
-        return self.lesson
+        assert self.pending is not None, "no trees were started"
+        return self.pending
 
     def reset(self) -> None:
         """Discard everything learned."""
-        self._num_lessons, self.lesson = 0, None
+        self._num_updates, self.pending = 0, None
         self.offers.reset()
         if self.coupling is not None:
             self.coupling.fit.reset()
@@ -160,15 +161,15 @@ class CandidateRanker:
 
     def update(self, result: VerifyResult) -> None:
         """Learn from the target's tokens on the trees that were just drafted, for all levels at once."""
-        lesson = self.lesson
-        if lesson is None or (self.calibration is None and self.coupling is None):
+        feedback = self.pending
+        if feedback is None or (self.calibration is None and self.coupling is None):
             return
-        self.offers.offered = lesson.offered
-        picks, num_accepted = result.tokens[lesson.members], result.num_accepted[lesson.members]
+        self.offers.offered = feedback.offered
+        picks, num_accepted = result.tokens[feedback.members], result.num_accepted[feedback.members]
         path = self.offers.update(picks, num_accepted)
-        if path is not None and self.coupling is not None and lesson.sampling.any_sampled:
+        if path is not None and self.coupling is not None and feedback.sampling.any_sampled:
             self._couple(self.coupling, path, picks)
-        self.lesson = None
+        self.pending = None
 
     def _best(
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
@@ -218,23 +219,23 @@ class CandidateRanker:
         levels, sampling = range(len(path.nodes)), self.feedback.sampling
         num_sampled = len(sampling.sampled)
         turns = min(num_sampled, -(-num_sampled * len(levels) // MAX_FEEDBACK))
-        rows = sampling.sampled_rows[self._num_lessons % turns :: turns]
-        self._num_lessons += 1
+        rows = sampling.sampled_rows[self._num_updates % turns :: turns]
+        self._num_updates += 1
         pairs = zip(self.feedback.features, path.nodes[:, rows], strict=False)
         on_path = [features[rows, node if features.shape[1] > 1 else 0] for features, node in pairs]
         logits = self._logits_of(torch.stack(on_path)).float()
-        places, known = self._places(picks.T[: len(levels), rows])
+        index, known = self._draft_indices(picks.T[: len(levels), rows])
         noise = self._noise(self._ones(len(levels)).cumsum(0), rows, logits.shape[-1])
         known = known & path.reached[:, rows] & logits.isfinite().all(-1)
-        coupling.update(logits.nan_to_num(), sampling, rows, noise, places, known)
+        coupling.update(logits.nan_to_num(), sampling, rows, noise, index, known)
 
-    def _places(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
+    def _draft_indices(self, picks: Int[Tensor, "L S"]) -> tuple[Int[Tensor, "L S"], Bool[Tensor, "L S"]]:
         """Return the picks' indices among the tokens that can be drafted, and whether they are among them."""
         if self.token_ids is None or self._order is None:
             return picks, torch.ones_like(picks, dtype=torch.bool)
-        found = torch.searchsorted(self.token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
-        places = self._order[found]
-        return places, self.token_ids[places] == picks
+        ranks = torch.searchsorted(self.token_ids, picks, sorter=self._order).clamp(max=len(self._order) - 1)
+        index = self._order[ranks]
+        return index, self.token_ids[index] == picks
 
     def _noise(self, steps: Int[Tensor, " L"], rows: Int[Tensor, " S"], num_tokens: int) -> Float[Tensor, "L S D"]:
         """Return the noise by which the target samples the tokens `steps` after the roots, which are at `lengths`."""
@@ -245,3 +246,10 @@ class CandidateRanker:
 
     def _ones(self, num: int) -> Int[Tensor, " L"]:
         return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)
+
+
+def corrections(speculative: SpeculativeConfig, device: torch.device) -> tuple[Calibration | None, Coupling | None]:
+    """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither."""
+    depth = speculative.max_depth
+    calibration = None if speculative.ranking == "published" else Calibration(depth, device)
+    return calibration, Coupling(depth, device) if speculative.ranking == "coupled" else None

@@ -84,21 +84,22 @@ class Coupling:
         probs = (x @ self.fit.parameters[levels, 0, None, :, None])[..., 0].softmax(-1)
         x = x - probs[:, :, None] @ x  # less the expected features of the row
         seen = reached.float()[:, None]
-        at_pick = x.take_along_dim(picks[:, :, None, None], 2)[:, :, 0]
+        at_token = x.take_along_dim(picks[:, :, None, None], 2)[:, :, 0]
         fisher = (x * (probs * reached[:, :, None])[..., None]).flatten(1, 2).transpose(1, 2) @ x.flatten(1, 2)
-        self.fit.update(levels, seen @ at_pick, fisher[:, None], seen.sum(2))
+        self.fit.update(levels, seen @ at_token, fisher[:, None], seen.sum(2))
 
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
     """Return which tokens top-k, top-p and min-p would drop from these logits, computed on the best NUM_CUT of them."""
-    return logits < least_kept(logits, sampling, rows)[:, :, None]
+    return logits < retained_floor(logits, sampling, rows)[:, :, None]
 
 
-def least_kept(
+def retained_floor(
     logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]
 ) -> Float[Tensor, "S F"]:
     """Return the lowest of the best NUM_CUT logits that top-k, top-p and min-p keep; -inf if they keep all."""
     best = logits.topk(min(NUM_CUT, logits.shape[-1]), -1).values
-    kept = process(best.flatten(0, 1), sampling, rows.repeat_interleave(logits.shape[1])).isfinite().view_as(best)
-    least = best.masked_fill(~kept, torch.inf).amin(-1)
-    return least.masked_fill(kept.all(-1), -torch.inf)
+    repeated = rows.repeat_interleave(logits.shape[1])
+    is_retained = process(best.flatten(0, 1), sampling, repeated).isfinite().view_as(best)
+    floor = best.masked_fill(~is_retained, torch.inf).amin(-1)
+    return floor.masked_fill(is_retained.all(-1), -torch.inf)

@@ -81,6 +81,23 @@ class VerifyOutput:
 
 
 @runtime_checkable
+class LoadedDraft(Protocol):
+    """What a method reads from model.draft, with or without its weights.
+
+    Attributes:
+        method: the one that auto tries with it.
+    """
+
+    method: str
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Return the layers of the target whose concatenated inputs it reads.
+
+        None is what the lm_head reads. An empty tuple is nothing.
+        """
+
+
+@runtime_checkable
 class TokenSequence(Protocol):
     """A sequence whose token ids a drafter may read."""
 
@@ -122,14 +139,14 @@ class Drafter(Protocol):
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B H"],
     ) -> None:
-        """Start sequences whose first columns[b] positions come from the prefix cache, visible from firsts[b] on.
+        """Start sequences whose first lengths[b] positions come from the prefix cache, visible from firsts[b] on.
 
         Args:
-            tokens: the token of position columns[b], the first that is the sequence's own.
+            tokens: the token of position lengths[b], the first that is the sequence's own.
             features: the target's feature for the same pair.
         """
         return None

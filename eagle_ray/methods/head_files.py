@@ -20,11 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.storage.model_files import check_no_pointers
 
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+WEIGHTS = SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, SafetensorError, pickle.PickleError)
 FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
 VOCABULARY_MAPS = ("d2t", "t2d")
@@ -36,6 +37,7 @@ ROPES = {  # what each way of stretching positions must say
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+OF_TARGET = ("hidden_size", "num_attention_heads", "vocab_size", "rms_norm_eps", "max_position_embeddings")
 SPECULATORS = "speculators_model_type"  # which head a config of speculators is of
 MAX_NAMED = 8  # tensors of each fault
 IGNORED_KEYS = ("rotary_emb.inv_freq",)  # buffers that old transformers saved; recomputed from the config
@@ -45,17 +47,22 @@ Read = TypeVar("Read")
 Shape = tuple[int, ...]
 
 
-def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path) -> None:
-    """Write the published layout: the given config.json, and model.safetensors in bf16.
+def save_head(head: nn.Module, raw_config: dict[str, Any], path: Path, name: str = SAFETENSORS) -> None:
+    """Write the published layout: the given config.json, and the weights in bf16.
 
     Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-    skipped = VOCABULARY_MAPS if head.token_ids is None else ()
+    skipped = VOCABULARY_MAPS if getattr(head, "token_ids", None) is None else ()
     tensors = {key: value.detach().contiguous() for key, value in head.state_dict().items() if key not in skipped}
     halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in tensors.items()}
-    save_file(halves, path / SAFETENSORS, metadata={"format": "pt"})
+    write_files(path, raw_config, halves, name)
+
+
+def write_files(path: Path, raw_config: dict[str, Any], tensors: dict[str, Tensor], name: str = SAFETENSORS) -> None:
+    """Write config.json and a file of safetensors, as they are."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+    save_file(tensors, path / name, metadata={"format": "pt"})
 
 
 def load_into(head: Head, path: Path, tensors: dict[str, Tensor]) -> Head:
@@ -106,23 +113,31 @@ def read_headers(path: Path) -> dict[str, TensorHeader] | None:
     return _read(path, _headers_of_safetensors, _headers_of_pickle) if has_weights else None
 
 
-def read_shapes(path: Path) -> dict[str, Shape]:
-    """Return the shape of every tensor by name, from headers. Raises EngineError."""
-    return {name: header.shape for name, header in _read(path, _headers_of_safetensors, _headers_of_pickle).items()}
+def read_shapes(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Shape]:
+    """Return the shape of every tensor by name, from headers. Raises EngineError.
+
+    Args:
+        names: of the file as safetensors and as pickle.
+    """
+    headers = _read(path, _headers_of_safetensors, _headers_of_pickle, names)
+    return {name: header.shape for name, header in headers.items()}
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return every tensor by name. Raises EngineError."""
-    return _read(path, load_file, lambda file: load_pickle(file, "cpu"))
+def read_tensors(path: Path, names: tuple[str, str] = WEIGHTS) -> dict[str, Tensor]:
+    """Return every tensor by name, from files as of `read_shapes`. Raises EngineError."""
+    return _read(path, load_file, lambda file: load_pickle(file, "cpu"), names)
 
 
 def _read(
-    path: Path, safetensors: Callable[[Path], Mapping[str, Read]], pickled: Callable[[Path], Mapping[str, Read]]
+    path: Path,
+    safetensors: Callable[[Path], Mapping[str, Read]],
+    pickled: Callable[[Path], Mapping[str, Read]],
+    names: tuple[str, str] = WEIGHTS,
 ) -> dict[str, Read]:
-    for name, read in ((SAFETENSORS, safetensors), (PICKLE, pickled)):
+    for name, read in zip(names, (safetensors, pickled), strict=True):
         if files := _files(path, name):
             return {key: value for file in files for key, value in read_file(file, read).items()}
-    raise EngineError(f"the weights in {path} cannot be read: there is neither {SAFETENSORS} nor {PICKLE}")
+    raise EngineError(f"the weights in {path} cannot be read: there is neither {names[0]} nor {names[1]}")
 
 
 def read_file(file: Path, read: Callable[[Path], Mapping[str, Read]]) -> Mapping[str, Read]:
@@ -249,9 +264,9 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope parameters from transformers 5's form (rope_parameters) or older ones (rope_theta, rope_scaling,
     `type`).
     """
-    said = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
-    kind = said.pop("type", "default")
-    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **said}
+    rope = without_nulls({**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})})
+    kind = rope.pop("type", "default")
+    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta", PUBLISHED_ROPE_THETA), **rope}
     if rope["rope_type"] not in ROPES:
         raise ValueError(
             f"its positions are stretched as {rope['rope_type']!r}, and this release knows {', '.join(ROPES)}"
@@ -264,17 +279,24 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def check_tensors(kind: str, module: nn.Module, found: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
+def check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
+    """Check that a size of a head is the target's."""
+    if number != (wanted := getattr(target, target_key)):
+        its = "the target's" if key == target_key else f"the target's {target_key}"
+        raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
+
+
+def check_tensors(kind: str, module: nn.Module, shapes: Mapping[str, Shape], optional: Collection[str] = ()) -> None:
     """Check that each tensor of the module is present in its shape, and no others. spare: optional ones.
 
     Raises ValueError that names the first few of each fault.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    misshapen = [name for name in sorted(wanted.keys() & found.keys()) if tuple(found[name]) != wanted[name]]
+    misshapen = [name for name in sorted(wanted.keys() & shapes.keys()) if tuple(shapes[name]) != wanted[name]]
     faults = [
-        *first_few([f"missing {name}" for name in sorted(wanted.keys() - found.keys() - set(optional))]),
-        *first_few([f"unexpected {name}" for name in sorted(found.keys() - wanted.keys())]),
-        *first_few([f"{name} is {tuple(found[name])}, wanted {wanted[name]}" for name in misshapen]),
+        *first_few([f"missing {name}" for name in sorted(wanted.keys() - shapes.keys() - set(optional))]),
+        *first_few([f"unexpected {name}" for name in sorted(shapes.keys() - wanted.keys())]),
+        *first_few([f"{name} is {tuple(shapes[name])}, wanted {wanted[name]}" for name in misshapen]),
     ]
     if faults:
         raise ValueError(f"not {kind} of this target: {'; '.join(faults)}")

@@ -1,91 +1,312 @@
-"""Drafting methods that a job can select, and what each requires as model.draft.
+"""Method: one record for each way to draft, all of them in METHODS. CONTRACT.md says how to add one.
 
     speculative.method: eagle2
     speculative.method: eagle2+suffix              the nodes of both in one tree
     speculative.method: draft_model+draft_model    SpecInfer: two models, model.draft is the list of them
     speculative.method: auto                       the fastest of those that can run, by a trial on the first prompts
 
-``eagle_ray.methods.registry`` builds their drafters.
+    METHODS["eagle2"].make_drafter(speculative, target, weights)       # imports eagle/drafter.py
+
+Records name functions as "module:function" of their folder, which are imported when they are called: configurations
+read the records without torch, and an engine imports only its own method.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
-MEDUSA = "Medusa heads"
-HYDRA = "Hydra heads"
-DFLASH = "a DFlash head, or a causal head of JetSpec"
-DRAFT_MODEL = "a small causal LM of the target's vocabulary"
 ANY_DRAFT = "a head or draft model of any kind"
-AUTO = "auto"  # tries the method of model.draft, if there is one, and WITHOUT_DRAFT
-WITHOUT_DRAFT = ("suffix", "ngram", "none")
-DATASTORE = "rest"  # the method that reads speculative.datastore
+AUTO = "auto"
+MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
 
-# What model.draft must be for each method; None for methods that use no draft model.
-DRAFT_REQUIREMENT: dict[str, str | None] = {
-    "auto": ANY_DRAFT,  # optional: see reads_draft
-    "ddd": HEAD,  # Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable
-    "dflash": DFLASH,  # a block of tokens in one pass, as a tree by the products of its positions' distributions
-    "draft_model": DRAFT_MODEL,  # speculative sampling with an independent model, on EAGLE-2's dynamic tree
-    "eagle1": HEAD,  # EAGLE-1's static tree; accepts EAGLE-1, -2 and -3 heads
-    "eagle2": HEAD,  # EAGLE-2's dynamic tree; accepts EAGLE-1, -2 and -3 heads
-    "eagle3": HEAD_3,  # EAGLE-2's dynamic tree; requires an EAGLE-3 head
-    "hydra": HYDRA,  # one head per tree level, conditioned on the drafted path
-    "lookahead": None,  # lookahead decoding: n-grams from the target's predictions on its own guesses
-    "medusa": MEDUSA,  # one head per tree level, conditioned on the target's last feature
-    "ngram": None,  # prompt lookup: continuations of matching tokens earlier in the sequence
-    "none": None,  # plain decoding
-    "opt_tree": HEAD,  # OPT-Tree: EAGLE-2's tree, as deep as another level adds expected drafts
-    "recycling": None,  # Token Recycling: the target's latest top tokens after each token
-    "rest": None,  # REST: continuations of matching tokens in speculative.datastore
-    "sequoia": HEAD,  # Sequoia: the best static tree for the acceptance rates measured so far
-    "suffix": None,  # continuations of the longest matching suffix in any sequence
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the heads of a method are trained, with the numbers of its paper.
+
+    Attributes:
+        rate: peak learning rate.
+        warmup_steps: at most warmup_share of the run; None is that share.
+        passes: unrolled passes, in which the head reads its own outputs.
+    """
+
+    rate: float
+    warmup_steps: int | None = None
+    warmup_share: float = MAX_WARMUP_SHARE
+    passes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to draft.
+
+    Attributes:
+        name: what speculative.method says.
+        about: one line of prose.
+        folder: where its functions are, below eagle_ray/methods.
+        draft: what model.draft must be; None if it reads none.
+        check, load: read a draft's headers, and its weights.
+        drafter: makes the drafter.
+        planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
+        is_candidate: auto tries it if model.draft, where it reads one, is its kind of draft.
+        reads_datastore: it reads speculative.datastore.
+        training: how `eagle-ray train` makes its heads; None if it does not.
+    """
+
+    name: str
+    about: str
+    folder: str
+    draft: str | None = None
+    check: str = "checkpoint:check"
+    load: str = "checkpoint:load"
+    drafter: str = "drafter:make_drafter"
+    planner: str | None = None
+    is_candidate: bool = False
+    reads_datastore: bool = False
+    training: Training | None = None
+
+    def check_draft(self, path: Path, target: Any) -> Any:
+        """Return the draft in a directory without its weights. Raises EngineError if it does not fit.
+
+        Args:
+            target: the target's config.
+        """
+        return self.function(self.check)(path, target)
+
+    def load_draft(self, path: Path, target: Any) -> Any:
+        """Return the draft in a directory, in fp32. Raises EngineError if it cannot be read or does not fit."""
+        return self.function(self.load)(path, target)
+
+    def make_drafter(self, speculative: Any, target: Any, weights: Any) -> Any:
+        """Return the drafter over a TargetModel. weights: what `load_draft` returned, or None."""
+        return self.function(self.drafter)(speculative, target, weights)
+
+    def make_planner(self, speculative: Any, drafter: Any) -> Any | None:
+        """Return the method's own planner, or None if speculative.budget decides."""
+        return None if self.planner is None else self.function(self.planner)(speculative, drafter)
+
+    def function(self, reference: str) -> Callable[..., Any]:
+        """Return the function of one of the references above, after importing its module."""
+        module, _, name = reference.partition(":")
+        return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "eagle1",
+            "EAGLE-1's static tree; takes EAGLE-1, -2 and -3 heads",
+            "eagle",
+            draft=HEAD,
+            planner="own_trees:eagle1_planner",
+        ),
+        Method(
+            "eagle2",
+            "EAGLE-2's dynamic tree; takes EAGLE-1, -2 and -3 heads",
+            "eagle",
+            draft=HEAD,
+            is_candidate=True,
+            training=Training(rate=3e-5, warmup_steps=2000),
+        ),
+        Method(
+            "eagle3",
+            "EAGLE-2's dynamic tree; takes an EAGLE-3 head",
+            "eagle",
+            draft=HEAD_3,
+            check="checkpoint:check_eagle3",
+            load="checkpoint:load_eagle3",
+            training=Training(rate=5e-5, warmup_steps=12000, passes=7),
+        ),
+        Method(
+            "sequoia",
+            "Sequoia: the best static tree for the acceptance rates measured so far",
+            "eagle",
+            draft=HEAD,
+            drafter="own_trees:make_sequoia_drafter",
+            planner="own_trees:sequoia_planner",
+        ),
+        Method(
+            "ddd",
+            "Dynamic Depth Decoding: EAGLE-2's tree, as deep as its beam is probable",
+            "eagle",
+            draft=HEAD,
+            drafter="own_trees:make_published_drafter",
+            planner="own_trees:ddd_planner",
+        ),
+        Method(
+            "opt_tree",
+            "OPT-Tree: EAGLE-2's tree, as deep as another level adds expected drafts",
+            "eagle",
+            draft=HEAD,
+            drafter="own_trees:make_published_drafter",
+            planner="own_trees:opt_tree_planner",
+        ),
+        Method(
+            "medusa",
+            "one head per tree level, conditioned on the target's last feature",
+            "medusa",
+            draft="Medusa heads",
+            check="checkpoint:check_medusa",
+            load="checkpoint:load_medusa",
+            is_candidate=True,
+            training=Training(rate=1e-3, warmup_steps=40),
+        ),
+        Method(
+            "hydra",
+            "one head per tree level, conditioned on the drafted path",
+            "medusa",
+            draft="Hydra heads",
+            check="checkpoint:check_hydra",
+            load="checkpoint:load_hydra",
+            is_candidate=True,
+            training=Training(rate=1e-3, warmup_steps=40),
+        ),
+        Method(
+            "dflash",
+            "a block of tokens in one pass, as a tree by the products of its positions' distributions",
+            "dflash",
+            draft="a DFlash head, or a causal head of JetSpec",
+            check="checkpoint:meta_dflash",
+            load="checkpoint:load_dflash",
+            is_candidate=True,
+            training=Training(rate=6e-4, warmup_share=0.04),
+        ),
+        Method(
+            "draft_model",
+            "speculative sampling with an independent model, on EAGLE-2's dynamic tree",
+            "draft_model",
+            draft="a small causal LM of the target's vocabulary",
+            check="checkpoint:check_draft_model",
+            load="checkpoint:load_draft_model",
+            is_candidate=True,
+        ),
+        Method(
+            "suffix",
+            "continuations of the longest matching suffix in any sequence",
+            "lookup",
+            drafter="suffix:make_drafter",
+            is_candidate=True,
+        ),
+        Method(
+            "ngram",
+            "prompt lookup: continuations of matching tokens earlier in the sequence",
+            "lookup",
+            is_candidate=True,
+        ),
+        Method(
+            "recycling",
+            "Token Recycling: the target's latest top tokens after each token",
+            "lookup",
+            drafter="token_recycling:make_drafter",
+        ),
+        Method(
+            "lookahead",
+            "lookahead decoding: n-grams from the target's predictions on its own guesses",
+            "lookup",
+            drafter="lookahead:make_drafter",
+        ),
+        Method(
+            "rest",
+            "REST: continuations of matching tokens in speculative.datastore",
+            "lookup",
+            drafter="rest:make_drafter",
+            reads_datastore=True,
+        ),
+        Method(
+            "none",
+            "plain decoding",
+            "combine",
+            drafter="switch:make_null_drafter",
+            is_candidate=True,
+        ),
+        Method(
+            AUTO,
+            "the fastest of the method of model.draft, suffix, ngram and none, by a trial on the first prompts",
+            "combine",
+            draft=ANY_DRAFT,  # optional: see reads_draft
+            check="switch:check",
+            load="switch:load",
+            drafter="switch:make_drafter",
+        ),
+    )
 }
-OWN_PLANNERS = {"ddd", "eagle1", "opt_tree", "sequoia"}  # which decide their trees and ignore speculative.budget
+
+
+def parts_of(method: str) -> list[Method]:
+    """Return the records of the methods that speculative.method merges, or of its only one."""
+    return [METHODS[name] for name in method.split("+")]
 
 
 def validate_method(method: str) -> str:
     """Return the method unchanged. Raises ValueError if a part is unknown or if its parts cannot be merged."""
-    parts = method.split("+")
-    for part in parts:
-        if part not in DRAFT_REQUIREMENT:
-            near = difflib.get_close_matches(part, DRAFT_REQUIREMENT, 1)
-            raise ValueError(f"{part!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
-    alike = [part for part in parts if parts.count(part) > 1 and DRAFT_REQUIREMENT[part] is None]
-    if alike or (len(parts) > 1 and "none" in parts):
+    names = method.split("+")
+    for name in names:
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, sorted(METHODS), 1)
+            raise ValueError(f"{name!r} is no method" + (f"; did you mean {near[0]}?" if near else ""))
+    alike = [part for part in parts_of(method) if names.count(part.name) > 1 and part.draft is None]
+    if alike or (len(names) > 1 and "none" in names):
         raise ValueError("the parts of a merge are different ways of drafting, or read different drafts")
-    if len(parts) > 1 and AUTO in parts:
+    if len(names) > 1 and AUTO in names:
         raise ValueError("auto chooses a whole method, so it cannot be merged")
-    if len(parts) > 1 and (alone := OWN_PLANNERS & set(parts)):
+    if len(names) > 1 and (alone := [part.name for part in parts_of(method) if part.planner is not None]):
         raise ValueError(f"{min(alone)} decides its tree alone, so it cannot be merged")
     return method
 
 
-def draft_parts(method: str) -> list[str]:
+def draft_parts(method: str) -> list[Method]:
     """Return the parts of a method that read model.draft, in order."""
-    return [part for part in method.split("+") if DRAFT_REQUIREMENT[part] is not None]
+    return [part for part in parts_of(method) if part.draft is not None]
 
 
 def draft_requirement(method: str) -> str | None:
     """Return what model.draft must be, or None if the method uses no draft model; several are joined by "and"."""
-    return " and ".join(str(DRAFT_REQUIREMENT[part]) for part in draft_parts(method)) or None
-
-
-def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
-    """Return what plain decoding of a target without a draft costs and what avoids it; None for other settings."""
-    if method != "none" or drafts:
-        return None
-    free = [name for name, needed in DRAFT_REQUIREMENT.items() if needed is None and name not in ("none", DATASTORE)]
-    return (
-        "no draft, so each pass of the target gives one token. Name a head as model.draft for several, with the same "
-        f"outputs, or set speculative.method to one that needs none: {', '.join([*free, AUTO])}"
-    )
+    return " and ".join(str(part.draft) for part in draft_parts(method)) or None
 
 
 def reads_draft(method: str, drafts: Sequence[str]) -> bool:
     """Return whether the method reads model.draft; auto does if it is set."""
     needed = draft_requirement(method)
     return needed is not None and not (needed == ANY_DRAFT and not drafts)
+
+
+def plans_alone(method: str) -> bool:
+    """Return whether the method decides its tree and ignores speculative.budget."""
+    return any(part.planner is not None for part in parts_of(method))
+
+
+def methods_without_draft() -> list[str]:
+    """Return the methods that draft from what the configuration of every job has."""
+    drafting = [method for method in METHODS.values() if method.name != "none" and not method.reads_datastore]
+    return sorted(method.name for method in drafting if method.draft is None)
+
+
+def trained_methods() -> list[str]:
+    """Return the methods whose heads `eagle-ray train` makes."""
+    return [method.name for method in METHODS.values() if method.training is not None]
+
+
+def training_of(method: str) -> Training:
+    """Return how a method's heads are trained. Raises ValueError if they are not."""
+    training = METHODS[method].training if method in METHODS else None
+    if training is None:
+        raise ValueError(f"{method!r} has no training")
+    return training
+
+
+def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
+    """Return what plain decoding of a target without a draft costs and what avoids it; None for other settings."""
+    if method != "none" or drafts:
+        return None
+    return (
+        "no draft, so each pass of the target gives one token. Name a head as model.draft for several, with the same "
+        f"outputs, or set speculative.method to one that needs none: {', '.join([*methods_without_draft(), AUTO])}"
+    )

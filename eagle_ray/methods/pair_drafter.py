@@ -45,6 +45,26 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """R consecutive pairs of several slots: counts[b] of slots[b], from position starts[b] on."""
+
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+
+    def without_empty(self) -> Spans:
+        """Return the spans of at least one pair."""
+        spans = [span for span in zip(self.slots, self.starts, self.counts, strict=True) if span[2] > 0]
+        return Spans(*(list(x) for x in zip(*spans, strict=True))) if spans else Spans([], [], [])
+
+    def rows(self, device: torch.device) -> Int[Tensor, "2 R"]:
+        """Return the slot and the position of each pair."""
+        positions = [torch.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
+        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.counts))
+        return copy_to_device(torch.stack([slots, torch.cat(positions)]), device)
+
+
+@dataclass(frozen=True, slots=True)
 class PendingPairs:
     """Pairs that the head has not read yet: for each of B sequences, positions `starts` up to its root's.
 
@@ -67,15 +87,15 @@ class PendingRows:
     """Pending pairs as R rows of one pass.
 
     Attributes:
-        columns, cells: position of each row in its slot, and where the cache stores it.
+        positions, slot_mapping: position of each row in its slot, and where the cache stores it.
         last: row of each sequence's root.
         row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
     """
 
     tokens: Int[Tensor, " R"]
     features: Float[Tensor, "R F"]
-    columns: Int[Tensor, " R"]
-    cells: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    slot_mapping: Int[Tensor, " R"]
     last: Int[Tensor, " B"]
     row_of: Int[Tensor, "B longest"] | None
 
@@ -86,7 +106,7 @@ class Grown:
 
     tree: DraftTree
     levels: list[Float[Tensor, "B _ K"]]
-    lesson: RankingFeedback
+    feedback: RankingFeedback
 
 
 class PairDrafter(Drafter, ABC):
@@ -121,23 +141,22 @@ class PairDrafter(Drafter, ABC):
         self._graphs: CudaGraphRunner | None = None
         self._max_depth = 0  # of replayed drafts
         self.embed_tokens = head.embed_tokens or target.embed_tokens
-        kv_spec, num_slots = head.kv_spec, target.cache.num_slots
-        self.cache = KVCache(
-            target.cache.blocks,
-            kv_spec.num_layers,
-            kv_spec.num_kv_heads,
-            kv_spec.key_dim,
-            target.dtype,
-            target.device,
-            kv_spec.value_dim,
-        )
+        spec, num_slots = head.kv_spec, target.cache.num_slots
+        shape = spec.num_layers, spec.num_kv_heads, spec.key_dim
+        self.cache = KVCache(target.cache.blocks, *shape, target.dtype, target.device, spec.value_dim)
         self.queue = FeatureBuffer(num_slots, window, target.feature_size, target.dtype, target.device)
         num_lists = num_slots + 1  # the last is the null slot's
-        self._first = np.full(num_lists, head.first_column)  # the first column that each slot's sequence sees
-        self._end = self._first.copy()  # the first column that the head has not read yet
+        self._first = np.full(num_lists, head.first_position)  # the first position that each slot's sequence sees
+        self._end = self._first.copy()  # the first position that the head has not read yet
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
         self._graphs, self._max_depth = runner, max_depth
+
+    @property
+    def _runner(self) -> CudaGraphRunner:
+        """Return what replays drafts; only after `use_graphs` with one."""
+        assert self._graphs is not None
+        return self._graphs
 
     @abstractmethod
     def _grown(
@@ -151,20 +170,8 @@ class PairDrafter(Drafter, ABC):
         """Read the pending pairs, then grow trees until the plan is fulfilled."""
 
     @abstractmethod
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        """Read counts[b] > 0 pairs of each slot from columns[b] on into the cache, as separate prompts."""
-
-    @property
-    @abstractmethod
-    def cost_key(self) -> dict[str, Any]:
-        """Return what the drafter's step costs depend on, as JSON."""
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Read pairs into the cache, each slot's as a prompt of its own; no span is empty."""
 
     def _num_passes(self, grown: Grown) -> int:
         """Return the passes of the head that a draft took: one per level."""
@@ -174,28 +181,26 @@ class PairDrafter(Drafter, ABC):
         self,
         slots: list[int],
         firsts: list[int],
-        columns: list[int],
+        lengths: list[int],
         tokens: Int[Tensor, " B"],
         features: Float[Tensor, "B F"],
     ) -> None:
-        for slot, first, column in zip(slots, firsts, columns, strict=True):
-            self._first[slot], self._end[slot] = max(first, self.head.first_column), column
-        places = to_device([slots, columns], features.device)
-        self.queue.put(places[0], places[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
+        for slot, first, length in zip(slots, firsts, lengths, strict=True):
+            self._first[slot], self._end[slot] = max(first, self.head.first_position), length
+        index = to_device([slots, lengths], features.device)
+        self.queue.put(index[0], index[1], tokens, features, torch.ones_like(tokens, dtype=torch.bool))
 
     def prefill(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        """Read each sequence's queued pairs and the chunk's new pairs, except the last, which the next draft or chunk
-        reads.
-        """
+        """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
         self._register(prompts)
-        columns = self._end[prompts.slots].tolist()
-        waiting = [start + 1 - column for start, column in zip(prompts.starts, columns, strict=True)]
-        queued = self._queued(prompts.slots, columns, waiting)
+        starts = self._end[prompts.slots].tolist()
+        waiting = [chunk + 1 - start for chunk, start in zip(prompts.starts, starts, strict=True)]
+        queued = self._queued(Spans(prompts.slots, starts, waiting))
         self._enqueue(prompts, next_tokens, features)
         rows = to_device(_followed(waiting, prompts.lengths), features.device)
         tokens, features = (torch.cat(both)[rows] for both in zip(queued, (next_tokens, features), strict=True))
         counts = [w + n - 1 for w, n in zip(waiting, prompts.lengths, strict=True)]
-        self._read_prompts(prompts.slots, columns, counts, tokens, features)
+        self._read_prompts(Spans(prompts.slots, starts, counts), tokens, features)
 
     def prefill_deferred(
         self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
@@ -216,8 +221,8 @@ class PairDrafter(Drafter, ABC):
         self._evict(at.host_slots, at.host_lengths)
         grown, num_pairs, before = None, int(self._waiting(at).sum()), False
         if self._graphs is not None and plan.has_known_shape:
-            before = self._read_all_but(self._most_pairs(plan), at)
-            grown = self._replayed(at, roots, plan, sampling, self._graphs)
+            before = self._read_all_but(self._max_pairs(plan), at)
+            grown = self._replayed(at, roots, plan, sampling)
         if grown is None:
             grown = retry_portable(lambda: self._eager(at, roots, plan, sampling))
         self.mark_consumed(at.host_slots, at.host_lengths)
@@ -226,17 +231,13 @@ class PairDrafter(Drafter, ABC):
     def draft_async(
         self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Draft | None:
-        """Replay a draft while the host knows only upper bounds of the lengths.
-
-        Returns None if the draft cannot be replayed, or if more pairs may be waiting than it reads.
-        """
-        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._most_pairs(plan):
+        """Replay a draft, or return None if it cannot be replayed, or if more pairs may wait than it reads."""
+        if self._graphs is None or not plan.has_known_shape or self._waiting(at).max() > self._max_pairs(plan):
             return None
-        grown = self._replayed(at, roots, plan, sampling, self._graphs)
+        grown = self._replayed(at, roots, plan, sampling)
         return None if grown is None else Draft(grown.tree, grown.levels, self._num_passes(grown), 0)
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
-        """Record that the pairs up to these slots' roots have been read. Return how many of them had waited."""
         index, ends = np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64) + 1
         num_pairs = int((ends - self._end[index]).sum())
         self._end[index] = ends
@@ -247,12 +248,12 @@ class PairDrafter(Drafter, ABC):
         result = verified.result
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
-        columns = batch.lengths[:, None] + 1 + offset
-        slots = batch.slots[:, None].expand_as(columns)
+        positions = batch.lengths[:, None] + 1 + offset
+        slots = batch.slots[:, None].expand_as(positions)
         valid = offset <= result.num_accepted[:, None]
         self.queue.put(
             slots.flatten(),
-            columns.flatten(),
+            positions.flatten(),
             result.tokens.flatten(),
             verified.features[path_rows.flatten()],
             valid.flatten(),
@@ -274,39 +275,30 @@ class PairDrafter(Drafter, ABC):
         return grown if members is None else replace(grown, tree=grown.tree.spread(members, roots))
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a draft that is one recorded pass of this plan for the whole batch, or None if recording fails."""
-        draft = self._draft_pass(at, roots, plan, sampling, graphs)
-        if not graphs.record(*draft):
+        draft = self._draft_pass(at, roots, plan, sampling)
+        if not self._runner.record(*draft):
             return None
-        grown = graphs.run(*draft)
-        self.ranking.lesson = replace(grown.lesson, sampling=sampling)
+        grown = self._runner.run(*draft)
+        self.ranking.pending = replace(grown.feedback, sampling=sampling)
         num = len(roots)
-        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.lesson)
+        return Grown(grown.tree.head(num), [level[:num] for level in grown.levels], grown.feedback)
 
     def _draft_pass(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> tuple[tuple, Callable[..., Grown], list[PaddedInput]]:
         """Return key, function and inputs of the pass that is a whole draft of this plan."""
-        longest, size, bound = self._most_pairs(plan), graphs.draft_size(len(roots)), graphs.context(at.max_length)
-        first, starts = self._columns(at)
+        longest, runner = self._max_pairs(plan), self._runner
+        size, bound = runner.draft_size(len(roots)), runner.context(at.max_length)
+        first, starts = self._first_positions(at)
         nowhere, shape = self.cache.blocks.null_slot, (size,)
         inputs = [
             PaddedInput(at.slots, shape, nowhere),
             *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
         ]
-        kind = graphs.sampling_kind(sampling.kind)
+        kind = runner.sampling_kind(sampling.kind)
         key = ("draft", size, bound, plan.width, plan.children, plan.max_depth, plan.static_tree, kind, self.builder)
 
         def grow(
@@ -319,17 +311,17 @@ class PairDrafter(Drafter, ABC):
 
         return key, grow, inputs + sampling.padded(size)
 
-    def _most_pairs(self, plan: DraftPlan) -> int:
-        """Return the most pairs per sequence that a replayed draft reads: those that the deepest draft can leave."""
+    def _max_pairs(self, plan: DraftPlan) -> int:
+        """Return the maximum of pairs per sequence that a replayed draft reads: what the deepest draft can leave."""
         return max(plan.max_depth, self._max_depth) + 1
 
     def _register(self, prompts: PromptBatch) -> None:
         """Start new sequences at their first chunk; evict pairs of other sequences that waited too long."""
         for slot, start in zip(prompts.slots, prompts.starts, strict=True):
             if start == 0:
-                self._first[slot] = self._end[slot] = self.head.first_column
+                self._first[slot] = self._end[slot] = self.head.first_position
         self._evict(prompts.slots, prompts.starts)
-        if self.head.first_column == 0:
+        if self.head.first_position == 0:
             self._queue_first_tokens(prompts)
 
     def _queue_first_tokens(self, prompts: PromptBatch) -> None:
@@ -348,66 +340,47 @@ class PairDrafter(Drafter, ABC):
 
     def _enqueue(self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
         """Queue the newest pairs of each chunk."""
-        places = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
-        slots, starts, lengths = places.repeat_interleave(places[2], dim=1, output_size=sum(prompts.lengths))
+        spans = to_device([prompts.slots, prompts.starts, prompts.lengths], features.device)
+        slots, starts, lengths = spans.repeat_interleave(spans[2], dim=1, output_size=sum(prompts.lengths))
         newest = prompts.positions >= starts + lengths - self.queue.window
         self.queue.put(slots, prompts.positions + 1, next_tokens, features, newest)
 
-    def _queued(
-        self, slots: list[int], columns: list[int], counts: list[int]
-    ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
-        """Return the counts[b] queued pairs of each slot, starting at columns[b]."""
-        spans = zip(slots, columns, counts, strict=True)
-        places = [(slot, column + i) for slot, column, count in spans for i in range(count)]
-        wanted = to_device(places, self.queue.device).view(-1, 2)
-        return self.queue.take(wanted[:, 0], wanted[:, 1])
+    def _queued(self, spans: Spans) -> tuple[Int[Tensor, " R"], Float[Tensor, "R F"]]:
+        """Return queued pairs."""
+        return self.queue.take(*spans.rows(self.queue.device))
 
-    def _read_prompts(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        """Run the head over counts[b] pairs of each slot from columns[b] on, as separate prompts."""
-        spans = [span for span in zip(slots, columns, counts, strict=True) if span[2] > 0]
-        if not spans:
-            return
-        slots, columns, counts = (list(x) for x in zip(*spans, strict=True))
-        self._read_spans(slots, columns, counts, tokens, features)
-        for slot, column, count in spans:
-            self._end[slot] = column + count
+    def _read_prompts(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        """Run the head over pairs, each slot's as a prompt of its own."""
+        spans = spans.without_empty()
+        if spans.slots:
+            self._read_spans(spans, tokens, features)
+            self._end[spans.slots] = np.add(spans.starts, spans.counts)
 
     def _waiting(self, at: DecodeSlots) -> Int[np.ndarray, " B"]:
         """Return the number of queued pairs of each sequence, root included."""
         return np.array(at.host_lengths) + 1 - self._end[at.host_slots]
 
-    def _columns(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
+    def _first_positions(self, at: DecodeSlots) -> Int[Tensor, "2 B"]:
         """Return each sequence's first visible position and its first unread position."""
-        columns = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
-        return copy_to_device(torch.from_numpy(columns), at.slots.device)
+        positions = np.stack([self._first[at.host_slots], self._end[at.host_slots]])
+        return copy_to_device(torch.from_numpy(positions), at.slots.device)
 
     def _backlog(self, at: DecodeSlots) -> PendingPairs:
         """Return all unread pairs, packed if sequences have different numbers of them."""
-        counts, (first, starts) = self._waiting(at).tolist(), self._columns(at)
+        counts, (first, starts) = self._waiting(at).tolist(), self._first_positions(at)
         longest, unpack = max(counts), None
         if min(counts) < longest:
             rows = [b * longest + i for b, count in enumerate(counts) for i in range(count)]
             unpack = to_device(rows, at.slots.device)
         return PendingPairs(first, starts, self._end[at.host_slots].tolist(), longest, unpack)
 
-    def _read_all_but(self, most: int, at: DecodeSlots) -> bool:
-        """Read all pairs but each sequence's last if more are queued than a draft reads, as after many plain steps.
-
-        Returns whether that was necessary.
-        """
+    def _read_all_but(self, max_pairs: int, at: DecodeSlots) -> bool:
+        """Read all pairs but each sequence's last, if more are queued than a draft reads. Return whether they were."""
         counts = (self._waiting(at) - 1).tolist()
-        if max(counts) < most:
+        if max(counts) < max_pairs:
             return False
-        columns = self._end[at.host_slots].tolist()
-        tokens, features = self._queued(at.host_slots, columns, counts)
-        self._read_prompts(at.host_slots, columns, counts, tokens, features)
+        spans = Spans(at.host_slots, self._end[at.host_slots].tolist(), counts)
+        self._read_prompts(spans, *self._queued(spans))
         return True
 
     def _pending_rows(self, at: DecodeSlots, backlog: PendingPairs) -> PendingRows:
@@ -415,19 +388,19 @@ class PairDrafter(Drafter, ABC):
         device, longest, unpack = at.slots.device, backlog.longest, backlog.unpack
         index, counts = torch.arange(longest, device=device), at.lengths + 1 - backlog.starts
         real = index < counts[:, None]
-        columns = backlog.starts[:, None] + index
-        slots = at.slots[:, None].expand_as(columns)
-        cells = self.cache.slot_mapping(slots, torch.where(real, columns, self.cache.blocks.null_position))
-        slots, columns, cells = slots.flatten(), columns.flatten(), cells.flatten()
+        positions = backlog.starts[:, None] + index
+        slots = at.slots[:, None].expand_as(positions)
+        slot_mapping = self.cache.slot_mapping(slots, torch.where(real, positions, self.cache.blocks.null_position))
+        slots, positions, slot_mapping = slots.flatten(), positions.flatten(), slot_mapping.flatten()
         if unpack is None:
             first_rows = longest * torch.arange(len(counts), device=device)
             row_of = None
         else:
             first_rows = counts.cumsum(0) - counts
             row_of = torch.where(real, first_rows[:, None] + index, 0)
-            slots, columns, cells = slots[unpack], columns[unpack], cells[unpack]
-        tokens, features = self.queue.take(slots, columns)
-        return PendingRows(tokens, features, columns, cells, first_rows + counts - 1, row_of)
+            slots, positions, slot_mapping = slots[unpack], positions[unpack], slot_mapping[unpack]
+        tokens, features = self.queue.take(slots, positions)
+        return PendingRows(tokens, features, positions, slot_mapping, first_rows + counts - 1, row_of)
 
 
 def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
@@ -440,18 +413,15 @@ def _followed(waiting: list[int], lengths: list[int]) -> list[int]:
 
 
 class FeatureBuffer:
-    """A ring buffer per slot of the pairs that a draft head has not read yet.
-
-    While drafts are off, the target keeps producing pairs; the last `window` of each slot are kept here, so drafting
-    can resume with a context.
+    """A ring buffer per slot of the newest pairs, so that drafting can resume with a context after plain steps.
 
     Args:
-        window: pairs kept per slot; position j overwrites j - window.
+        window: pairs of a slot; position j overwrites j - window.
         num_slots: plus one slot for padding.
     """
 
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        self.window, self.device = window, device
+        self.window, self.device = window, torch.device(device)
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
         self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)
@@ -459,22 +429,22 @@ class FeatureBuffer:
     def put(
         self,
         slots: Int[Tensor, " R"],
-        columns: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R H"],
         valid: Bool[Tensor, " R"],
     ) -> None:
         """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
-        places = torch.where(valid, self._places(slots, columns), self._nowhere)
-        self.tokens.index_copy_(0, places, tokens)
-        self.features.index_copy_(0, places, features)
+        indices = torch.where(valid, self._indices(slots, positions), self._nowhere)
+        self.tokens.index_copy_(0, indices, tokens)
+        self.features.index_copy_(0, indices, features)
 
     def take(
-        self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]
+        self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]
     ) -> tuple[Int[Tensor, " R"], Float[Tensor, "R H"]]:
         """Return the pairs at these positions, which must be among each slot's last `window`."""
-        places = self._places(slots, columns)
-        return self.tokens[places], self.features[places]
+        indices = self._indices(slots, positions)
+        return self.tokens[indices], self.features[indices]
 
-    def _places(self, slots: Int[Tensor, " R"], columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        return slots * self.window + columns % self.window
+    def _indices(self, slots: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        return slots * self.window + positions % self.window

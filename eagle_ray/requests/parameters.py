@@ -359,10 +359,7 @@ class SamplingParams:
         "Words that an output may not have, as the tokenizer writes them at the beginning of a text and after a space. "
         "Other spellings are not found.",
         Group.CONTROL,
-        http=Texts(
-            max_items=MAX_ITEMS,
-            form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty",
-        ),
+        http=Texts(max_items=MAX_ITEMS, form=f"a text or a list of at most {MAX_ITEMS} texts, none of them empty"),
     )
     min_tokens: int = parameter(
         0,
@@ -397,25 +394,13 @@ class SamplingParams:
         "A JSON schema that an output must fit.",
         Group.FORM,
     )
-    json_object: bool = parameter(
-        False,
-        Boolean(),
-        "Whether an output must be a JSON object.",
-        Group.FORM,
-    )
+    json_object: bool = parameter(False, Boolean(), "Whether an output must be a JSON object.", Group.FORM)
     regex: str | None = parameter(
-        None,
-        Text(form="a regular expression"),
-        "A regular expression that an output must match.",
-        Group.FORM,
+        None, Text(form="a regular expression"), "A regular expression that an output must match.", Group.FORM
     )
     choice: list[str] | None = parameter(
         None,
-        Texts(
-            min_items=1,
-            takes_one=False,
-            form="a list of texts, none of them empty",
-        ),
+        Texts(min_items=1, takes_one=False, form="a list of texts, none of them empty"),
         "Texts of which an output must be one.",
         Group.FORM,
         http=Texts(
@@ -498,7 +483,7 @@ CHAT: Mapping[str, Parameter] = {
     for row in (
         Parameter(
             "tools",
-            Checked(TOOLS_FORM, check_tools, {"type": "array", "items": _OBJECT}),
+            Checked(check_tools, {"type": "array", "items": _OBJECT}, form=TOOLS_FORM),
             [],
             "Functions that the answer may call, as in OpenAI's API.",
             Group.CHAT,
@@ -510,14 +495,14 @@ CHAT: Mapping[str, Parameter] = {
         ),
         Parameter(
             "tool_choice",
-            Checked(CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
+            Checked(form=CHOICE_FORM, json={"anyOf": [{"type": "string"}, _OBJECT]}),
             "auto",
             "None leaves the tools out of the prompt; required and a named tool force a call.",
             Group.CHAT,
             _CHAT_APIS,
             {
-                Api.CHAT: Either((_TEXT, AnyObject()), CHOICE_FORM, EMPTY),
-                Api.RESPONSES: Either((_TEXT, AnyObject()), RESPONSE_CHOICE_FORM, EMPTY),
+                Api.CHAT: Either((_TEXT, AnyObject()), EMPTY, form=CHOICE_FORM),
+                Api.RESPONSES: Either((_TEXT, AnyObject()), EMPTY, form=RESPONSE_CHOICE_FORM),
             },
         ),
         Parameter(
@@ -530,7 +515,7 @@ CHAT: Mapping[str, Parameter] = {
         ),
         Parameter(
             "chat_template_kwargs",
-            Checked(KWARGS_FORM, check_template_kwargs, dict(_OBJECT)),
+            Checked(check_template_kwargs, dict(_OBJECT), form=KWARGS_FORM),
             {},
             "Further values for the chat template. A row's or a request's names are added to the configuration's.",
             Group.CHAT,
@@ -581,12 +566,7 @@ _LENGTH = Integer(1, form="an integer, 1 or more")
 _AT_CHAT, _AT_TEXT, _AT_RESPONSES = (frozenset({api}) for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES))
 _AT_TOKENIZE, _AT_DETOKENIZE = frozenset({Api.TOKENIZE}), frozenset({Api.DETOKENIZE})
 _PROMPT = Either(
-    (
-        _TEXT,
-        ListOf(_TEXT, min_items=1),
-        TokenIds(min_items=1),
-        ListOf(TokenIds(min_items=1), min_items=1),
-    ),
+    (_TEXT, ListOf(_TEXT, min_items=1), TokenIds(min_items=1), ListOf(TokenIds(min_items=1), min_items=1)),
     form="a text, a list of texts, a list of token ids or a list of such lists, none of them empty",
 )
 METADATA = Metadata(16, 64, 512, form="an object of at most 16 texts: keys of 64, values of 512 characters")
@@ -600,8 +580,8 @@ STREAM_OPTIONS = Object(
             "accepted draft's place in its draft, 1 or more, or 0 for a token that the target picked itself. Texts "
             "together are the chunk's; what cannot be told yet (half a character or stop string) a later token tells"
         ),
-        "continuous_usage_stats": Boolean("", is_off=True),
-        "include_obfuscation": Boolean("", is_off=True),
+        "continuous_usage_stats": Boolean(form="", is_off=True),
+        "include_obfuscation": Boolean(form="", is_off=True),
     },
     defaults=dict.fromkeys(("include_usage", "include_steps", "continuous_usage_stats", "include_obfuscation"), False),
     about="include_steps is this server's own.",

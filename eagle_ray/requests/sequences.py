@@ -42,11 +42,7 @@ class SequenceMaker:
 
     @classmethod
     def of(
-        cls,
-        sampling: SamplingParams,
-        chat_options: ChatOptions | None,
-        tokenizer: Tokenizer,
-        prompt_ids: list[int],
+        cls, sampling: SamplingParams, chat_options: ChatOptions | None, tokenizer: Tokenizer, prompt_ids: list[int]
     ) -> SequenceMaker:
         """Raises RequestError if the request cannot be answered.
 

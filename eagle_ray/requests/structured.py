@@ -39,16 +39,7 @@ KEYS_OF_FORMAT = {
 }  # of the types that have a schema: the keys of the object that it stands in
 
 # Keywords whose value is a schema, a list of schemas, or an object of schemas.
-_SCHEMAS = (
-    "items",
-    "additionalProperties",
-    "additionalItems",
-    "contains",
-    "not",
-    "if",
-    "then",
-    "else",
-)
+_SCHEMAS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 _SCHEMA_LISTS = ("prefixItems", "allOf", "anyOf", "oneOf", "items")
 _SCHEMA_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)

@@ -81,14 +81,15 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """A kind of value. arrow: the type of its column, as `row_schema` names it."""
+    """A kind of value.
 
+    Attributes:
+        form: what a value must be.
+        arrow: the type of its column, as `row_schema` names it.
+    """
+
+    form: str = field(default="", kw_only=True)
     arrow = "string"
-
-    @property
-    @abstractmethod
-    def form(self) -> str:
-        """Return what a value must be."""
 
     @abstractmethod
     def check(self, value: Any) -> Any:
@@ -172,7 +173,6 @@ class Number(Kind):
 
     low: float
     high: float
-    form: str = ""
     is_above: bool = False
     arrow = "float64"
 
@@ -201,7 +201,6 @@ class Integer(Kind):
 
     low: int | None
     high: int | None = None
-    form: str = ""
     off: int | None = None
     max_integer: int = MAX_INTEGER
     takes_false: bool = False
@@ -237,7 +236,7 @@ class Integer(Kind):
 class Boolean(Kind):
     """True or false. is_off: false alone, what a client may switch off and not on."""
 
-    form: str = "true or false"
+    form: str = field(default="true or false", kw_only=True)
     is_off: bool = False
     arrow = "bool"
 
@@ -260,7 +259,6 @@ class Text(Kind):
         known: the one text that has a meaning, in the schema.
     """
 
-    form: str = ""
     max_chars: int | None = None
     can_be_empty: bool = False
     known: str | None = None
@@ -296,7 +294,6 @@ class Texts(Kind):
         takes_one: whether a text alone is taken.
     """
 
-    form: str = ""
     min_items: int = 0
     max_items: int | None = None
     max_chars: int | None = None
@@ -311,7 +308,7 @@ class Texts(Kind):
         texts = [value] if isinstance(value, str) and self.takes_one else value
         if not isinstance(texts, list) or len(texts) < self.min_items:
             raise self.wrong(value)
-        item_kind = Text(self.form, self.max_chars)
+        item_kind = Text(self.max_chars, form=self.form)
         for i, item in enumerate(texts[: self.max_items]):
             try:
                 item_kind.check(item)
@@ -332,14 +329,13 @@ class Texts(Kind):
         return whole_numbers(value)
 
     def schema(self) -> Json:
-        item = Text(self.form, self.max_chars).schema()
+        item = Text(self.max_chars, form=self.form).schema()
         texts = list_schema(item, self.min_items, self.max_items)
         return {"anyOf": [item, texts]} if self.takes_one else texts
 
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    form: str = ""
     min_items: int = 0
     max_items: int | None = None
     arrow = "list<int64>"
@@ -372,7 +368,6 @@ class LogitBias(Kind):
     """Numbers by token id. JSON has texts, such as "17", for token ids."""
 
     max_bias: float
-    form: str = ""
     arrow = "map<int64, float64>"
 
     def check(self, value: Any) -> dict[int, float]:
@@ -410,8 +405,6 @@ class LogitBias(Kind):
 @dataclass(frozen=True)
 class JsonText(Kind):
     """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output."""
-
-    form: str = ""
 
     @abstractmethod
     def text_of(self, value: Any) -> Any:
@@ -472,7 +465,6 @@ class ResponseFormat(JsonText):
 class Checked(Kind):
     """A value of several parts. function: checks it, and raises ValueError that begins with the wrong part's place."""
 
-    form: str = ""
     function: Callable[[Any], Any] = lambda value: value
     json: Json = field(default_factory=dict)
 
@@ -499,10 +491,8 @@ def _format_schema(format_type: str, **properties: Json) -> Json:
 class CallArguments(Kind):
     """Arguments of a tool call as a text. Text that is not JSON of an object is left to the chat template."""
 
-    form: str = ""
-
     def check(self, value: Any) -> str:
-        text: str = Text(self.form, can_be_empty=True).check(value)
+        text: str = Text(form=self.form, can_be_empty=True).check(value)
         try:
             template_arguments(text)
         except HalfSurrogate as error:
@@ -518,7 +508,6 @@ class OneOf(Kind):
     """One of these texts."""
 
     values: tuple[str, ...]
-    form: str = ""
 
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
@@ -537,7 +526,6 @@ class Metadata(Kind):
     max_pairs: int
     max_key_chars: int
     max_value_chars: int
-    form: str = ""
 
     def check(self, value: Any) -> dict[str, str]:
         if not isinstance(value, dict):
@@ -568,7 +556,6 @@ class Either(Kind):
     """
 
     kinds: tuple[Kind, ...]
-    form: str = ""
     empties: tuple[Any, ...] = ()
 
     @property
@@ -594,7 +581,6 @@ class ListOf(Kind):
 
     item: Kind
     min_items: int = 0
-    form: str = ""
 
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < self.min_items:
@@ -616,7 +602,6 @@ class ListOf(Kind):
 class AnyObject(Kind):
     """An object of any keys. is_empty: none of its keys has a meaning."""
 
-    form: str = ""
     is_empty: bool = False
 
     def check(self, value: Any) -> Json:
@@ -647,7 +632,6 @@ class Object(Kind):
     defaults: Mapping[str, Any] = field(default_factory=dict)
     is_open: bool = False
     about: str = ""
-    form: str = ""
 
     def check(self, value: Any) -> Json:
         if not isinstance(value, dict):

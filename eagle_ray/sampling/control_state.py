@@ -69,7 +69,7 @@ class ReasoningBudget:
     """Which token must follow an output, so that its reasoning has at most some tokens before it is closed.
 
     Attributes:
-        most: tokens of reasoning.
+        max_tokens: of the reasoning.
         start: where an output is before its first token.
     """
 

@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from eagle_ray.training.frozen_target import FeatureBatch
+from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
 
 Shard = TypeVar("Shard")
 MUON_MOMENTUM = 0.95
@@ -200,20 +202,74 @@ class GradientDescent:
                 gradient.clamp_(-self.clipping.value, self.clipping.value)
 
 
-class HeadRecipe(Protocol):
-    """Protocol of a training method.
+@dataclass(frozen=True, slots=True)
+class StartHead:
+    """A published head to train further, in fp32, for example for a fine-tuned target.
+
+    Its config.json, its draft vocabulary and the layers that it reads stay. It reads the target's embedding, of which
+    published heads hold a copy.
 
     Attributes:
+        raw_config: its config.json.
+        token_ids: its draft vocabulary, in the order of the head's own logits if it has some; None is every token.
+    """
+
+    head: Any
+    raw_config: dict[str, Any]
+    token_ids: list[int] | None
+
+
+class HeadRecipe(Protocol):
+    """Protocol of a training method: how a configuration names a head, and how the head is trained.
+
+    Attributes:
+        scales_features: its features come before any norm, so their numbers differ much in size: `make` takes a factor
+            for each.
+        trains_further: `start_from` reads published heads.
         head: the module that is trained, in fp32.
         num_counts: terms that `counts` returns.
         names: of the sums that `losses` reports.
     """
 
-    @property
-    def head(self) -> nn.Module: ...
-
+    scales_features: ClassVar[bool] = False
+    trains_further: ClassVar[bool] = False
+    head: nn.Module
     num_counts: int
     names: tuple[str, ...]
+
+    @classmethod
+    def draft_vocab_size(cls, config: TrainConfig, vocab_size: int) -> int:
+        """Return the size of the draft vocabulary; vocab_size is every token. Raises ConfigError."""
+        return min(config.head.draft_vocab_size or vocab_size, vocab_size)
+
+    @classmethod
+    def feature_layers(cls, config: TrainConfig, num_layers: int) -> tuple[int, ...] | None:
+        """Return the target's layers that a new head reads; None is what the lm_head reads. Raises ConfigError."""
+        return None
+
+    @classmethod
+    def start_from(cls, path: Path, target: Any) -> StartHead:
+        """Return the published head in a directory. target: the target's config. Raises ConfigError, EngineError."""
+        raise ConfigError(f"{path}: {cls.__name__} starts from no published head")
+
+    @classmethod
+    def make(
+        cls,
+        config: TrainConfig,
+        target_config: Any,
+        target: FrozenTarget,
+        feature_scale: Float[Tensor, " F"] | None,
+        dtype: torch.dtype,
+        start: StartHead | None,
+    ) -> HeadRecipe:
+        """Return the recipe with a new head, or with the one to start from.
+
+        Args:
+            target_config: the target's config.
+            feature_scale: of the features, if it scales them.
+            dtype: of matrix products.
+        """
+        raise NotImplementedError
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " C"]:
         """Return the positions of each loss term of a shard, in fp64 on the host."""

@@ -41,7 +41,7 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Equivalence, compare
+from eagle_ray.evaluation.method_comparison import Equivalence, compare
 from eagle_ray.evaluation.timing import ForwardTimer, Sample, SteadyQueue, run_requests
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.heads import EagleHead

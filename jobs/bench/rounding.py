@@ -16,10 +16,10 @@ from torch import nn
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
+from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import NEAR_TIE
 from jobs.tiny_pair.prompts import shuffled_prompts

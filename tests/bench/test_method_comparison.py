@@ -9,8 +9,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.evaluation.draft_methods import default_names, parse_methods
-from eagle_ray.evaluation.equivalence import Equivalence, compare
-from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, figures, rounds
+from eagle_ray.evaluation.method_comparison import MIN_ROUNDS, BenchmarkPrompt, Equivalence, compare, figures, rounds
 from eagle_ray.evaluation.timing import run_requests
 from eagle_ray.report.intervals import difference_interval
 from eagle_ray.requests.parameters import SamplingParams

@@ -9,7 +9,7 @@ from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE
-from eagle_ray.evaluation.equivalence import compare, first_difference
+from eagle_ray.evaluation.method_comparison import compare, first_difference
 from eagle_ray.evaluation.timing import ForwardTimer, SteadyQueue, run_requests
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
@@ -43,7 +43,7 @@ def test_a_window_counts_what_was_committed():
         queue = SteadyQueue(engine, requests(), meter)
         queue.fill()
         before = sum(len(s.output_ids) for s in queue.sequences)
-        samples = [queue.window(num_tokens=30, most_seconds=30) for _ in range(2)]
+        samples = [queue.window(num_tokens=30, max_seconds=30) for _ in range(2)]
         assert all(30 <= sample.num_tokens < 30 + 3 * 5 for sample in samples)
         assert sum(len(s.output_ids) for s in queue.sequences) == before + (samples[0] + samples[1]).num_tokens
         assert all(0 < sample.forward_s < sample.seconds for sample in samples)
@@ -64,7 +64,7 @@ def test_a_window_has_all_of_its_last_step_and_none_of_the_one_before_it():
         for planner in (own, never):
             before = {s.request_id: len(s.output_ids) for s in queue.sequences}
             drafting.planner = planner
-            sample = queue.window(num_tokens=1, most_seconds=30)
+            sample = queue.window(num_tokens=1, max_seconds=30)
             lengths = {s.request_id: len(s.output_ids) for s in queue.sequences}
             grown = [n - max(before.get(name, 0), 1) for name, n in lengths.items() if n]
             assert (sample.num_steps, sample.num_decoded) == (1, sum(grown))
@@ -77,7 +77,7 @@ def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
     queue = SteadyQueue(drafting, requests(), meter)
     queue.fill()
     own, before, steps = drafting.planner, sum(len(s.output_ids) for s in queue.sequences), drafting.counters.num_steps
-    sample = queue.window(num_tokens=30, most_seconds=30, first=UniformPlanner(NO_TREE))
+    sample = queue.window(num_tokens=30, max_seconds=30, first=UniformPlanner(NO_TREE))
     assert sample.num_plain_steps == 0 and drafting.counters.num_plain_steps == 1
     assert sample.num_steps == drafting.counters.num_steps - steps - 1 and drafting.planner is own
     after = sum(len(s.output_ids) for s in queue.sequences)
@@ -87,7 +87,7 @@ def test_the_first_step_of_a_window_may_be_anothers_and_is_not_counted():
 def test_a_window_ends_when_its_time_is_over():
     _, (plain, _), meter = engines()
     queue = SteadyQueue(plain, requests(), meter)
-    assert queue.window(num_tokens=10**9, most_seconds=0.05).seconds < 5
+    assert queue.window(num_tokens=10**9, max_seconds=0.05).num_tokens < 10**9
 
 
 def test_ways_over_shared_weights_give_the_same_tokens():

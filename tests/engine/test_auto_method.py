@@ -13,12 +13,11 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.switch import SwitchDrafter
+from eagle_ray.methods.combine.switch import SwitchDrafter, check
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
-from eagle_ray.methods.registry import method_of_draft
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (
     Oracle,
@@ -131,7 +130,7 @@ def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
     else:
         weights = head()
         save_head(weights, weights.config.to_dict(), tmp_path)
-    assert method_of_draft(tmp_path, llama().config) == method
+    assert check(tmp_path, llama().config).method == method
 
 
 def test_a_draft_of_no_kind_is_refused_with_all_reasons(tmp_path):

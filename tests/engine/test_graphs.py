@@ -16,11 +16,11 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
 from eagle_ray.kernels import availability
 from eagle_ray.kv.block_manager import BLOCK_SIZE
+from eagle_ray.methods.eagle.own_trees import StaticPlanner
 from eagle_ray.models import graphs as graphs_module
 from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers
 from eagle_ray.planner.budget_planner import BudgetPlanner, Mode
 from eagle_ray.planner.planner import StepOutcome
-from eagle_ray.planner.published_planners import StaticPlanner
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from jobs.bench.simulated_costs import flat

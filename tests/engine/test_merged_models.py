@@ -18,10 +18,10 @@ from eagle_ray.config.models import check_model_names
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationSetting, ScriptedPlanner
 from eagle_ray.engine.engine import Engine
+from eagle_ray.methods.combine.drafter import DraftList
 from eagle_ray.methods.draft_model.checkpoint import DraftModel
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.head_files import save_head
-from eagle_ray.methods.registry import DraftList
 from eagle_ray.tree.draft_tree import DraftTree
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.engines import (

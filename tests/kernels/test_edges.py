@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eagle_ray.evaluation import equivalence
+from eagle_ray.evaluation import method_comparison
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.near_tie import reachable_tokens
 from jobs.bench.gpu import device_checks
@@ -42,5 +42,5 @@ def test_the_edge_is_where_a_tokens_sum_meets_top_p(top_p, edge):
 
 
 def test_what_is_explained_needs_something_to_explain():
-    assert not equivalence.Equivalence().is_explained and equivalence.Equivalence(3, 1, 1, 1).is_explained
-    assert not equivalence.Equivalence(3, 1, 1, 0).is_explained
+    assert not method_comparison.Equivalence().is_explained and method_comparison.Equivalence(3, 1, 1, 1).is_explained
+    assert not method_comparison.Equivalence(3, 1, 1, 0).is_explained

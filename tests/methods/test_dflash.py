@@ -172,7 +172,7 @@ def test_a_long_job_of_any_plans_needs_seventy_graphs_and_no_more(tmp_path):
     plans = {(d, w): DraftPlan(d, w, num_children=top_k) for d in range(1, depth + 1) for w in range(1, top_k + 1)}
     for size in set(size_of.values()):
         for (d, w), plan in plans.items():
-            wide = drafter.recorded_plan(plan, size, graphs)
+            wide = drafter.recorded_plan(plan, size)
             assert wide.max_depth >= d and wide.width >= w and wide.children == top_k
 
     kinds = [{}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 7}]

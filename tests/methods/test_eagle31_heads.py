@@ -125,7 +125,7 @@ def test_three_chained_draft_steps_of_the_module_are_the_equations(tmp_path, swi
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
 def test_three_chained_draft_steps_over_the_cache_are_the_equations(tmp_path, switches, shape, operations):
-    """The forward that drafters use: head_decoder's, on packed rows."""
+    """The forward that drafters use: head_forward's, on packed rows."""
     raw, tensors, features, embeddings = checkpoint(switches, shape)
     head = load_head(write(tmp_path, tensors, raw), TARGET)
     cache = drafter_and_target(head)[0].cache

@@ -9,8 +9,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
-from eagle_ray.methods.lookup.drafter import LookupDrafter, interpolate
-from eagle_ray.methods.lookup.ngram import LONGEST, NgramIndex
+from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
 from tests.support.trees import Known, check_laws, paths
@@ -36,7 +35,7 @@ def test_ngrams_offer_what_followed_the_same_tokens():
     cursor.read(ids[:6])
     cursor.read(ids[6:])
     contexts = []
-    for n in range(LONGEST, 0, -1):
+    for n in range(LONGEST_NGRAM, 0, -1):
         follows = Counter(ids[i + n] for i in range(len(ids) - n) if ids[i : i + n] == ids[-n:])
         contexts += [(n, follows)] if follows else []
     assert cursor.cursor().children(3) == interpolate(contexts, 3)

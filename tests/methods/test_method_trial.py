@@ -6,8 +6,7 @@ import pytest
 
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
-from eagle_ray.methods.combine.switch import SwitchDrafter
-from eagle_ray.methods.combine.trial import MAX_STEPS_PER_TURN, NUM_ROUNDS, STEPS_PER_TURN, MethodTrial
+from eagle_ray.methods.combine.switch import MAX_STEPS_PER_TURN, NUM_ROUNDS, STEPS_PER_TURN, MethodTrial, SwitchDrafter
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.tree.draft_plan import PLAIN

@@ -39,12 +39,12 @@ def test_a_lost_worker_resumes_from_the_checkpoint(ray_session, make_config, ans
 
     import eagle_ray.training.job.data_parallel as module
 
-    train = module._train
+    train = module.train_worker
 
     def train_and_die(settings):
         TrainState.save = save_and_die
         train(settings)
 
-    monkeypatch.setattr(module, "_train", train_and_die)
+    monkeypatch.setattr(module, "train_worker", train_and_die)
     record = train_on_workers(config, [str(answers)])
     assert flag.exists() and [step for step, _, _ in record["curves"]["steps"]] == [1, 2, 3, 4, 5, 6]

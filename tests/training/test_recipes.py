@@ -151,7 +151,7 @@ def obvious_eagle3(recipe, model, documents, num_passes: int) -> Tensor:
     head, losses = recipe.head, [[] for _ in range(num_passes)]
     for document in documents:
         states, ids = hidden_states(model, document), torch.tensor(document.ids)
-        taps = torch.cat([states[i] for i in LAYERS], -1) * recipe._feature_scale
+        taps = torch.cat([states[i] for i in LAYERS], -1) * recipe.feature_scale
         logits, embedded = model.lm_head(states[-1]), model.model.embed_tokens(ids)
         for t in range(len(document) - 2):
             inputs, tokens = head.project_features(taps[: t + 1]), embedded[1 : t + 2]
@@ -214,7 +214,7 @@ def test_dflash_equals_one_block_at_a_time(model, documents, causal, token_ids):
     losses = [[] for _ in range(num_levels)]
     for index, document in enumerate(documents):
         states, length = hidden_states(model, document), len(document)
-        context = recipe.head.project_features(torch.cat([states[2], states[4]], -1) * recipe._feature_scale)
+        context = recipe.head.project_features(torch.cat([states[2], states[4]], -1) * recipe.feature_scale)
         for anchor in range(1, length - 1):
             if not document.is_answer[anchor + 1] or anchor % 2 != index % 2:
                 continue
@@ -241,7 +241,7 @@ def test_dflash_folds_the_scale_of_features_into_the_published_head(model, tmp_p
     recipe.save(tmp_path)
     published = load_dflash(tmp_path, model.config)
     raw = torch.randn(5, 2 * LLAMA["hidden_size"])
-    wanted = recipe.head.project_features(raw * recipe._feature_scale)
+    wanted = recipe.head.project_features(raw * recipe.feature_scale)
     torch.testing.assert_close(published.project_features(raw), wanted, rtol=0.02, atol=0.05)
     assert published.block == recipe.head.block
 
@@ -258,7 +258,7 @@ def test_a_dflash_head_over_a_draft_vocabulary_has_the_targets_rows_of_it(model,
 @pytest.mark.parametrize("make", [lambda model: eagle(model, DRAFTED), eagle3], ids=["eagle2", "eagle3"])
 def test_a_step_is_the_same_in_one_shard_or_several(model, documents, make):
     recipe = make(model)
-    recipe._loss = EagleLoss(0.7, 0.3, 0.0) if isinstance(recipe, EagleRecipe) else recipe._loss
+    recipe.loss = EagleLoss(0.7, 0.3, 0.0) if isinstance(recipe, EagleRecipe) else recipe.loss
     source = features(model, documents, None if isinstance(recipe, EagleRecipe) else LAYERS)
     whole = [source.read(PackedBatch.of(documents, range(4)))]
     parts = [source.read(PackedBatch.of(documents, part)) for part in ([2, 0], [3, 1])]
@@ -272,7 +272,7 @@ def test_eagle3_folds_the_scale_of_features_into_the_published_head(model, docum
     recipe.save(tmp_path)
     published = load_head(tmp_path, model.config)
     raw = torch.randn(5, 3 * LLAMA["hidden_size"])
-    wanted = recipe.head.project_features(raw * recipe._feature_scale)
+    wanted = recipe.head.project_features(raw * recipe.feature_scale)
     torch.testing.assert_close(published.project_features(raw), wanted, rtol=0.02, atol=0.05)
     assert published.token_ids.tolist() == DRAFTED
 

@@ -27,15 +27,16 @@ from torch import Tensor
 
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.device import copy_to_device, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
-from eagle_ray.models.graphs import NARROW, NARROW_FROM, CudaGraphRunner
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
+from eagle_ray.models.graphs import NARROW, NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.draft_plan import DraftPlan
@@ -68,33 +69,26 @@ class DFlashDrafter(PairDrafter):
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        graphs = self._graphs
-        assert graphs is not None
         depths, widths = sorted({min(SHORT, self._longest), self._longest}), sorted({min(NARROW, top_k), top_k})
         plans = [DraftPlan(depth, width, num_children=top_k) for depth in depths for width in widths]
-        for size in sorted({graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}, reverse=True):
-            for plan in dict.fromkeys(self.recorded_plan(plan, size, graphs) for plan in reversed(plans)):
+        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        for size in sorted(sizes, reverse=True):
+            for plan in dict.fromkeys(self.recorded_plan(plan, size) for plan in reversed(plans)):
                 yield partial(self._record_draft, size, plan, max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
         """Record the pass that is replayed for drafts of this size."""
-        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
-        assert graphs is not None
-        graphs.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling, graphs))
+        batch = idle_batch(batch_size, self._target, max_length, params)
+        self._runner.record(*self._draft_pass(batch.at, batch.roots, plan, batch.sampling))
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of at least the plan's width and depth, or None if replaying fails."""
-        recorded = self.recorded_plan(plan, graphs.draft_size(len(roots)), graphs)
-        return super()._replayed(at, roots, recorded, sampling, graphs)
+        recorded = self.recorded_plan(plan, self._runner.draft_size(len(roots)))
+        return super()._replayed(at, roots, recorded, sampling)
 
-    def recorded_plan(self, plan: DraftPlan, size: int, graphs: CudaGraphRunner) -> DraftPlan:
+    def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
         """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
 
         Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy them. A large batch
@@ -102,7 +96,7 @@ class DFlashDrafter(PairDrafter):
         """
         if plan.static_tree is not None:
             return plan
-        width = graphs.draft_width(plan.width, plan.children, size)
+        width = self._runner.draft_width(plan.width, plan.children, size)
         is_narrow = width < plan.children
         is_short = plan.max_depth <= SHORT < self._longest and (is_narrow or size < NARROW_FROM)
         depth = SHORT if is_short else max(self._longest, min(plan.max_depth, self.head.block.num_levels))
@@ -116,18 +110,9 @@ class DFlashDrafter(PairDrafter):
     def _num_passes(self, grown: Grown) -> int:
         return 1
 
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        rows = copy_to_device(torch.cat(places), features.device)
-        of_slot = to_device([slot for slot, n in zip(slots, counts, strict=True) for _ in range(n)], features.device)
-        self._write(self.cache.slot_mapping(of_slot, rows), rows, features)
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        slots, positions = spans.rows(features.device)
+        self._write(self.cache.slot_mapping(slots, positions), positions, features)
 
     def _grown(
         self,
@@ -139,7 +124,7 @@ class DFlashDrafter(PairDrafter):
     ) -> Grown:
         """Read the pending pairs, run one block, and grow the tree from its rows, level by level."""
         pending = self._pending_rows(at, backlog)
-        self._write(pending.cells, pending.columns, pending.features)
+        self._write(pending.slot_mapping, pending.positions, pending.features)
 
         num_levels = min(plan.max_depth, self.head.block.num_levels)
         hidden = self._block(at, roots, num_levels, backlog.first)
@@ -164,8 +149,8 @@ class DFlashDrafter(PairDrafter):
         num_rows = block.num_rows(num_levels)
         depths = torch.arange(num_rows, device=device).expand(batch, -1)
         tokens = torch.where(depths == 0, roots[:, None], block.mask_token_id)
-        columns = at.lengths[:, None] + 1 + depths
-        cells = self.cache.slot_mapping(at.slots[:, None], columns).flatten()
+        positions = at.lengths[:, None] + 1 + depths
+        slot_mapping = self.cache.slot_mapping(at.slots[:, None], positions).flatten()
         layouts: dict[bool, AttentionMetadata] = {}
 
         def layout_of(is_causal: bool) -> AttentionMetadata:
@@ -173,16 +158,25 @@ class DFlashDrafter(PairDrafter):
                 visible = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
                 visible = (visible.tril() if is_causal else visible).expand(batch, -1, -1)
                 layouts[is_causal] = tree_metadata(
-                    self.cache, at.shifted(1), cells, visible, depths, depths, first=first
+                    self.cache, at.shifted(1), slot_mapping, visible, depths, depths, first=first
                 )
             return layouts[is_causal]
 
-        hidden = self._decoder.run(self.embed_tokens(tokens.flatten()), self._positions(columns.flatten()), layout_of)
+        embeddings = self.embed_tokens(tokens.flatten())
+        hidden = self._decoder.run(embeddings, self._rope_positions(positions.flatten()), layout_of)
         return hidden.view(batch, num_rows, -1)[:, num_rows - num_levels :]
 
-    def _write(self, cells: Int[Tensor, " R"], columns: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
-        self._decoder.write_context(self.cache, cells, self._positions(columns), features)
+    def _write(
+        self, slot_mapping: Int[Tensor, " R"], positions: Int[Tensor, " R"], features: Float[Tensor, "R F"]
+    ) -> None:
+        self._decoder.write_context(self.cache, slot_mapping, self._rope_positions(positions), features)
 
-    def _positions(self, columns: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
-        """Return the rope positions of the features, or of the block's rows, in these columns."""
-        return columns - self.head.first_column
+    def _rope_positions(self, positions: Int[Tensor, " R"]) -> Int[Tensor, " R"]:
+        """Return the rope positions of the features, or of the block's rows, at these positions."""
+        return positions - self.head.first_position
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
+    """Return the drafter over a loaded head."""
+    calibration, coupling = corrections(speculative, target.device)
+    return DFlashDrafter(weights, target, calibration=calibration, coupling=coupling)

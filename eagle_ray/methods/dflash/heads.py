@@ -79,7 +79,8 @@ class DFlashHead(nn.Module):
         own_embedding: the checkpoint has its own token embedding.
     """
 
-    first_column = 1
+    method = "dflash"
+    first_position = 1
     d2t: Int[Tensor, " Dv"]
     t2d: Bool[Tensor, " V"]
 
@@ -225,7 +226,7 @@ class BlockDecoder:
     def write_context(
         self,
         cache: KVCache,
-        cells: Int[Tensor, " R"],
+        slot_mapping: Int[Tensor, " R"],
         positions: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
     ) -> None:
@@ -233,7 +234,7 @@ class BlockDecoder:
         context, rotary = self._head.project_features(features), self._angles(positions)
         for layer, project in zip(self._layers, self._context, strict=True):
             shape = layer.attention.shape
-            cache.write(shape.layer, cells, *_context_rows(project(context), rotary, shape))
+            cache.write(shape.layer, slot_mapping, *_context_rows(project(context), rotary, shape))
 
     def run(
         self, hidden: Float[Tensor, "R H"], positions: Int[Tensor, " R"], layout_of: LayoutOf
@@ -250,7 +251,7 @@ class BlockDecoder:
 
 
 def _key_value_part(layer: Layer) -> nn.Module:
-    """Return the key and value rows of a layer's merged projection: a copy, since queries are most of the whole."""
+    """Return the key and value rows of a layer's merged projection: a copy, since queries are its larger part."""
     shape = layer.attention.shape
     begin, size = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
     return slice_rows(layer.attention.qkv, torch.arange(begin, begin + size))

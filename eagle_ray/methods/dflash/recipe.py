@@ -28,10 +28,21 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.methods.dflash.checkpoint import block_of, dflash_json, layer_config, outputs_read
 from eagle_ray.methods.dflash.heads import DFlashHead
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
-from eagle_ray.training.optimization import Losses, agreement_names, autocast, initialize_linears, mean_over
+from eagle_ray.training.optimization import (
+    HeadRecipe,
+    Losses,
+    StartHead,
+    agreement_names,
+    autocast,
+    initialize_linears,
+    mean_over,
+)
 from eagle_ray.training.packing import PackedBatch
 
 ANCHORS_PER_PASS = 64  # blocks that attend in one call: its mask has this times the block's rows, squared
@@ -59,7 +70,7 @@ class Blocks:
     anchors: Int[Tensor, " A"]
 
 
-class DFlashRecipe:
+class DFlashRecipe(HeadRecipe):
     """Trains a DFlash head that reads the target's embedding, and its lm_head unless it has a draft vocabulary.
 
     Args:
@@ -68,6 +79,9 @@ class DFlashRecipe:
         feature_scale: factor of each number of the target's concatenated features.
         dtype: of matrix products.
     """
+
+    scales_features = True
+    head: DFlashHead
 
     def __init__(
         self,
@@ -79,17 +93,48 @@ class DFlashRecipe:
         dtype: torch.dtype,
     ):
         self.head = head.to(target.device)
-        self._feature_scale = feature_scale.to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self.feature_scale = feature_scale.to(target.device)
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self._block = head.block
         self.num_counts = self._block.num_levels
         self.names = ("loss", "token_loss", *agreement_names(self.num_counts))
         initialize_dflash(self.head, target)
 
+    @classmethod
+    def draft_vocab_size(cls, config: TrainConfig, vocab_size: int) -> int:
+        size = min(config.head.draft_vocab_size or vocab_size, vocab_size)
+        if size < vocab_size and config.head.causal_head:
+            raise ConfigError(
+                "head.causal_head: speculators' layout, in which a dflash head with a draft vocabulary is written, has "
+                "no causal heads. Leave out head.draft_vocab_size"
+            )
+        return size
+
+    @classmethod
+    def feature_layers(cls, config: TrainConfig, num_layers: int) -> tuple[int, ...]:
+        return tuple(i + 1 for i in outputs_read(config, num_layers))
+
+    @classmethod
+    def make(
+        cls,
+        config: TrainConfig,
+        target_config: Any,
+        target: FrozenTarget,
+        feature_scale: Float[Tensor, " F"] | None,
+        dtype: torch.dtype,
+        start: StartHead | None,
+    ) -> DFlashRecipe:
+        size = None if target.covers_all else len(target.token_ids)
+        raw = dflash_json(config, target_config, size)
+        head = DFlashHead(layer_config(raw), block_of(raw, target_config), draft_vocab_size=size)
+        assert feature_scale is not None
+        loss = BlockLoss(config.loss.gamma, config.loss.anchor_every)
+        return cls(target, head, raw, feature_scale, loss, dtype)
+
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
         """Return the predicted tokens at each distance from an anchor."""
         counts = torch.zeros(self.num_counts, dtype=torch.float64)
-        for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+        for blocks in blocks_of(batch.packed, self.loss.anchor_every):
             counts += self._counted(batch, blocks).sum(0).cpu()
         return counts
 
@@ -98,9 +143,9 @@ class DFlashRecipe:
         by_level = torch.zeros(self.num_counts, device=ids.device)
         agreed = torch.zeros(self.num_counts, device=ids.device)
         with autocast(ids.device, self._dtype):
-            for blocks in blocks_of(batch.packed, self._loss.anchor_every):
+            for blocks in blocks_of(batch.packed, self.loss.anchor_every):
                 rows = slice(blocks.begin, blocks.begin + blocks.length)
-                context = self.head.project_features(batch.features[rows].float() * self._feature_scale)
+                context = self.head.project_features(batch.features[rows].float() * self.feature_scale)
                 for anchors in blocks.anchors.split(ANCHORS_PER_PASS):
                     part = Blocks(blocks.begin, blocks.length, anchors)
                     counted = self._counted(batch, part)
@@ -113,7 +158,7 @@ class DFlashRecipe:
                     agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
                     agreed.index_add_(0, level, agreement.float())
         means = [mean_over(total, count) for total, count in zip(by_level, counts, strict=True)]
-        total = torch.stack([exp(-k / self._loss.gamma) * mean for k, mean in enumerate(means)]).sum()
+        total = torch.stack([exp(-k / self.loss.gamma) * mean for k, mean in enumerate(means)]).sum()
         sums = {"loss": float(total.detach()), "token_loss": float(means[0].detach())}
         for k, name in enumerate(agreement_names(self.num_counts)):
             sums[name] = float(agreed[k]) / max(1.0, float(counts[k]))
@@ -126,7 +171,7 @@ class DFlashRecipe:
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
         with torch.no_grad():
-            head.fc.weight.mul_(self._feature_scale)
+            head.fc.weight.mul_(self.feature_scale)
         save_head(head, self._raw_config, path)
 
     def _predicted_rows(self, blocks: Blocks) -> Int[Tensor, "A L"]:

@@ -3,12 +3,13 @@
     draft = DraftModel(load_draft_model(path, target.config))
     hidden = draft(embeddings, draft.project_features(features), positions, rows)  # reads the tokens, not the features
 
-It reads every token from the first one on, so its column j holds token j at position j. Whatever transformers runs as a
+It reads every token from the first one on, so position j of its cache holds token j. Whatever transformers runs as a
 target runs as a drafter too, in its own shape, as long as both speak of the same tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +37,9 @@ from eagle_ray.models.supported_models import (
 class DraftModel(nn.Module):
     """Fulfils DraftHead. Raises EngineError for a model that does not run over our caches."""
 
+    method = "draft_model"
     token_ids = None
-    first_column = 0
+    first_position = 0
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -49,8 +51,8 @@ class DraftModel(nn.Module):
     def embed_tokens(self) -> nn.Embedding:
         return input_embedding(self.model)
 
-    def feature_layers(self, num_layers: int) -> None:
-        return None
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return ()
 
     def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows F"]:
         return features
@@ -78,6 +80,17 @@ def _(head: DraftModel) -> HeadForward:
     return lambda embeddings, features, positions, layout: decoder.run(embeddings, positions, layout)[0]
 
 
+@dataclass(frozen=True, slots=True)
+class DraftModelShape:
+    """A draft model without its weights."""
+
+    method = "draft_model"
+    kv_spec: KVSpec
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return ()
+
+
 def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
     """Return the causal LM in `path`, in fp32. Raises EngineError if it cannot be read or lacks the target's
     vocabulary.
@@ -86,8 +99,8 @@ def load_draft_model(path: Path, target: PretrainedConfig) -> DraftModel:
     return DraftModel(load_causal_lm(path, torch.float32, "cpu"))
 
 
-def check_draft_model(path: Path, target: PretrainedConfig) -> KVSpec:
-    """Return its keys and values by its config alone. Raises EngineError for an unknown family or other tokens than the
+def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
+    """Return the model by its config alone. Raises EngineError for an unknown family or other tokens than the
     target's.
     """
     config = load_config(path)
@@ -98,4 +111,4 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> KVSpec:
             "they have different tokens; choose a draft model of the target's family"
         )
     dims = head_dims(config)
-    return KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims)
+    return DraftModelShape(KVSpec(config.num_hidden_layers, kv_elements_per_token(config) // sum(dims), *dims))

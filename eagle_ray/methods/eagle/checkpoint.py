@@ -18,16 +18,25 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import EngineError
+from eagle_ray.methods.eagle.draft_vocab import head_vocab
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
 from eagle_ray.methods.head_files import (
     IGNORED_KEYS,
+    OF_TARGET,
+    PUBLISHED_ROPE_THETA,
     Named,
     Shape,
     attention_heads,
     check_counts,
+    check_equal,
     check_tensors,
     first_few,
     is_dflash,
@@ -39,8 +48,11 @@ from eagle_ray.methods.head_files import (
     rope_of,
     with_path,
     without_nulls,
+    write_files,
 )
 
+OPTIONAL_OF_TARGET = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id")
+SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d")
@@ -51,6 +63,36 @@ SWITCHES = {  # of EAGLE-3.1, and the keys that set each, at the top level or un
 }
 SWITCHED_TENSORS = {"fc_norm": "fc_norm.", "norm_before_fc": "input_norm."}
 OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+
+
+def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head without its weights. Raises EngineError, ConfigError if its draft vocabulary is wrong."""
+    head = meta_head(path, target)
+    if isinstance(head, EagleHead):
+        head_vocab(path, target.vocab_size)
+    return head
+
+
+def load(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return the head with the tokens that it was published to offer. Raises as `check` does."""
+    head = load_head(path, target)
+    if isinstance(head, EagleHead):
+        head.draft_vocab = head_vocab(path, target.vocab_size)
+    return head
+
+
+def check_eagle3(path: Path, target: PretrainedConfig) -> Eagle3Head:
+    """Return an EAGLE-3 head without its weights. Raises EngineError for another one, too."""
+    head = meta_head(path, target)
+    if not isinstance(head, Eagle3Head):
+        raise EngineError(f"{path} is an EAGLE-1/2 head: set speculative.method to eagle2, or choose an EAGLE-3 head")
+    return head
+
+
+def load_eagle3(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
+    """Return an EAGLE-3 head. Raises as `check_eagle3` does."""
+    check_eagle3(path, target)
+    return load_head(path, target)
 
 
 def load_head(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
@@ -89,9 +131,9 @@ def is_eagle3(names: Collection[str]) -> bool:
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
     """Return the entries under the names of our modules, without ignored ones."""
-    kept = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
+    entries = {name: value for name, value in published.items() if not name.endswith(IGNORED_KEYS)}
     renames = {"layers.0.": "midlayer.", **OLDER_NAMES} if is_eagle3(published) else {}
-    return {_renamed(name, renames): value for name, value in kept.items()}
+    return {_renamed(name, renames): value for name, value in entries.items()}
 
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:
@@ -131,20 +173,20 @@ def head_config(raw: Mapping[str, Any]) -> LlamaConfig:
 
 def _flatten(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config without nulls and speculators' nesting; speculators' norm_before_residual defaults to true."""
-    said, layer = without_nulls(raw), raw.get("transformer_layer_config")
+    top, layer = without_nulls(raw), raw.get("transformer_layer_config")
     if layer is None:
-        return said
+        return top
     if not isinstance(layer, dict):
         raise ValueError("its config.json has a transformer_layer_config that is no section")
-    return {"norm_before_residual": True, **without_nulls(layer), **said}
+    return {"norm_before_residual": True, **without_nulls(layer), **top}
 
 
 def _switches(raw: Mapping[str, Any]) -> dict[str, bool]:
     """Return the switches of EAGLE-3.1, off if absent. Raises ValueError if a value is unclear."""
     section = raw.get("eagle_config")
-    places = [raw, without_nulls(section) if isinstance(section, dict) else {}]
+    sections = [raw, without_nulls(section) if isinstance(section, dict) else {}]
     return {
-        switch: _switch(switch, [place[key] for place in places for key in keys if key in place])
+        switch: _switch(switch, [section[key] for section in sections for key in keys if key in section])
         for switch, keys in SWITCHES.items()
     }
 
@@ -168,22 +210,22 @@ def _check_switches(raw: Mapping[str, Any], names: Collection[str]) -> None:
             "EAGLE-1/2 head"
         )
     for key, prefix in SWITCHED_TENSORS.items():
-        found = sorted(name for name in names if name.startswith(prefix))
-        if found and not switches[key]:
-            raise ValueError(f"it has {', '.join(first_few(found))}, and its config.json does not switch on {key}")
+        unwanted = sorted(name for name in names if name.startswith(prefix))
+        if unwanted and not switches[key]:
+            raise ValueError(f"it has {', '.join(first_few(unwanted))}, and its config.json does not switch on {key}")
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> EagleHead:
-    _check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
-    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    check_equal("hidden_size", raw["hidden_size"], "hidden_size", target)
+    check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
     own_embedding = "embed_tokens.weight" in shapes
     return EagleHead(head_config(raw), bias=raw.get("bias", True), own_embedding=own_embedding)
 
 
 def _eagle3(raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig) -> Eagle3Head:
     width = "target_hidden_size" if raw.get("target_hidden_size") else "hidden_size"
-    _check_equal(width, raw[width], "hidden_size", target)
-    _check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
+    check_equal(width, raw[width], "hidden_size", target)
+    check_equal("vocab_size", raw["vocab_size"], "vocab_size", target)
     layers = _feature_layers(raw, target.num_hidden_layers)
     return Eagle3Head(
         head_config(raw),
@@ -210,14 +252,38 @@ def _feature_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] 
     return layers or None
 
 
-def _check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
-    if number != (wanted := getattr(target, target_key)):
-        its = "the target's" if key == target_key else f"the target's {target_key}"
-        raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
-
-
-def _check_shapes(head: EagleHead | Eagle3Head, found: Mapping[str, Shape]) -> None:
+def _check_shapes(head: EagleHead | Eagle3Head, shapes: Mapping[str, Shape]) -> None:
     """Check the tensors of a head; vocabulary maps are optional if every token can be drafted."""
     if isinstance(head, EagleHead):
-        return check_tensors("an EAGLE-1/2 head", head, found)
-    check_tensors("an EAGLE-3 head", head, found, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
+        return check_tensors("an EAGLE-1/2 head", head, shapes)
+    check_tensors("an EAGLE-3 head", head, shapes, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
+
+
+def head_json(architecture: str, config: TrainConfig, target: Any) -> dict[str, Any]:
+    """Return the config.json of a new EAGLE head. target: the target's config."""
+    values = {key: getattr(target, key) for key in OF_TARGET}
+    values |= {key: value for key in OPTIONAL_OF_TARGET if (value := getattr(target, key, None)) is not None}
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        **values,
+        "intermediate_size": config.head.intermediate_size or target.intermediate_size,
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "bias": False,
+        "mlp_bias": False,
+        "rope_theta": PUBLISHED_ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": PUBLISHED_ROPE_THETA},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def rewrite_for_sglang(directory: Path, embedding: Float[Tensor, "V H"]) -> None:
+    """Rewrite an EAGLE-1/2 head for SGLang, whose fc has a bias and whose loader reads the embedding from the file."""
+    raw = read_config(directory) | {"architectures": [SGLANG_ARCHITECTURE], "bias": True}
+    tensors = read_tensors(directory)
+    tensors["fc.bias"] = torch.zeros(raw["hidden_size"], dtype=torch.bfloat16)
+    tensors["embed_tokens.weight"] = embedding.bfloat16().cpu().contiguous()
+    write_files(directory, raw, tensors)

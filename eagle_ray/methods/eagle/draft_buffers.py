@@ -46,14 +46,14 @@ class DraftShape:
         return 1 + self.children + (self.depth - 1) * self.width * self.children
 
     @property
-    def num_columns(self) -> int:
+    def num_positions(self) -> int:
         """Return the positions of all frontiers; one draft of a single level has none that are used."""
         return max(self.depth - 1, 1) * self.width
 
     def num_bytes(self, hidden_size: int, itemsize: int) -> int:
         """Return about the bytes of DraftBuffers of this shape. itemsize: of a number of the features."""
         of_nodes = (2 * 8 + 2 * 4) * self.num_nodes
-        of_frontiers = (2 * 8 * (self.depth + 1) + 8 * (num_ancestor_words(self.num_columns) + 2)) * self.width
+        of_frontiers = (2 * 8 * (self.depth + 1) + 8 * (num_ancestor_words(self.num_positions) + 2)) * self.width
         of_levels = (8 + 4) * self.depth * self.width * self.children
         of_features = itemsize * hidden_size * self.depth * self.width
         return self.batch * (of_nodes + of_frontiers + of_levels + of_features)
@@ -87,7 +87,7 @@ class DraftBuffers:
         self.tokens, self.parents = whole(batch, shape.num_nodes), whole(batch, shape.num_nodes)
         self.log_values, self.draft_log_probs = real(batch, shape.num_nodes), real(batch, shape.num_nodes)
         self.frontier_nodes, self.frontier_values = whole(batch, width), real(batch, width)
-        self.words = whole(batch, width, num_ancestor_words(shape.num_columns))
+        self.words = whole(batch, width, num_ancestor_words(shape.num_positions))
         self.frontier_tokens, self.parent_rows = whole(depth + 1, batch, width), whole(depth + 1, batch, width)
         self.offered = whole(depth, batch, width, children)
         self.scores = real(depth, batch, width, children)
@@ -110,28 +110,28 @@ class PaddedDraft:
         node = torch.arange(self.shape.num_nodes, device=device)
         self._depths = torch.where(node > buffers.shape.children, 1 + (node - 1 - buffers.shape.children).div(
             width * buffers.shape.children, rounding_mode="floor") + 1, (node > 0).long())  # fmt: skip
-        self.position_depths = torch.arange(self.shape.num_columns, device=device) // width
+        self.position_depths = torch.arange(self.shape.num_positions, device=device) // width
 
     @property
     def sampling(self) -> SamplingBatch:
         of, rows = self._all, slice(self.batch)
-        columns = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
-        return SamplingBatch.bound(self._kind, *(x[rows] for x in columns))
+        fields = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
+        return SamplingBatch.bound(self._kind, *(x[rows] for x in fields))
 
     def clear(self, null_slot: int) -> None:
         """Leave a draft of padding alone, one level deep."""
         of = self._all
-        for column in (of.lengths, of.first, of.tokens, of.frontier_tokens, of.parent_rows, of.words):
-            column.zero_()
+        for tensor in (of.lengths, of.first, of.tokens, of.frontier_tokens, of.parent_rows, of.words):
+            tensor.zero_()
         of.slots.fill_(null_slot)
         of.level.fill_(1)
 
     def start(self, slots: Tensor, lengths: Tensor, roots: Tensor, first: Tensor, *chosen: Tensor) -> None:
         """Begin a draft. chosen: as SamplingBatch.bound takes them."""
         of, rows = self._all, slice(self.batch)
-        columns = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
-        given = (slots, lengths, first, roots, *chosen)
-        for own, new in zip((of.slots, of.lengths, of.first, of.tokens[:, 0], *columns), given, strict=True):
+        fields = (of.temperature, of.top_p, of.top_k, of.min_p, of.seed, of.ends)
+        values = (slots, lengths, first, roots, *chosen)
+        for own, new in zip((of.slots, of.lengths, of.first, of.tokens[:, 0], *fields), values, strict=True):
             own[rows].copy_(new)
         of.level.zero_()
         of.parents[rows, 0] = -1
@@ -152,8 +152,8 @@ class PaddedDraft:
 
     @property
     def words(self) -> Int[Tensor, "B W words"]:
-        """Return the positions that each frontier node sees, over num_columns."""
-        return self._all.words[: self.batch, : self.width, : num_ancestor_words(self.shape.num_columns)]
+        """Return the positions that each frontier node sees, over num_positions."""
+        return self._all.words[: self.batch, : self.width, : num_ancestor_words(self.shape.num_positions)]
 
     def inputs(self) -> Float[Tensor, "B W H"]:
         """Return the features of the frontier's parents."""
@@ -190,7 +190,7 @@ class PaddedDraft:
         from eagle_ray.kernels.draft_level import append_level
 
         fitted = None if calibration is None else calibration.fit.parameters
-        append_level(self._all, self.width, num_ancestor_words(self.shape.num_columns), tokens, scores, own, fitted)
+        append_level(self._all, self.width, num_ancestor_words(self.shape.num_positions), tokens, scores, own, fitted)
 
     def _append_nodes(self, tokens: Tensor, scores: Tensor, own: Tensor, calibration: Calibration | None) -> None:
         of, rows, num, level = self._all, slice(self.batch), tokens.shape[1], self.level
@@ -208,11 +208,11 @@ class PaddedDraft:
         values = values.masked_fill(values.isnan(), -torch.inf)
         parents = of.frontier_nodes[rows, :num, None].expand(tokens.shape)
         own = own.masked_fill(own.isnan(), -torch.inf)
-        columns = start + torch.arange(num * children, device=start.device)
-        for column, new in zip(
+        index = start + torch.arange(num * children, device=start.device)
+        for tensor, new in zip(
             (of.tokens, of.parents, of.log_values, of.draft_log_probs), (tokens, parents, values, own), strict=True
         ):
-            column[rows].index_copy_(1, columns, new.flatten(1))
+            tensor[rows].index_copy_(1, index, new.flatten(1))
         self._choose(tokens.flatten(1), values.flatten(1), start)
 
     def _choose(self, tokens: Int[Tensor, "B C"], values: Float[Tensor, "B C"], start: Int[Tensor, " 1"]) -> None:
@@ -235,9 +235,9 @@ class PaddedDraft:
         words = self.words
         above = words.gather(1, parent_rows[:, :, None].expand_as(words))
         above = torch.where(self.level == 0, 0, above)
-        column = self.level * self.width + torch.arange(self.width, device=words.device)
+        position = self.level * self.width + torch.arange(self.width, device=words.device)
         word = torch.arange(words.shape[2], device=words.device)
-        own = torch.where(word == (column // NODES_PER_WORD)[:, None], 1 << (column % NODES_PER_WORD)[:, None], 0)
+        own = torch.where(word == (position // NODES_PER_WORD)[:, None], 1 << (position % NODES_PER_WORD)[:, None], 0)
         words.copy_(above | own)
 
     # Results, for as many levels as the host has had run.

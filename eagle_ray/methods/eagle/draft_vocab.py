@@ -15,14 +15,33 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.methods.eagle.heads import DraftHead, EagleHead
+from eagle_ray.models.target import TargetModel
 
 KEY = "speculative.draft_vocab"
 HEAD_FILE = "draft_vocab.txt"  # in the directory of a head
 LARGE_VOCAB = 65_536
 FREQUENT = 32_768  # tokens of a large vocabulary that are offered unless a file says which
 log = logging.getLogger("eagle_ray")
+
+
+def offered_tokens(speculative: SpeculativeConfig, target: TargetModel, head: DraftHead) -> Int[Tensor, " Dv"] | None:
+    """Return the tokens that a head may offer that reads the target's lm_head; None is all, or the head's own."""
+    name = speculative.draft_vocab
+    if not isinstance(head, EagleHead) or name == ALL_TOKENS:
+        return None
+    if name is not None:
+        ids = read_draft_vocab(name, speculative.draft_vocab_size, target.vocab_size)
+        return torch.tensor(ids, device=target.device)
+    known = head.draft_vocab or frequent_ids(target.vocab_size, target.eos_ids)
+    return None if known is None else torch.tensor(known, device=target.device)
 
 
 def head_vocab(head: Path, vocab_size: int) -> list[int] | None:

@@ -22,16 +22,17 @@ from torch import Tensor
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
-from eagle_ray.core.device import copy_to_device
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.candidate_ranker import RankingFeedback
+from eagle_ray.methods.candidate_ranker import RankingFeedback, corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
+from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
@@ -63,80 +64,66 @@ class EagleDrafter(PairDrafter):
         self._padded.clear()
 
     def _replayed(
-        self,
-        at: DecodeSlots,
-        roots: Int[Tensor, " B"],
-        plan: DraftPlan,
-        sampling: SamplingBatch,
-        graphs: CudaGraphRunner,
+        self, at: DecodeSlots, roots: Int[Tensor, " B"], plan: DraftPlan, sampling: SamplingBatch
     ) -> Grown | None:
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
-            return super()._replayed(at, roots, plan, sampling, graphs)
-        draft = self._padded_draft(len(roots), plan, sampling, graphs)
-        bound, num, depth = graphs.context(at.max_length), len(roots), plan.max_depth
+            return super()._replayed(at, roots, plan, sampling)
+        draft = self._padded_draft(len(roots), plan, sampling)
+        bound, num, depth = self._runner.context(at.max_length), len(roots), plan.max_depth
         level = self._level_pass(draft, bound)
-        first = self._first_pass(self._widest_draft(len(roots), plan, sampling, graphs), at, roots, sampling, bound)
-        if not graphs.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
+        first = self._first_pass(self._widest_draft(len(roots), plan, sampling), at, roots, sampling, bound)
+        if not self._runner.record(*first) or (depth > 1 and not self._record_level(draft, bound)):
             return None  # both are recorded before the draft, which recording overwrites
-        graphs.run(*first)
+        self._runner.run(*first)
         for _ in range(depth - 1):
-            graphs.run(*level)
+            self._runner.run(*level)
         kinds = (sampling.temperature > 0).long()
-        lesson = RankingFeedback(
+        feedback = RankingFeedback(
             slice(num), sampling, draft.lengths[:num], draft.features(num, depth), draft.offered(kinds, num, depth)
         )
-        self.ranking.lesson = lesson
-        return Grown(draft.tree(num, depth), draft.levels(num, depth), lesson)
+        self.ranking.pending = feedback
+        return Grown(draft.tree(num, depth), draft.levels(num, depth), feedback)
 
     def recordings(self, top_k: int, max_length: int, params: SamplingParams) -> Iterator[Callable[[], None]]:
         """Yield what records each pass of drafts with top_k children per node, the largest first."""
-        graphs = self._graphs
-        assert graphs is not None
         widths = sorted({min(NARROW, top_k), top_k}, reverse=True)
-        sizes = {graphs.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
+        sizes = {self._runner.draft_size(n) for n in range(1, self._target.cache.num_slots + 1)}
         for size in sorted(sizes, reverse=True):
             for width in widths:
                 yield partial(self._record_draft, size, DraftPlan(2, width, num_children=top_k), max_length, params)
 
     def _record_draft(self, batch_size: int, plan: DraftPlan, max_length: int, params: SamplingParams) -> None:
         """Record the passes that are replayed for drafts of this size."""
-        graphs, batch = self._graphs, idle_batch(batch_size, self._target, max_length, params)
-        assert graphs is not None
-        bound = graphs.context(max_length)
-        widest = self._widest_draft(batch_size, plan, batch.sampling, graphs)
-        graphs.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
+        batch = idle_batch(batch_size, self._target, max_length, params)
+        bound = self._runner.context(max_length)
+        widest = self._widest_draft(batch_size, plan, batch.sampling)
+        self._runner.record(*self._first_pass(widest, batch.at, batch.roots, batch.sampling, bound))
         if self._max_depth > 1:
-            self._record_level(self._padded_draft(batch_size, plan, batch.sampling, graphs), bound)
+            self._record_level(self._padded_draft(batch_size, plan, batch.sampling), bound)
 
     def _grows_by_level(self, plan: DraftPlan) -> bool:
         """Return whether the draft is replayed level by level; static trees and other ways to grow are one pass."""
         is_eagle2 = plan.static_tree is None and self.builder is TreeBuilder
         return is_eagle2 and plan.width <= plan.children and plan.max_depth <= self._max_depth
 
-    def _padded_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _padded_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
         """Return the draft that is replayed for the plan: narrow for narrow plans of large batches."""
-        width = graphs.draft_width(plan.width, plan.children, batch_size)
-        return self._draft_of(graphs.draft_size(batch_size), width, plan.children, sampling, graphs)
+        width = self._runner.draft_width(plan.width, plan.children, batch_size)
+        return self._draft_of(self._runner.draft_size(batch_size), width, plan.children, sampling)
 
-    def _widest_draft(
-        self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _widest_draft(self, batch_size: int, plan: DraftPlan, sampling: SamplingBatch) -> PaddedDraft:
         """Return the draft whose first level is replayed: a narrower one goes on from there."""
-        return self._draft_of(graphs.draft_size(batch_size), plan.children, plan.children, sampling, graphs)
+        return self._draft_of(self._runner.draft_size(batch_size), plan.children, plan.children, sampling)
 
-    def _draft_of(
-        self, size: int, width: int, children: int, sampling: SamplingBatch, graphs: CudaGraphRunner
-    ) -> PaddedDraft:
+    def _draft_of(self, size: int, width: int, children: int, sampling: SamplingBatch) -> PaddedDraft:
         """Return the part of the buffers for such a draft; the buffers are made at first use."""
-        kind = graphs.sampling_kind(sampling.kind)
+        kind = self._runner.sampling_kind(sampling.kind)
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self.draft_buffers:
-                most = graphs.draft_size(self._target.cache.num_slots)
-                shape, num_ends = DraftShape(most, children, children, self._max_depth), sampling.ends.shape[1]
+                max_batch = self._runner.draft_size(self._target.cache.num_slots)
+                shape, num_ends = DraftShape(max_batch, children, children, self._max_depth), sampling.ends.shape[1]
                 parts = self.head.config.hidden_size, num_ends, self._target.dtype, self._target.device
                 self.draft_buffers[children] = DraftBuffers(shape, *parts)
             self._padded[key] = PaddedDraft(self.draft_buffers[children], size, width, kind)
@@ -147,7 +134,7 @@ class EagleDrafter(PairDrafter):
     ) -> tuple[tuple, Callable[..., None], list[PaddedInput]]:
         """Return key, function and inputs of the pass that reads the pending pairs and ranks the roots' children."""
         longest, size, shape = draft.shape.depth + 1, draft.batch, (draft.batch,)
-        first, starts = self._columns(at)
+        first, starts = self._first_positions(at)
         inputs = [
             PaddedInput(at.slots, shape, self.cache.blocks.null_slot),
             *(PaddedInput(x, shape) for x in (at.lengths, roots, first, starts)),
@@ -171,12 +158,11 @@ class EagleDrafter(PairDrafter):
 
     def _record_level(self, draft: PaddedDraft, bound: int) -> bool:
         """Record the pass of a level, on padding alone, if needed; return whether it can be replayed."""
-        graphs, level = self._graphs, self._level_pass(draft, bound)
-        assert graphs is not None
-        if graphs.has(level[0]):
+        level = self._level_pass(draft, bound)
+        if self._runner.has(level[0]):
             return True
         draft.clear(self.cache.blocks.null_slot)
-        return graphs.record(*level)
+        return self._runner.record(*level)
 
     def _append(self, draft: PaddedDraft, features: Float[Tensor, "B F H"]) -> None:
         """Rank the children of a frontier with these features and append them."""
@@ -188,14 +174,14 @@ class EagleDrafter(PairDrafter):
         """Run the head on the draft's frontier."""
         frontier, width = draft.next_frontier(), draft.width
         root = draft.lengths[:, None] + 1
-        places = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
+        positions = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
         at = DecodeSlots.with_max_length(draft.slots, draft.lengths, bound).shifted(1)
         words, depth = draft.words, (draft.level - 1).expand(draft.batch, width)
         layout = tree_metadata(
             self.cache,
             at,
-            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], places).flatten(),
-            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_columns),
+            slot_mapping=self.cache.slot_mapping(draft.slots[:, None], positions).flatten(),
+            ancestors=words if uses_triton(self.cache) else unpack_ancestors(words, draft.shape.num_positions),
             depths=depth,
             position_depths=draft.position_depths.expand(draft.batch, -1),
             first=draft.first,
@@ -236,29 +222,20 @@ class EagleDrafter(PairDrafter):
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         layout = self._layout(
             DecodeSlots(at.slots, backlog.starts, at.host_slots, backlog.host_starts, at.bound),
-            slot_mapping=rows.cells,
+            slot_mapping=rows.slot_mapping,
             ancestors=causal.expand(len(at.slots), -1, -1),
             position_depths=index.expand(len(at.slots), -1),
             first=backlog.first,
             row_of=rows.row_of,
             unpack=backlog.unpack,
         )
-        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.columns, layout)
+        hidden = self._run(rows.tokens, self.head.project_features(rows.features), rows.positions, layout)
         return hidden[rows.last]
 
-    def _read_spans(
-        self,
-        slots: list[int],
-        columns: list[int],
-        counts: list[int],
-        tokens: Int[Tensor, " R"],
-        features: Float[Tensor, "R F"],
-    ) -> None:
-        firsts = self._first[slots].tolist()
-        layout = prefill_metadata(self.cache, slots, firsts, columns, counts, chain_rows=sys.maxsize)  # few layers
-        places = [torch.arange(column, column + n) for column, n in zip(columns, counts, strict=True)]
-        features = self.head.project_features(features)
-        self._run(tokens, features, copy_to_device(torch.cat(places), tokens.device), layout)
+    def _read_spans(self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]) -> None:
+        firsts, parts = self._first[spans.slots].tolist(), (spans.starts, spans.counts)
+        layout = prefill_metadata(self.cache, spans.slots, firsts, *parts, chain_rows=sys.maxsize)  # few layers
+        self._run(tokens, self.head.project_features(features), spans.rows(tokens.device)[1], layout)
 
     def _level(
         self,
@@ -270,18 +247,18 @@ class EagleDrafter(PairDrafter):
     ) -> Float[Tensor, "B F H"]:
         """Run the head on a frontier, given the features of the frontier before it."""
         parents = frontier.parent_rows[:, :, None].expand(-1, -1, features.shape[2])
-        width, num_columns = seen.ancestors.shape[1:]
-        places = torch.arange(num_columns - width, num_columns, device=batch.slots.device)
+        width, num_positions = seen.ancestors.shape[1:]
+        offsets = torch.arange(num_positions - width, num_positions, device=batch.slots.device)
         layout = self._layout(
             batch,
-            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + places).flatten(),
+            slot_mapping=self.cache.slot_mapping(batch.slots[:, None], batch.lengths[:, None] + offsets).flatten(),
             ancestors=seen.ancestors,
             position_depths=seen.depths.expand(len(batch.slots), -1),
             first=first,
         )
-        columns = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
+        positions = (batch.lengths[:, None] + seen.depth).expand(-1, width)  # where these nodes will stand if accepted
         inputs = features.gather(1, parents).flatten(0, 1)
-        hidden = self._run(frontier.tokens.flatten(), inputs, columns.flatten(), layout)
+        hidden = self._run(frontier.tokens.flatten(), inputs, positions.flatten(), layout)
         return hidden.view(*frontier.tokens.shape, -1)
 
     def _layout(
@@ -318,10 +295,10 @@ class EagleDrafter(PairDrafter):
         self,
         tokens: Int[Tensor, " R"],
         features: Float[Tensor, "R F"],
-        columns: Int[Tensor, " R"],
+        positions: Int[Tensor, " R"],
         layout: AttentionMetadata,
     ) -> Float[Tensor, "R H"]:
-        return self._forward(self.embed_tokens(tokens), features, columns - self.head.first_column, layout)
+        return self._forward(self.embed_tokens(tokens), features, positions - self.head.first_position, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,3 +326,10 @@ def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
     parents = frontier.parent_rows[:, :, None].expand(-1, -1, seen.ancestors.shape[2])
     ancestors = torch.cat([seen.ancestors.gather(1, parents), itself], 2)
     return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+    """Return the drafter over a loaded head."""
+    calibration, coupling = corrections(speculative, target.device)
+    token_ids = offered_tokens(speculative, target, weights)
+    return EagleDrafter(weights, target, calibration=calibration, coupling=coupling, token_ids=token_ids)

@@ -49,14 +49,18 @@ class DraftHead(Protocol):
         config: the head's own shape.
         embed_tokens: None if the target's embedding is used.
         token_ids: the target's id of each token that the head can draft; None is the whole vocabulary.
-        first_column: index of the first token that it reads at position 0: 1 if each token goes with the feature before
-            it, 0 if it reads tokens alone.
+        first_position: index of the first token that it reads at rope position 0: 1 if each token goes with the feature
+            before it, 0 if it reads tokens alone.
     """
 
     config: PretrainedConfig
-    embed_tokens: nn.Embedding | None
-    token_ids: Int[Tensor, " Dv"] | None
-    first_column: int
+    first_position: int
+
+    @property
+    def embed_tokens(self) -> nn.Embedding | None: ...
+
+    @property
+    def token_ids(self) -> Int[Tensor, " Dv"] | None: ...
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -97,7 +101,8 @@ class EagleHead(nn.Module):
     """
 
     token_ids = None
-    first_column = 1
+    method = "eagle2"
+    first_position = 1
     draft_vocab: list[int] | None = None
 
     def __init__(self, config: LlamaConfig, *, bias: bool, own_embedding: bool):
@@ -152,7 +157,8 @@ class Eagle3Head(nn.Module):
         feature_layers: layers of the target, if they are not the three published ones.
     """
 
-    first_column = 1
+    method = "eagle3"
+    first_position = 1
     d2t: Int[Tensor, " Dv"]
     t2d: Bool[Tensor, " V"]
 

@@ -41,13 +41,27 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from eagle_ray.methods.eagle.checkpoint import head_config
-from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import save_head
+from eagle_ray.config.head_training import TrainConfig, num_passes
+from eagle_ray.core.errors import ConfigError
+from eagle_ray.methods.eagle.checkpoint import head_config, head_json, load_head
+from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, head_vocab, write_draft_vocab
+from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
+from eagle_ray.methods.head_files import read_config, save_head
 from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
-from eagle_ray.training.optimization import Losses, agreement_names, autocast, initialize_linears, mean_over
+from eagle_ray.training.optimization import (
+    HeadRecipe,
+    Losses,
+    StartHead,
+    agreement_names,
+    autocast,
+    initialize_linears,
+    mean_over,
+)
 from eagle_ray.training.packing import UnrolledAttention
 
+ARCHITECTURE = "EagleLlamaForCausalLM"  # vLLM's name; no bias in fc, which vLLM's loader refuses
+ARCHITECTURE_3 = "LlamaForCausalLMEagle3"  # SGLang's and vLLM's name, with draft_vocab_size
+PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
 NOISE_LENGTH = 512  # the published noise is for documents of 512 tokens and shrinks with longer ones
 EMBEDDING_SCALE = (
     0.5  # root mean square of the embedding's share in the first output of fc; that of features is about 1
@@ -69,7 +83,7 @@ class EagleLoss:
     decay: float = 0.8
 
 
-class EagleRecipe:
+class EagleRecipe(HeadRecipe):
     """Trains an EagleHead.
 
     Args:
@@ -77,6 +91,9 @@ class EagleRecipe:
         dtype: of matrix products.
         start: head to train further; None draws a new one.
     """
+
+    trains_further = True
+    head: EagleHead
 
     def __init__(
         self,
@@ -88,15 +105,40 @@ class EagleRecipe:
     ):
         bias = raw_config.get("bias", True)
         self.head = (start or EagleHead(head_config(raw_config), bias=bias, own_embedding=False)).to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self.num_counts = 2 * loss.num_passes
         self.names = ("loss", "feature_loss", "token_loss", *agreement_names(loss.num_passes))
         if start is None:
             initialize_eagle(self.head, target)
 
+    @classmethod
+    def start_from(cls, path: Path, target: Any) -> StartHead:
+        head = load_head(path, target)
+        if not isinstance(head, EagleHead):
+            raise ConfigError(f"{path} is another kind of head than head.method: eagle2")
+        head.embed_tokens = None
+        return StartHead(head, read_config(path), head_vocab(path, target.vocab_size))
+
+    @classmethod
+    def make(
+        cls,
+        config: TrainConfig,
+        target_config: Any,
+        target: FrozenTarget,
+        feature_scale: Float[Tensor, " F"] | None,
+        dtype: torch.dtype,
+        start: StartHead | None,
+    ) -> EagleRecipe:
+        loss = EagleLoss(
+            config.loss.feature, config.loss.token, config.loss.noise, num_passes(config), config.loss.decay
+        )
+        if start is not None:
+            return cls(target, start.raw_config, loss, dtype, start.head)
+        return cls(target, head_json(ARCHITECTURE, config, target_config), loss, dtype)
+
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " C"]:
         """Return the positions of each pass's feature loss and token loss."""
-        masks = (self._counted(batch, s) for s in range(self._loss.num_passes))
+        masks = (self._counted(batch, s) for s in range(self.loss.num_passes))
         counts = [(int(counted.sum()), int((counted & known).sum())) for counted, known in masks]
         return torch.tensor(counts, dtype=torch.float64).flatten()
 
@@ -106,9 +148,9 @@ class EagleRecipe:
         sums: dict[str, float] = {}
         with autocast(device, self._dtype):
             features = batch.features[batch.packed.pairs.rows].float() + self._noise(batch, seed)
-            for s, output in enumerate(unroll(self.head, self._target, batch, features, self._loss.num_passes)):
+            for s, output in enumerate(unroll(self.head, self._target, batch, features, self.loss.num_passes)):
                 loss, parts = self._pass_loss(batch, output, s, counts[2 * s : 2 * s + 2])
-                total = total + self._loss.decay**s * loss
+                total = total + self.loss.decay**s * loss
                 sums = parts | sums  # the losses that are reported are the first pass's
         return Losses(total, sums | {"loss": float(total.detach())})
 
@@ -131,13 +173,15 @@ class EagleRecipe:
             "token_loss": float(token_loss.detach()),
             f"agreement_{unrolled + 1}": float(agreement.sum()) / max(1.0, float(counts[0])),
         }
-        return self._loss.feature_weight * feature_loss + self._loss.token_weight * token_loss, parts
+        return self.loss.feature_weight * feature_loss + self.loss.token_weight * token_loss, parts
 
     def matrices(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
 
     def save(self, path: Path) -> None:
         save_head(self.head, self._raw_config, path)
+        if not self._target.covers_all:
+            write_draft_vocab(path / HEAD_FILE, self._target.token_ids.tolist())
 
     def _counted(self, batch: FeatureBatch, unrolled: int) -> tuple[Bool[Tensor, " P"], Bool[Tensor, " P"]]:
         """Return which pairs count in a pass, and where the target's preferred token is in the draft vocabulary."""
@@ -150,7 +194,7 @@ class EagleRecipe:
         pairs = batch.packed.pairs
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(pairs.rows), batch.hidden.shape[1], generator=generator) - 0.5
-        widths = [self._loss.noise * NOISE_LENGTH / (length + 1) for length in pairs.lengths]
+        widths = [self.loss.noise * NOISE_LENGTH / (length + 1) for length in pairs.lengths]
         width = torch.repeat_interleave(torch.tensor(widths), torch.tensor(pairs.lengths))
         return (noise * width[:, None]).to(batch.hidden.device)
 
@@ -179,7 +223,7 @@ class UnrolledLoss:
     decay: float = 0.8
 
 
-class Eagle3Recipe:
+class Eagle3Recipe(HeadRecipe):
     """Trains an Eagle3Head over the target's draft vocabulary.
 
     Args:
@@ -188,6 +232,10 @@ class Eagle3Recipe:
         dtype: of matrix products.
         start: head to train further; None draws a new one.
     """
+
+    scales_features = True
+    trains_further = True
+    head: Eagle3Head
 
     def __init__(
         self,
@@ -201,19 +249,62 @@ class Eagle3Recipe:
         size, config = len(target.token_ids), head_config(raw_config)
         new = Eagle3Head(config, draft_vocab_size=size, feature_size=len(feature_scale), own_embedding=False)
         self.head = (start or new).to(target.device)
-        self._feature_scale = feature_scale.to(target.device)
-        self._target, self._raw_config, self._loss, self._dtype = target, raw_config, loss, dtype
+        self.feature_scale = feature_scale.to(target.device)
+        self._target, self._raw_config, self.loss, self._dtype = target, raw_config, loss, dtype
         self.num_counts = loss.num_passes
         self.names = ("loss", "token_loss", *agreement_names(loss.num_passes))
         if start is None:
             initialize_eagle3(self.head, target)
         else:
-            self._scale_inputs(self.head, 1 / self._feature_scale)  # a published head has its factors in fc
+            self._scale_inputs(self.head, 1 / self.feature_scale)  # a published head has its factors in fc
+
+    @classmethod
+    def draft_vocab_size(cls, config: TrainConfig, vocab_size: int) -> int:
+        return min(config.head.draft_vocab_size or PUBLISHED_DRAFT_VOCAB, vocab_size)
+
+    @classmethod
+    def feature_layers(cls, config: TrainConfig, num_layers: int) -> tuple[int, ...]:
+        if num_layers < MIN_TARGET_LAYERS:
+            raise ConfigError(
+                f"head.method: eagle3 reads a target of {MIN_TARGET_LAYERS} layers or more, and {config.model.target} "
+                f"has {num_layers}. Use eagle2"
+            )
+        return 2, num_layers // 2, num_layers - 3
+
+    @classmethod
+    def start_from(cls, path: Path, target: Any) -> StartHead:
+        head = load_head(path, target)
+        if not isinstance(head, Eagle3Head):
+            raise ConfigError(f"{path} is another kind of head than head.method: eagle3")
+        head.embed_tokens = None
+        token_ids = None if head.token_ids is None else head.token_ids.tolist()
+        return StartHead(head, read_config(path), token_ids)
+
+    @classmethod
+    def make(
+        cls,
+        config: TrainConfig,
+        target_config: Any,
+        target: FrozenTarget,
+        feature_scale: Float[Tensor, " F"] | None,
+        dtype: torch.dtype,
+        start: StartHead | None,
+    ) -> Eagle3Recipe:
+        raw = head_json(ARCHITECTURE_3, config, target_config) if start is None else start.raw_config
+        assert feature_scale is not None
+        return cls(
+            target,
+            raw | {"draft_vocab_size": len(target.token_ids)},
+            feature_scale,
+            UnrolledLoss(num_passes(config), config.loss.decay),
+            dtype,
+            start=None if start is None else start.head,
+        )
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " S"]:
         """Return the positions of each pass's loss."""
         return torch.tensor(
-            [int(self._counted(batch, s).sum()) for s in range(self._loss.num_passes)], dtype=torch.float64
+            [int(self._counted(batch, s).sum()) for s in range(self.loss.num_passes)], dtype=torch.float64
         )
 
     def losses(self, batch: FeatureBatch, counts: Float[Tensor, " S"], seed: int) -> Losses:
@@ -221,14 +312,14 @@ class Eagle3Recipe:
         total = torch.zeros((), device=device)
         sums: dict[str, float] = {"loss": 0.0, "token_loss": 0.0}
         with autocast(device, self._dtype):
-            projected = self.head.project_features(batch.features[pairs.rows].float() * self._feature_scale)
-            for s, output in enumerate(unroll(self.head, self._target, batch, projected, self._loss.num_passes)):
+            projected = self.head.project_features(batch.features[pairs.rows].float() * self.feature_scale)
+            for s, output in enumerate(unroll(self.head, self._target, batch, projected, self.loss.num_passes)):
                 counted = self._counted(batch, s)
                 wanted_rows = pairs.rows_after(1 + s)[counted]
                 logits = self.head.logits(output[counted], self._target.logits).float()
                 probabilities = self._target.probabilities(batch.hidden[wanted_rows])
                 loss = mean_over(F.cross_entropy(logits, probabilities, reduction="sum"), counts[s])
-                total = total + self._loss.decay**s * loss
+                total = total + self.loss.decay**s * loss
                 agreement = self._target.token_ids[logits.argmax(-1)] == batch.greedy_ids[wanted_rows]
                 sums[f"agreement_{s + 1}"] = float(agreement.sum()) / max(1.0, float(counts[s]))
                 sums["token_loss"] += float(loss.detach()) if s == 0 else 0.0
@@ -240,7 +331,7 @@ class Eagle3Recipe:
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)
-        self._scale_inputs(head, self._feature_scale)
+        self._scale_inputs(head, self.feature_scale)
         if self._target.covers_all:  # vLLM refuses maps between equal vocabularies
             head.register_buffer("d2t", head.d2t, persistent=False)
             head.register_buffer("t2d", head.t2d, persistent=False)

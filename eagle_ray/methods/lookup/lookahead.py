@@ -25,12 +25,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
-from eagle_ray.methods.lookup.drafter import LookupDrafter
-from eagle_ray.methods.lookup.ngram import LONGEST, Counts, NgramCursor, count
+from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
+from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.tree_merge import extra_log_values, merge_trees, path_hashes
@@ -59,7 +60,7 @@ class Pool:
     def add(self, run: Sequence[int]) -> None:
         if len(self.counts) >= MAX_CONTEXTS:
             self.reset()
-        count(self.counts, (), run)
+        count_ngrams(self.counts, (), run)
 
 
 class PoolReader:
@@ -70,7 +71,7 @@ class PoolReader:
         self._tail: tuple[int, ...] = ()
 
     def read(self, token_ids: list[int]) -> None:
-        self._tail = (*self._tail, *token_ids)[-LONGEST:]
+        self._tail = (*self._tail, *token_ids)[-LONGEST_NGRAM:]
 
     def cursor(self) -> NgramCursor:
         return NgramCursor(self._pool.counts, self._tail)
@@ -189,3 +190,7 @@ class LookaheadDrafter(NullDrafter):
                 self._pool.add(run)
                 self._num_guesses += self._num_rows
                 window.chains[i] = run[1:]
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookaheadDrafter:
+    return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.methods.lookup.drafter import Children, interpolate
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.methods.calibration import Calibration
+from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
+from eagle_ray.models.target import TargetModel
 
 ROOT = 0
 MAX_COUNTED = 32  # states whose count one token raises: in a text that repeats one token there would be no end
@@ -165,3 +168,7 @@ class SuffixCursor:
             yield state, length
             state = self.automaton.link[state]
             length = self.automaton.longest[state] if state >= 0 else 0
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookupDrafter:
+    return LookupDrafter(SuffixIndex(), Calibration(speculative.max_depth))

@@ -9,32 +9,38 @@ name; `check_*` does so from the shapes alone.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.head_files import check_tensors, load_pickle, read_config, read_file, with_path
+from eagle_ray.methods.head_files import (
+    check_tensors,
+    load_into,
+    read_config,
+    read_shapes,
+    read_tensors,
+    save_head,
+    with_path,
+)
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 
 MEDUSA, HYDRA = "medusa_lm_head", "hydra_lm_head"
+Read = TypeVar("Read")
 IGNORED_KEYS = ("input_embed_fn.weight",)  # the target's own embedding, which was saved along
 
 
 def load_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
     """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
-    return _load_into(check_medusa(path, target), _tensors(path, MEDUSA))
+    return load_into(check_medusa(path, target), path, _read(path, MEDUSA, read_tensors))
 
 
 def load_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     """Return the heads in `path`, in fp32. Raises EngineError if they cannot be read or do not fit the target."""
-    return _load_into(check_hydra(path, target), _tensors(path, HYDRA))
+    return load_into(check_hydra(path, target), path, _read(path, HYDRA, read_tensors))
 
 
 def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
@@ -43,10 +49,7 @@ def save_path_heads(heads: MedusaHeads | HydraHeads, path: Path) -> None:
     config: dict[str, Any] = {f"{kind}_num_heads": num_heads, f"{kind}_num_layers": num_layers}
     if isinstance(heads, HydraHeads):
         config |= {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {key: value.detach().bfloat16().contiguous() for key, value in heads.state_dict().items()}
-    save_file(tensors, path / f"{kind}_lm_head.safetensors", metadata={"format": "pt"})
+    save_head(heads, config, path, f"{kind}_lm_head.safetensors")
 
 
 def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
@@ -54,7 +57,7 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 
     The file tells their number, since published configs do not always.
     """
-    raw, shapes = read_config(path), _shapes(path, MEDUSA)
+    raw, shapes = read_config(path), _read(path, MEDUSA, read_shapes)
     num_layers = _number(path, raw, "medusa_num_layers")
     num_heads = 1 + max((int(key.split(".")[0]) for key in shapes if key.split(".")[0].isdecimal()), default=-1)
     own_lm_head = f"0.{num_layers}.weight" in shapes
@@ -68,7 +71,7 @@ def check_medusa(path: Path, target: PretrainedConfig) -> MedusaHeads:
 
 def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     """Do the same for Hydra heads. Raises EngineError for architectures that read more than the last feature."""
-    raw, shapes = read_config(path), _shapes(path, HYDRA)
+    raw, shapes = read_config(path), _read(path, HYDRA, read_shapes)
     for key, wanted in (("hydra_head_arch", "mlp"), ("grounded_heads", True), ("hidden_state_offset", 0)):
         if raw.get(key, wanted) != wanted:
             raise EngineError(f"{path}: Hydra heads with {key} {raw[key]!r} are not run here, only with {wanted!r}")
@@ -80,38 +83,15 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
     return heads
 
 
-def _load_into(heads: nn.Module, tensors: dict[str, Tensor]) -> Any:
-    heads.load_state_dict(tensors, assign=True)
-    return heads.float()
-
-
 def _number(path: Path, raw: dict[str, Any], key: str) -> int:
     if not (isinstance(raw.get(key), int) and raw[key] >= 1):
         raise EngineError(f"{path}: {key} in config.json must be an integer, 1 or more, got {raw.get(key)!r}")
     return raw[key]
 
 
-def _shapes(path: Path, name: str) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(value.shape) for key, value in _read(path, name, "meta").items()}
-
-
-def _tensors(path: Path, name: str) -> dict[str, Tensor]:
-    return _read(path, name, "cpu")
-
-
-def _read(path: Path, name: str, device: str) -> dict[str, Tensor]:
-    """On the meta device: shapes, without reading the numbers."""
-    safetensors, pickled = path / f"{name}.safetensors", path / f"{name}.pt"
-    if not safetensors.exists() and not pickled.exists():
-        raise EngineError(f"{path} holds neither {safetensors.name} nor {pickled.name}: name a directory of such heads")
-    if safetensors.exists():
-        tensors = read_file(safetensors, load_file if device == "cpu" else _headers)
-    else:
-        tensors = read_file(pickled, lambda file: load_pickle(file, device))
-    return {key: value for key, value in tensors.items() if key not in IGNORED_KEYS}
-
-
-def _headers(file: Path) -> dict[str, Tensor]:
-    with safe_open(file, "pt") as opened:
-        names = opened.keys()
-        return {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
+def _read(path: Path, kind: str, read: Callable[[Path, tuple[str, str]], dict[str, Read]]) -> dict[str, Read]:
+    """Return what `read` does of the file of such heads, without ignored tensors."""
+    names = f"{kind}.safetensors", f"{kind}.pt"
+    if not any((path / name).exists() for name in names):
+        raise EngineError(f"{path} holds neither {names[0]} nor {names[1]}: name a directory of such heads")
+    return {key: value for key, value in read(path, names).items() if key not in IGNORED_KEYS}

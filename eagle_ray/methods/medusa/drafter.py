@@ -17,10 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
-from eagle_ray.methods.candidate_ranker import CandidateRanker
+from eagle_ray.methods.candidate_ranker import CandidateRanker, corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
@@ -112,3 +113,10 @@ class MedusaDrafter(NullDrafter):
         """Return the embeddings of the paths to a frontier's nodes, from those to their parents."""
         parents = frontier.parent_rows[:, :, None, None].expand(-1, -1, *path.shape[2:])
         return torch.cat([path.gather(1, parents), self._target.embed_tokens(frontier.tokens)[:, :, None]], 2)
+
+
+def make_drafter(
+    speculative: SpeculativeConfig, target: TargetModel, weights: MedusaHeads | HydraHeads
+) -> MedusaDrafter:
+    """Return the drafter over loaded heads."""
+    return MedusaDrafter(weights, target, *corrections(speculative, target.device))

@@ -27,6 +27,8 @@ class MedusaHeads(nn.ModuleList):
         shape: what its costs depend on, as JSON.
     """
 
+    method = "medusa"
+
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, *, own_lm_head: bool):
         lm_head = [vocab_size] if own_lm_head else []
         super().__init__(
@@ -38,6 +40,9 @@ class MedusaHeads(nn.ModuleList):
         )
         self.num_levels, self._own_lm_head = num_heads, own_lm_head
         self.shape = {"medusa": [num_heads, num_layers, hidden_size, vocab_size]}
+
+    def feature_layers(self, num_layers: int) -> None:
+        return None
 
     def logits(
         self,
@@ -60,6 +65,8 @@ class MedusaHeads(nn.ModuleList):
 class HydraHeads(nn.Module):
     """num_layers: residual blocks per head; the first one maps feature and path to hidden_size."""
 
+    method = "hydra"
+
     def __init__(self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int):
         super().__init__()
         self.hydra_mlp = nn.ModuleList(
@@ -72,6 +79,9 @@ class HydraHeads(nn.Module):
         self.hydra_lm_head = nn.ModuleList(nn.Linear(hidden_size, vocab_size) for _ in range(num_heads))
         self.num_levels = num_heads
         self.shape = {"hydra": [num_heads, num_layers, hidden_size, vocab_size]}
+
+    def feature_layers(self, num_layers: int) -> None:
+        return None
 
     def logits(
         self,

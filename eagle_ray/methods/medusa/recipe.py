@@ -8,23 +8,27 @@ section 3). Only positions whose predicted token is an answer's count.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from eagle_ray.config.head_training import TrainConfig
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.medusa.checkpoint import save_path_heads
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
-from eagle_ray.training.optimization import Losses, agreement_names, autocast, mean_over
+from eagle_ray.training.optimization import HeadRecipe, Losses, StartHead, agreement_names, autocast, mean_over
 
 BLOCK_WEIGHTS = ("linear.weight", "res_connection.weight")
 
 
-class MedusaRecipe:
+class MedusaRecipe(HeadRecipe):
     """Trains Medusa or Hydra heads. decay: weight of each level relative to the one before."""
+
+    head: MedusaHeads | HydraHeads
 
     def __init__(self, target: FrozenTarget, heads: MedusaHeads | HydraHeads, decay: float, dtype: torch.dtype):
         self.head = heads.to(target.device)
@@ -32,6 +36,27 @@ class MedusaRecipe:
         self.names = ("loss", *agreement_names(heads.num_levels))
         self._target, self._decay, self._dtype = target, decay, dtype
         start_as_lm_head(heads, target)
+
+    @classmethod
+    def draft_vocab_size(cls, config: TrainConfig, vocab_size: int) -> int:
+        if (config.head.draft_vocab_size or vocab_size) < vocab_size:
+            raise ConfigError(f"head.draft_vocab_size: of no use for {config.head.method}, which drafts every token")
+        return vocab_size
+
+    @classmethod
+    def make(
+        cls,
+        config: TrainConfig,
+        target_config: Any,
+        target: FrozenTarget,
+        feature_scale: Float[Tensor, " F"] | None,
+        dtype: torch.dtype,
+        start: StartHead | None,
+    ) -> MedusaRecipe:
+        sizes = config.head.num_levels, 1, target_config.hidden_size, target_config.vocab_size
+        is_medusa = config.head.method == "medusa"
+        heads = MedusaHeads(*sizes, own_lm_head=True) if is_medusa else HydraHeads(*sizes)
+        return cls(target, heads, config.loss.decay, dtype)
 
     def counts(self, batch: FeatureBatch) -> Float[Tensor, " L"]:
         """Return the positions of each level's loss."""

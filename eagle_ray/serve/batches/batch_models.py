@@ -233,8 +233,6 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 class Duration(Kind):
     """A number and a unit."""
 
-    form: str = ""
-
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or not re.search(WINDOW, value):
             raise self.wrong(value)

@@ -105,7 +105,7 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
         return _generated(row, tokenizer)
     if tokenizer is None:
         raise RequestError("no_tokenizer", "the target has no tokenizer: give token ids")
-    messages = messages_of(row)
+    messages = conversation_of(row)
     if messages is not None:
         return encode_conversation(tokenizer, messages)
     if isinstance(row.get("text"), str):
@@ -114,14 +114,14 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
     raise RequestError("no_text", "the row has none of messages, conversations, text and output_token_ids")
 
 
-def messages_of(row: Row) -> list[Row] | None:
+def conversation_of(row: Row) -> list[Row] | None:
     """Return a row's conversation as messages, or None if it has none. Raises RequestError for one that is wrong."""
     turns = row.get("messages")
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     if turns is None and isinstance(row.get("conversations"), list):
         turns = [
-            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _said(turn)}
+            {"role": SHAREGPT_ROLES.get(str(turn.get("from", turn.get("role"))), ""), "content": _content(turn)}
             for turn in row["conversations"]
         ]
     if turns is None:
@@ -143,13 +143,13 @@ def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
     for number, row in enumerate(rows):
         identity = {"id": f"{number:08d}"}
         try:
-            messages = messages_of(row)
+            messages = conversation_of(row)
         except RequestError:
             continue
         if messages is not None:
-            asked = _up_to_last_question(messages)
-            if asked:
-                yield identity | {"messages": asked}
+            prompt = _up_to_last_question(messages)
+            if prompt:
+                yield identity | {"messages": prompt}
         elif row.get("prompt_token_ids"):
             yield identity | {"prompt_token_ids": row["prompt_token_ids"]}
         elif isinstance(row.get("prompt"), str):
@@ -161,7 +161,7 @@ def _up_to_last_question(messages: list[Row]) -> list[Row]:
     return messages[: last + 1]
 
 
-def _said(turn: Row) -> Any:
+def _content(turn: Row) -> Any:
     return turn.get("value", turn.get("content"))
 
 
@@ -174,7 +174,7 @@ def _generated(row: Row, tokenizer: Tokenizer | None) -> Document:
         if isinstance(row.get("prompt"), str):
             prompt = _encode_prompt(tokenizer, row["prompt"], row.get("prompt_tokens"))
         else:
-            messages = messages_of(row)
+            messages = conversation_of(row)
             if messages is None:
                 raise RequestError("no_prompt", "the row holds an output and no prompt (output.store_prompt)")
             prompt = tokenizer.encode_chat(messages)
@@ -279,8 +279,8 @@ def user_turn_prefix(tokenizer: Tokenizer) -> str:
     Raises RequestError if the template hides where they begin.
     """
     mark = "\u2063user turn\u2063"
-    before, found, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
-    if not found:
+    before, separator, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)
+    if not separator:
         raise RequestError("no_user_turn", "the chat template changes a user's words, so no prompt can end before them")
     return before
 

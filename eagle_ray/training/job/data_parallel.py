@@ -73,7 +73,7 @@ def train_on_workers(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any
     documents = encode_on_cluster(config, paths, output / DOCUMENTS)
     use_gpu = config.model.device != "cpu" and num_gpus >= config.training.workers
     trainer = TorchTrainer(
-        _train,
+        train_worker,
         train_loop_config={"config": config.model_dump(mode="json"), "paths": [documents]},
         scaling_config=ray.train.ScalingConfig(num_workers=config.training.workers, use_gpu=use_gpu),
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
@@ -119,7 +119,7 @@ def _document_row(file: int, row: int, document: Document) -> dict[str, Any]:
     return {"file": file, "row": row, "ids": document.ids, "is_answer": document.is_answer}
 
 
-def _train(settings: dict[str, Any]) -> None:
+def train_worker(settings: dict[str, Any]) -> None:
     """Run one worker of TorchTrainer."""
     config = TrainConfig.model_validate(settings["config"])
     workers = DistributedWorkers()

@@ -7,78 +7,65 @@ draft_vocab.txt      of an EAGLE-1/2 head that was trained for part of the vocab
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.methods.eagle.checkpoint import load_head
-from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, head_vocab, write_draft_vocab
-from eagle_ray.methods.eagle.heads import Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import SAFETENSORS, read_config
+from eagle_ray.methods.dflash.recipe import DFlashRecipe
+from eagle_ray.methods.eagle.checkpoint import rewrite_for_sglang
+from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
+from eagle_ray.methods.eagle.recipe import Eagle3Recipe, EagleRecipe
+from eagle_ray.methods.medusa.recipe import MedusaRecipe
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import FrozenTarget
-from eagle_ray.training.optimization import HeadRecipe
+from eagle_ray.training.optimization import HeadRecipe, StartHead
 from eagle_ray.training.packing import Document
 
-SGLANG_EAGLE = "LlamaForCausalLMEagle"
+MAX_SLOTS = 8
+MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
+RECIPES: dict[str, type[HeadRecipe]] = {
+    "dflash": DFlashRecipe,
+    "eagle2": EagleRecipe,
+    "eagle3": Eagle3Recipe,
+    "hydra": MedusaRecipe,
+    "medusa": MedusaRecipe,
+}
 
 
 @contextmanager
-def temporary_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig) -> Iterator[Path]:
+def temporary_head(recipe: HeadRecipe) -> Iterator[Path]:
     """Write the head as it is into a directory that is deleted afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="eagle-ray-head-"))
     try:
-        write_head(recipe, target, config, directory)
+        recipe.save(directory)
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, directory: Path) -> None:
-    """Write the head's files into a local directory."""
-    recipe.save(directory)
-    if config.head.method == "eagle2" and not target.covers_all:
-        write_draft_vocab(directory / HEAD_FILE, target.token_ids.tolist())
-
-
 def publish_head(recipe: HeadRecipe, target: FrozenTarget, config: TrainConfig, output: StoragePath) -> None:
     """Write the head's files into the output directory, local or in S3; each file appears whole."""
-    with temporary_head(recipe, target, config) as directory:
+    with temporary_head(recipe) as directory:
         if config.head.method == "eagle2" and config.head.layout == "sglang":
-            as_sglang(directory, target)
+            rewrite_for_sglang(directory, target.embed(torch.arange(target.vocab_size, device=target.device)))
         for file in sorted(directory.iterdir()):
             (output / file.name).write_atomic(file.read_bytes())
-
-
-def as_sglang(directory: Path, target: FrozenTarget) -> None:
-    """Rewrite an EAGLE-1/2 head for SGLang, whose fc has a bias and whose loader reads the embedding from the file."""
-    raw = json.loads((directory / "config.json").read_text())
-    raw |= {"architectures": [SGLANG_EAGLE], "bias": True}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    tensors = load_file(directory / SAFETENSORS)
-    tensors["fc.bias"] = torch.zeros(raw["hidden_size"], dtype=torch.bfloat16)
-    embedding = target.embed(torch.arange(target.vocab_size, device=target.device))
-    tensors["embed_tokens.weight"] = embedding.bfloat16().cpu().contiguous()
-    save_file(tensors, directory / SAFETENSORS, metadata={"format": "pt"})
 
 
 def usage_line(config: TrainConfig, output: StoragePath) -> str:
@@ -89,52 +76,22 @@ def usage_line(config: TrainConfig, output: StoragePath) -> str:
     )
 
 
-KINDS = {"eagle2": EagleHead, "eagle3": Eagle3Head}
-
-
-@dataclass(frozen=True, slots=True)
-class StartHead:
-    """The published head from which `head.start` trains further, for example for a fine-tuned target; in fp32.
-
-    Its config.json, its draft vocabulary and the layers that it reads stay. It reads the target's embedding, of which
-    published heads hold a copy.
-
-    Attributes:
-        raw_config: its config.json.
-        token_ids: its draft vocabulary, in the order of an EAGLE-3 head's logits; None is every token.
-    """
-
-    head: EagleHead | Eagle3Head
-    raw_config: dict[str, Any]
-    token_ids: list[int] | None
-
-    @classmethod
-    def load(cls, config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
-        """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
-        if config.head.start is None:
-            return None
-        if config.head.method not in KINDS:
-            raise ConfigError(f"head.start: only {' and '.join(KINDS)} heads are trained further")
-        for key in ("draft_vocab_size", "intermediate_size"):
-            if getattr(config.head, key) is not None:
-                raise ConfigError(f"head.{key}: leave it out, since the head that head.start names has its own")
-        target = causal_lm.config.get_text_config(decoder=True)
-        try:
-            path = download(config.head.start, "draft")
-            head, raw_config = load_head(path, target), read_config(path)
-            token_ids = head_vocab(path, target.vocab_size) if isinstance(head, EagleHead) else None
-        except (ConfigError, EngineError) as error:
-            raise ConfigError(f"head.start: {str(error).removeprefix('model.draft: ')}") from error
-        if not isinstance(head, KINDS[config.head.method]):
-            raise ConfigError(f"head.start: {path} is another kind of head than head.method: {config.head.method}")
-        if isinstance(head, Eagle3Head) and head.token_ids is not None:
-            token_ids = head.token_ids.tolist()
-        head.embed_tokens = None
-        return cls(head, raw_config, token_ids)
-
-
-MAX_SLOTS = 8
-MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
+def load_start(config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
+    """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
+    if config.head.start is None:
+        return None
+    recipe = RECIPES[config.head.method]
+    if not recipe.trains_further:
+        names = [name for name, each in RECIPES.items() if each.trains_further]
+        raise ConfigError(f"head.start: only {' and '.join(names)} heads are trained further")
+    for key in ("draft_vocab_size", "intermediate_size"):
+        if getattr(config.head, key) is not None:
+            raise ConfigError(f"head.{key}: leave it out, since the head that head.start names has its own")
+    try:
+        path = download(config.head.start, "draft")
+        return recipe.start_from(path, causal_lm.config.get_text_config(decoder=True))
+    except (ConfigError, EngineError) as error:
+        raise ConfigError(f"head.start: {str(error).removeprefix('model.draft: ')}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.loader import bf16_unit, input_embedding
@@ -30,14 +30,14 @@ from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureSource, FrozenTarget, feature_scale
 from eagle_ray.training.job.feature_cache import FeatureCache
 from eagle_ray.training.job.published_head import (
-    StartHead,
+    RECIPES,
     held_out_prompts,
     held_out_tau,
+    load_start,
     publish_head,
     temporary_head,
     usage_line,
 )
-from eagle_ray.training.job.recipes import SCALED, draft_vocab_size, feature_layers, make_recipe
 from eagle_ray.training.job.trainer import BatchOrder, StepReport, Trainer, TrainState, checkpoints
 from eagle_ray.training.job.training_data import answer_vocabulary, count_answers, coverage, load_data
 from eagle_ray.training.optimization import (
@@ -101,9 +101,10 @@ class HeadTraining:
         self.identity = {"config": identity_of(config), "data": self.data.digest, "workers": workers.size}
         self.device = input_embedding(self.causal_lm).weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
-        self.start = StartHead.load(config, self.causal_lm)
+        self.start = load_start(config, self.causal_lm)
+        self.kind = RECIPES[config.head.method]
         self.target = self._target()
-        self.layers = feature_layers(config, self.causal_lm, self.start)
+        self.layers = self._layers()
         self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)
         self.state = self._resumed()
         self.recipe = self._recipe()
@@ -116,7 +117,7 @@ class HeadTraining:
         """Train the remaining steps, publish the head and return the record."""
         trainer = self._trainer()
         curves, begin = self._restore(trainer)
-        progress = _Progress(self.config, self.num_steps, begin)
+        progress = TrainProgress(self.config, self.num_steps, begin)
         if begin:
             log.info("resuming at step %d of %d", begin, self.num_steps)
 
@@ -137,20 +138,27 @@ class HeadTraining:
         if self.start is not None:
             return FrozenTarget.of(self.causal_lm, self.start.token_ids)
         vocab_size = self.causal_lm.config.get_text_config(decoder=True).vocab_size
-        size = draft_vocab_size(self.config, vocab_size)
+        size = self.kind.draft_vocab_size(self.config, vocab_size)
         if size == vocab_size:
             return FrozenTarget.of(self.causal_lm)
         counts = count_answers(self.data.documents)
         chosen = answer_vocabulary(counts, size, vocab_size)
         log.info("draft vocabulary: %s tokens are %.2f %% of the answers", f"{size:,}", 100 * coverage(counts, chosen))
-        return FrozenTarget.of(self.causal_lm, sorted(chosen) if self.config.head.method in SCALED else chosen)
+        return FrozenTarget.of(self.causal_lm, sorted(chosen) if self.kind.scales_features else chosen)
+
+    def _layers(self) -> tuple[int, ...] | None:
+        """Return the target's layers that the head reads; None is what the lm_head reads."""
+        num_layers = self.causal_lm.config.get_text_config(decoder=True).num_hidden_layers
+        if self.start is not None:
+            return self.start.head.feature_layers(num_layers)
+        return self.kind.feature_layers(self.config, num_layers)
 
     def _resumed(self) -> TrainState | None:
         """Return the newest checkpoint of an equal run, or None. Raises ConfigError for one of another run."""
-        found = checkpoints(self.output)
-        if not found:
+        files = checkpoints(self.output)
+        if not files:
             return None
-        state = TrainState.load(found[-1])
+        state = TrainState.load(files[-1])
         if state.identity != self.identity:
             raise ConfigError(
                 f"output.path: {self.output} holds checkpoints of another configuration or other data. Name another "
@@ -160,11 +168,13 @@ class HeadTraining:
 
     def _recipe(self) -> HeadRecipe:
         scale = None
-        if self.config.head.method in SCALED:
+        if self.kind.scales_features:
             scale = None if self.state is None else self.state.extra["feature_scale"]
             scale = self._feature_scale() if scale is None else scale
         self.feature_scale = scale
-        return make_recipe(self.config, self.causal_lm, self.target, scale, self.dtype, self.start)
+        torch.manual_seed(self.config.training.seed % 2**63)
+        target_config = self.causal_lm.config.get_text_config(decoder=True)
+        return self.kind.make(self.config, target_config, self.target, scale, self.dtype, self.start)
 
     def _feature_scale(self) -> torch.Tensor:
         """Return the factors of the features that the head reads, from the first documents."""
@@ -263,7 +273,7 @@ class HeadTraining:
         """Measure tau on the held-out prompts and add it to the curves."""
         if self.workers.rank != 0 or not self.prompts:
             return
-        with temporary_head(self.recipe, self.target, self.config) as directory:
+        with temporary_head(self.recipe) as directory:
             result = held_out_tau(
                 self.causal_lm, directory, self.config.head.method, self.prompts, self.config.evaluation
             )
@@ -291,7 +301,7 @@ class HeadTraining:
         return record
 
 
-class _Progress:
+class TrainProgress:
     """Logs a line every few seconds, with the loss, the agreement, the last tau and the remaining time."""
 
     def __init__(self, config: TrainConfig, num_steps: int, begin: int):

@@ -43,8 +43,8 @@ class TrainingData:
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None, paths: Sequence[str]) -> TrainingData:
     """Read and encode the files. Raises ConfigError if they hold nothing to train on."""
     source = TextSource(paths, config.data.format)
-    found = islice(source.documents(tokenizer), config.data.limit)
-    documents = DocumentStore.write(document.truncate(config.data.max_length) for document in found)
+    encoded = islice(source.documents(tokenizer), config.data.limit)
+    documents = DocumentStore.write(document.truncate(config.data.max_length) for document in encoded)
     log_skipped(source.skipped)
     if not documents:
         reasons = f" ({', '.join(source.skipped)})" if source.skipped else ""

@@ -18,9 +18,8 @@ from typing import Any
 from torch import nn
 
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
-from eagle_ray.evaluation.recording_planner import RecordingPlanner
-from eagle_ray.evaluation.timing import Sample, SteadyQueue, run_requests
+from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
+from eagle_ray.evaluation.timing import RecordingPlanner, Sample, SteadyQueue, run_requests
 from eagle_ray.report.intervals import ratio_interval
 from eagle_ray.requests.parameters import SamplingParams
 from jobs.bench.gpu.harness import Harness, Way

@@ -28,7 +28,7 @@ from torch import nn
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
+from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
 from eagle_ray.kernels.availability import CHOICE, use_triton
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams

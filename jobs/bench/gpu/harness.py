@@ -21,7 +21,7 @@ from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine.calibrate import calibrate_costs
 from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_fixed
-from eagle_ray.evaluation.recording_planner import RecordingPlanner
+from eagle_ray.evaluation.timing import RecordingPlanner
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Drafter, NullDrafter

@@ -38,8 +38,8 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import NO_TREE, TreeBounds
 from eagle_ray.engine import calibrate
 from eagle_ray.engine.engine import Engine
-from eagle_ray.evaluation.equivalence import compare
-from eagle_ray.evaluation.recording_planner import RecordingPlanner
+from eagle_ray.evaluation.method_comparison import compare
+from eagle_ray.evaluation.timing import RecordingPlanner
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -131,13 +131,13 @@ def _question(row: dict[str, Any]) -> str:
 def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None) -> Engine:
     """Return the pair's engine as a worker builds it, its graphs captured and its costs measured."""
     from eagle_ray.assembly.assemble import build_in_thread
+    from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.config import ModelConfig, SpeculativeConfig
-    from eagle_ray.config.job import EnginesConfig
 
     draft = None if method in ("none", "suffix") else scale.draft
     name = dtype or str(scale.dtype).removeprefix("torch.")
     model = ModelConfig(target=scale.target, draft=draft, dtype=name, max_model_len=max_model_len)
-    return build_in_thread(model, SpeculativeConfig(method=method), EnginesConfig(slots=slots), 1, THREADS).engine
+    return build_in_thread(model, SpeculativeConfig(method=method), EngineArgs(slots), THREADS).engine
 
 
 def shaped_engine(

@@ -395,7 +395,7 @@ class KilledJob:
 
     def _compare_with_cpu(self) -> None:
         """Compare the sampled rows' tokens with the CPU's; a difference must be a near-tie of the CPU's logits."""
-        from eagle_ray.evaluation.equivalence import Equivalence, compare, first_difference
+        from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference
 
         answers = {row["id"]: row["ids"] for row in read_jsonl(self.files.cpu_answers)}
         found = read_rows(self.output, ["request_id", "prompt", "output_token_ids", "status"]).to_pylist()

@@ -1,0 +1,15 @@
+"""Make the drafter of a draft model: EAGLE-2's dynamic tree, from the model's own tokens."""
+
+from __future__ import annotations
+
+from eagle_ray.config import SpeculativeConfig
+from eagle_ray.methods.candidate_ranker import corrections
+from eagle_ray.methods.draft_model.checkpoint import DraftModel
+from eagle_ray.methods.eagle.drafter import EagleDrafter
+from eagle_ray.models.target import TargetModel
+
+
+def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftModel) -> EagleDrafter:
+    """Return the drafter over a loaded model."""
+    calibration, coupling = corrections(speculative, target.device)
+    return EagleDrafter(weights, target, calibration=calibration, coupling=coupling)
