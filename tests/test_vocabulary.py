@@ -28,7 +28,6 @@ assembly
 doctor
 gguf
 lm_eval.py
-methods
 smollm2.py
 """  # packages whose identifiers are not mended yet; this only shrinks
 PATTERN = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
