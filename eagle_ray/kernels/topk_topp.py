@@ -9,8 +9,8 @@ order it is made in: a row's cuts are the same in every company.
     narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
 
-`retained_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as the function of
-that name in methods/coupling.py does: one program per row, which ends at once if the row is greedy or cuts nothing. It
+`retained_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as `lowest_retained`
+of methods/coupling.py does: one program per row, which ends at once if the row is greedy or cuts nothing. It
 is for ranking drafts, so the cuts are worked out on the best few tokens alone.
 """
 

@@ -57,7 +57,8 @@ class Method:
         planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
         is_candidate: auto tries it if model.draft, where it reads one, is its kind of draft.
         reads_datastore: it reads speculative.datastore.
-        training: how `eagle-ray train` makes its heads; None if it does not.
+        recipe: the class that trains its heads; None if `eagle-ray train` makes none.
+        training: the numbers of that training.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Method:
     planner: str | None = None
     is_candidate: bool = False
     reads_datastore: bool = False
+    recipe: str | None = None
     training: Training | None = None
 
     def check_draft(self, path: Path, target: Any) -> Any:
@@ -92,8 +94,13 @@ class Method:
         """Return the method's own planner, or None if speculative.budget decides."""
         return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 
+    def recipe_class(self) -> Any:
+        """Return the class that trains the method's heads; only of a method with a recipe."""
+        assert self.recipe is not None, f"{self.name} has no recipe"
+        return self.function(self.recipe)
+
     def function(self, reference: str) -> Callable[..., Any]:
-        """Return the function of one of the references above, after importing its module."""
+        """Return the function or class of one of the references above, after importing its module."""
         module, _, name = reference.partition(":")
         return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
 
@@ -114,6 +121,7 @@ METHODS = {
             "eagle",
             draft=HEAD,
             is_candidate=True,
+            recipe="recipe:EagleRecipe",
             training=Training(rate=3e-5, warmup_steps=2000),
         ),
         Method(
@@ -123,6 +131,7 @@ METHODS = {
             draft=HEAD_3,
             check="checkpoint:check_eagle3",
             load="checkpoint:load_eagle3",
+            recipe="recipe:Eagle3Recipe",
             training=Training(rate=5e-5, warmup_steps=12000, passes=7),
         ),
         Method(
@@ -157,6 +166,7 @@ METHODS = {
             check="checkpoint:check_medusa",
             load="checkpoint:load_medusa",
             is_candidate=True,
+            recipe="recipe:MedusaRecipe",
             training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
@@ -167,6 +177,7 @@ METHODS = {
             check="checkpoint:check_hydra",
             load="checkpoint:load_hydra",
             is_candidate=True,
+            recipe="recipe:MedusaRecipe",
             training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
@@ -177,6 +188,7 @@ METHODS = {
             check="checkpoint:meta_dflash",
             load="checkpoint:load_dflash",
             is_candidate=True,
+            recipe="recipe:DFlashRecipe",
             training=Training(rate=6e-4, warmup_share=0.04),
         ),
         Method(

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.core.errors import ConfigError
@@ -174,9 +174,6 @@ class EagleRecipe(HeadRecipe):
             f"agreement_{unrolled + 1}": float(agreement.sum()) / max(1.0, float(counts[0])),
         }
         return self.loss.feature_weight * feature_loss + self.loss.token_weight * token_loss, parts
-
-    def matrices(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
 
     def save(self, path: Path) -> None:
         save_head(self.head, self._raw_config, path)
@@ -324,10 +321,6 @@ class Eagle3Recipe(HeadRecipe):
                 sums[f"agreement_{s + 1}"] = float(agreement.sum()) / max(1.0, float(counts[s]))
                 sums["token_loss"] += float(loss.detach()) if s == 0 else 0.0
         return Losses(total, sums | {"loss": float(total.detach())})
-
-    def matrices(self) -> list[nn.Parameter]:
-        """Return all matrices but the lm_head, whose rows are classes."""
-        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)

@@ -25,11 +25,9 @@ from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.methods.dflash.recipe import DFlashRecipe
 from eagle_ray.methods.eagle.checkpoint import rewrite_for_sglang
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
-from eagle_ray.methods.eagle.recipe import Eagle3Recipe, EagleRecipe
-from eagle_ray.methods.medusa.recipe import MedusaRecipe
+from eagle_ray.methods.method import METHODS, trained_methods
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
@@ -39,13 +37,6 @@ from eagle_ray.training.packing import Document
 
 MAX_SLOTS = 8
 MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
-RECIPES: dict[str, type[HeadRecipe]] = {
-    "dflash": DFlashRecipe,
-    "eagle2": EagleRecipe,
-    "eagle3": Eagle3Recipe,
-    "hydra": MedusaRecipe,
-    "medusa": MedusaRecipe,
-}
 
 
 @contextmanager
@@ -80,9 +71,9 @@ def load_start(config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
     """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
     if config.head.start is None:
         return None
-    recipe = RECIPES[config.head.method]
+    recipe = METHODS[config.head.method].recipe_class()
     if not recipe.trains_further:
-        names = [name for name, each in RECIPES.items() if each.trains_further]
+        names = [name for name in trained_methods() if METHODS[name].recipe_class().trains_further]
         raise ConfigError(f"head.start: only {' and '.join(names)} heads are trained further")
     for key in ("draft_vocab_size", "intermediate_size"):
         if getattr(config.head, key) is not None:

@@ -23,6 +23,7 @@ from eagle_ray.assembly.hub import load_tokenizer
 from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
+from eagle_ray.methods.method import METHODS
 from eagle_ray.models.loader import bf16_unit, input_embedding
 from eagle_ray.models.runtime import tune_malloc
 from eagle_ray.report.html import training_page
@@ -30,7 +31,6 @@ from eagle_ray.storage.path import StoragePath, read_json_object, write_json
 from eagle_ray.training.frozen_target import ComputedFeatures, FeatureSource, FrozenTarget, feature_scale
 from eagle_ray.training.job.feature_cache import FeatureCache
 from eagle_ray.training.job.published_head import (
-    RECIPES,
     held_out_prompts,
     held_out_tau,
     load_start,
@@ -102,7 +102,7 @@ class HeadTraining:
         self.device = input_embedding(self.causal_lm).weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
         self.start = load_start(config, self.causal_lm)
-        self.kind = RECIPES[config.head.method]
+        self.kind = METHODS[config.head.method].recipe_class()
         self.target = self._target()
         self.layers = self._layers()
         self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)
