@@ -28,7 +28,7 @@ from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPa
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 from eagle_ray.tree.expand import Frontier
 
 MAX_FUSED_K = 32  # children per node that the kernel finds, one after the other
