@@ -74,7 +74,7 @@ class EngineSettings(TypedDict, total=False):
 
 
 _SECTIONS: dict[str, Any] = {"model": ModelConfig, "speculative": SpeculativeConfig, "execution": ExecutionConfig}
-KEYS = {
+ENGINE_KEYS = {
     name: f"{section}.{name}"
     for section, model in _SECTIONS.items()
     for name in model.model_fields
@@ -91,12 +91,12 @@ def engine_config(
     unknown or wrong argument.
     """
     for name in settings:
-        if name not in KEYS:
-            near = difflib.get_close_matches(name, KEYS, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Arguments: draft, seed, {', '.join(sorted(KEYS))}"
+        if name not in ENGINE_KEYS:
+            near = difflib.get_close_matches(name, ENGINE_KEYS, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Arguments: draft, seed, {', '.join(sorted(ENGINE_KEYS))}"
             raise ConfigError(f"LLM: unknown argument {name!r}. {hint}")
     target, draft = (_name_of(model) for model in (target, draft))
-    overrides = {KEYS[name]: plain_value(value) for name, value in settings.items()}
+    overrides = {ENGINE_KEYS[name]: plain_value(value) for name, value in settings.items()}
     overrides |= {"model.target": target, "seed": plain_value(seed)}
     if draft is not None:
         overrides["model.draft"] = draft

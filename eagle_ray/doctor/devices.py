@@ -170,7 +170,7 @@ def attention(shape: PretrainedConfig, device: str, dtype: torch.dtype, is_requi
         "path": path,
         "device": device,
         "dtype": str(dtype).removeprefix("torch."),
-        "packed_linears": _packs(device, dtype),
+        "packed_linears": packs_linears(device, dtype),
         "no_kernels": missing,
     }
     attends = path + (f" for {' and '.join(why)}" if why and missing else "")
@@ -205,7 +205,7 @@ def _slow_dtype(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _packs(device: str, dtype: torch.dtype) -> bool:
+def packs_linears(device: str, dtype: torch.dtype) -> bool:
     """Return whether linear layers are packed, decided as in the engine."""
     trial = nn.Sequential(nn.Linear(512, 512, device=device, dtype=dtype))
     pack_linears(trial)

@@ -150,7 +150,7 @@ def load_method_weights(
     ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: CausalLM
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
-    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
+    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module | None] = {}
     weights: dict[str, nn.Module | None] = {}
     for way in ways:
         key = (draft_requirement(way.speculative.method), way.drafts)

@@ -205,7 +205,7 @@ def _download(model: RemoteModel, directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class CopiedPiece:
     """Bytes start to stop of a file, and where they are written."""
 
     source: StoragePath
@@ -228,7 +228,7 @@ class _Piece:
         return self.stop - self.start
 
 
-def _pieces(model: RemoteModel, directory: Path) -> Iterator[_Piece]:
+def _pieces(model: RemoteModel, directory: Path) -> Iterator[CopiedPiece]:
     """Make the files, empty, and yield their pieces."""
     for name, (source, version) in model.files.items():
         target = directory / name
@@ -236,10 +236,10 @@ def _pieces(model: RemoteModel, directory: Path) -> Iterator[_Piece]:
         target.touch()
         step = PIECE_BYTES if source.is_s3 else max(version.size, 1)
         for start in range(0, version.size, step):
-            yield _Piece(source, target, start, min(start + step, version.size))
+            yield CopiedPiece(source, target, start, min(start + step, version.size))
 
 
-def _copy_all(pieces: list[_Piece], model: RemoteModel) -> None:
+def _copy_all(pieces: list[CopiedPiece], model: RemoteModel) -> None:
     """Copy all pieces, some at once, and log how far they are. The first error ends it."""
     done, logged_at = 0, time.monotonic()
     with ThreadPoolExecutor(NUM_DOWNLOADS, "eagle-ray-download") as pool:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.python_arguments import KEYS, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.python_arguments import ENGINE_KEYS, EngineSettings, engine_config, sampling_config
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.support.jobs import PAIR, token_rows
@@ -439,6 +439,6 @@ def test_a_pydantic_model_is_a_schema(llm):
 
 
 def test_the_arguments_of_an_llm_are_keys_of_a_job():
-    assert set(KEYS) == set(EngineSettings.__annotations__)
+    assert set(ENGINE_KEYS) == set(EngineSettings.__annotations__)
     config = JobConfig.model_fields["speculative"].annotation
     assert set(config.model_fields) <= set(EngineSettings.__annotations__)

@@ -43,9 +43,9 @@ def test_drafts_and_plain_decoding_are_timed_over_the_same_rows(job, rows):
 
 def test_neither_pass_finds_the_other_ones_prompts(job, rows):
     twin = BaselineComparison(job, WorkerPlan())
-    before = twin._plain_engine.counters.num_reused_tokens
+    before = twin.plain_engine.counters.num_reused_tokens
     twin.measure([ChosenRow(replace(r.request, prompt_token_ids=list(range(1, 100))), 0, None) for r in rows[:1]])
-    assert twin._plain_engine.counters.num_reused_tokens == before == twin._draft_engine.counters.num_reused_tokens
+    assert twin.plain_engine.counters.num_reused_tokens == before == twin.draft_engine.counters.num_reused_tokens
 
 
 def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, rows, monkeypatch):
@@ -53,7 +53,7 @@ def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, row
     twin = BaselineComparison(job, WorkerPlan())
     assert twin.verify(rows)["identical"] == len(rows) > 0
     twin.measure(rows)
-    for engine in (twin._draft_engine, twin._plain_engine):
+    for engine in (twin.draft_engine, twin.plain_engine):
         assert engine.graphs.num_replayed and engine.counters.num_ahead
 
 

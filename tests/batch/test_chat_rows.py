@@ -42,9 +42,9 @@ def answered(make_job, tmp_path):
         plan = plan_input(config)
         worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
         if text is not None:
-            tokenizer = worker._tokenizer
+            tokenizer = worker.tokenizer
             ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]
-            worker._engine = ScriptedEngine(worker._engine, ids, tokenizer.eos_ids)
+            worker.engine = ScriptedEngine(worker.engine, ids, tokenizer.eos_ids)
         try:
             table: pa.Table = asyncio.run(
                 worker.answer(table_of(list(request_rows(plan)), request_schema(plan.carried_fields)))

@@ -37,7 +37,7 @@ class Machines:
         kernels = self._directory / name / "triton"
         self._monkeypatch.setenv("EAGLE_RAY_CACHE", str(self._directory / name))
         self._monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
-        self._monkeypatch.setattr(cost_cache, "_used", set())
+        self._monkeypatch.setattr(cost_cache, "used_files", set())
         return kernels
 
     def start_worker(self, name: str, config: JobConfig, run: Run) -> int:

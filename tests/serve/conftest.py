@@ -43,8 +43,8 @@ def answering(qwen, monkeypatch):
 
     def app_of(text, size=3):
         ids = [*qwen.text.encode(text, add_special_tokens=False), min(qwen.text.eos_ids)]
-        scripted = ScriptedEngine(qwen._engine, ids, qwen.text.eos_ids, size)
-        monkeypatch.setattr(qwen, "_engine", scripted)
+        scripted = ScriptedEngine(qwen.engine, ids, qwen.text.eos_ids, size)
+        monkeypatch.setattr(qwen, "engine", scripted)
         return build_app(qwen)
 
     return app_of

@@ -111,7 +111,7 @@ def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
     assert min(len(body) for _, body in bodies) > LONG
 
     async def main() -> tuple[list[Answer], list[Any], list[int]]:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         try:
             asked = [asyncio.ensure_future(send(app, path, body)) for path, body in bodies]
             small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
@@ -136,7 +136,7 @@ def test_clients_with_large_requests_take_turns(shared):
         order.append(name)
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         asked = [asyncio.ensure_future(ask("alpha", ALPHA)) for _ in range(4)]
         await asyncio.sleep(0.05)
         asked.append(asyncio.ensure_future(ask("beta", BETA)))
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
     body = json.dumps(HI | {"user": "x" * LONG}).encode()
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await stack.enter_async_context(exchange(app, "POST", TEXT, body, ALPHA))
@@ -170,14 +170,14 @@ def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
 
 def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, monkeypatch):
     """One client's are all slow to compile, and asyncio's own threads are busy."""
-    app, released, real = build_app(shared), threading.Event(), grammar._matcher
+    app, released, real = build_app(shared), threading.Event(), grammar.matcher_of
 
     def slow(spec: Any, tokenizer: Any) -> Any:
         if spec.source.startswith("slow"):
             released.wait(60)
         return real(spec, tokenizer)
 
-    monkeypatch.setattr(grammar, "_matcher", slow)
+    monkeypatch.setattr(grammar, "matcher_of", slow)
 
     async def main() -> list[int]:
         loop = asyncio.get_running_loop()

@@ -40,14 +40,14 @@ def stop_after(monkeypatch):
     """stop_after(3): the process ends after that step, as by a kill."""
 
     def stop(step: int) -> None:
-        show = train_head_module._Progress.show
+        show = train_head_module.TrainProgress.show
 
         def interrupted(self, report, curves):
             show(self, report, curves)
             if report.step == step:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(train_head_module._Progress, "show", interrupted)
+        monkeypatch.setattr(train_head_module.TrainProgress, "show", interrupted)
 
     return stop
 

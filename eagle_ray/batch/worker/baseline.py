@@ -54,18 +54,18 @@ class BaselineComparison:
     def __init__(self, config: JobConfig, plan: WorkerPlan):
         bundle = build_engine_bundle(config, plan)
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
-        self._draft_engine = bundle.engine
-        self._plain_engine = plain_engine(bundle.engine)
+        self.draft_engine = bundle.engine
+        self.plain_engine = plain_engine(bundle.engine)
         if config.execution.order == "auto":
-            self._plain_engine.order_for_throughput()  # as build_engine_bundle does
+            self.plain_engine.order_for_throughput()  # as build_engine_bundle does
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return output tokens per second of all slots together, with drafts and without, prompts included.
 
         turns: tokens and seconds of each turn, with drafts and without.
         """
-        timing = Timing({DRAFTED: self._draft_engine, PLAIN: self._plain_engine})
-        num_slots = self._draft_engine.scheduler.num_slots
+        timing = Timing({DRAFTED: self.draft_engine, PLAIN: self.plain_engine})
+        num_slots = self.draft_engine.scheduler.num_slots
         groups = [
             rows[start : start + ROWS_PER_SLOT * num_slots] for start in range(0, len(rows), ROWS_PER_SLOT * num_slots)
         ]
@@ -87,7 +87,7 @@ class BaselineComparison:
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
         """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
-        turn = Timing({PLAIN: self._plain_engine}).round(partial(self._sequences, rows))
+        turn = Timing({PLAIN: self.plain_engine}).round(partial(self._sequences, rows))
         differences = [
             self._first_difference(row, sequence) for row, sequence in zip(rows, turn.answers[PLAIN], strict=True)
         ]
@@ -134,7 +134,7 @@ class BaselineComparison:
         self, logits: Float[Tensor, " V"], plain: Sequence, output_ids: list[int]
     ) -> Float[Tensor, " V"]:
         """Return the logits after the sequence's controls, for the token after output_ids."""
-        before, grammars, spec = plain.controls, self._plain_engine.grammars, plain.grammar_spec
+        before, grammars, spec = plain.controls, self.plain_engine.grammars, plain.grammar_spec
         if before is None:
             return logits
         grammar = None if grammars is None or spec is None else grammars.start(spec)

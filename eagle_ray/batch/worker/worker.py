@@ -99,8 +99,8 @@ class Worker:
         with start_cache(run):
             bundle = build_engine_bundle(config, plan)
         self.worker_id = process_name(os.getpid())
-        self._config, self._tokenizer = config, bundle.tokenizer
-        self._engine = AsyncEngine(bundle.engine)
+        self._config, self.tokenizer = config, bundle.tokenizer
+        self.engine = AsyncEngine(bundle.engine)
         self._schema = output_schema([])
         self._carried = [field.name for field in carried]
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
@@ -119,10 +119,10 @@ class Worker:
         return table.combine_chunks()
 
     def counters(self) -> EngineCounters:
-        return self._engine.counters()
+        return self.engine.counters()
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     async def _answer(self, request: Request) -> list[OutputRow]:
         if request.user_turns is not None:
@@ -131,7 +131,7 @@ class Worker:
             return [row for rows in conversations for row in rows]
         try:
             with _as_row_error(request):
-                sequences = sequences_of(request, self._config, self._tokenizer)
+                sequences = sequences_of(request, self._config, self.tokenizer)
             await self._generate(sequences)
             with _as_row_error(request):
                 return self._rows.of(request, sequences)
@@ -157,7 +157,7 @@ class Worker:
 
     async def _answer_turn(self, turn: Request, sample_index: int) -> OutputRow:
         with _as_row_error(turn):
-            sequence = sequence_of(turn, self._config, self._tokenizer, sample_index)
+            sequence = sequence_of(turn, self._config, self.tokenizer, sample_index)
         await self._generate([sequence])
         with _as_row_error(turn):
             [row] = self._rows.of(turn, [sequence])
@@ -179,7 +179,7 @@ class Worker:
     async def _generate(self, sequences: list[Sequence]) -> None:
         """Return all samples of a row. If one fails or times out, the others are aborted."""
         limit = self._config.execution.row_timeout_s
-        tasks = [asyncio.ensure_future(with_timeout(self._engine.generate(s), s, limit)) for s in sequences]
+        tasks = [asyncio.ensure_future(with_timeout(self.engine.generate(s), s, limit)) for s in sequences]
         try:
             await asyncio.gather(*tasks)
         finally:

@@ -117,7 +117,7 @@ class HeadTraining:
         """Train the remaining steps, publish the head and return the record."""
         trainer = self._trainer()
         curves, begin = self._restore(trainer)
-        progress = _Progress(self.config, self.num_steps, begin)
+        progress = TrainProgress(self.config, self.num_steps, begin)
         if begin:
             log.info("resuming at step %d of %d", begin, self.num_steps)
 
@@ -301,7 +301,7 @@ class HeadTraining:
         return record
 
 
-class _Progress:
+class TrainProgress:
     """Logs a line every few seconds, with the loss, the agreement, the last tau and the remaining time."""
 
     def __init__(self, config: TrainConfig, num_steps: int, begin: int):
