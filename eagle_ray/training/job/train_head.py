@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.models.loader import bf16_unit, input_embedding
