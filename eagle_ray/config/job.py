@@ -181,7 +181,7 @@ class SpeculativeConfig(StrictModel):
     """Drafting method and its limits. The defaults are EAGLE-2's published 7B setting.
 
     max_depth: tokens of the longest draft path. max_nodes: nodes of a draft tree without its root.
-        Methods that decide their tree (ddd, eagle1, opt_tree, sequoia) obey these bounds and ignore budget.
+        Methods that decide their tree alone obey these bounds and ignore budget.
     ranking: the scores that select which nodes are expanded and verified, for drafters with weights. The default is
         published if budget is uniform, and coupled otherwise. The ranking never changes an output token.
     datastore: token ids that method rest searches.
