@@ -36,7 +36,7 @@ def run_endpoint(config: ServeConfig) -> int:
     """Serve until interrupted, finish the requests in flight, and return 0. Raises ConfigError, ClusterError."""
     configure_logging(config.logging.level)
     serving = config.serving
-    _check_port(serving.host, serving.port)
+    check_port(serving.host, serving.port)
     store = None if serving.batches.path is None else BatchStore.open(serving.batches.path)
     keys = read_keys(serving.api_keys_file, salt=None if store is None else store.salt())
     if not keys and not is_loopback(serving.host):
@@ -118,7 +118,7 @@ def _welcome(config: ServeConfig, has_keys: bool) -> str:
     )
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
     """Raises ConfigError where the address cannot be had: Serve's proxy would try for minutes."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

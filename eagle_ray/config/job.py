@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -181,7 +181,7 @@ class SpeculativeConfig(StrictModel):
     """Drafting method and its limits. The defaults are EAGLE-2's published 7B setting.
 
     max_depth: tokens of the longest draft path. max_nodes: nodes of a draft tree without its root.
-        Methods that decide their tree (ddd, eagle1, opt_tree, sequoia) obey these bounds and ignore budget.
+        Methods that decide their tree alone obey these bounds and ignore budget.
     ranking: the scores that select which nodes are expanded and verified, for drafters with weights. The default is
         published if budget is uniform, and coupled otherwise. The ranking never changes an output token.
     datastore: token ids that method rest searches.
@@ -335,6 +335,9 @@ class EnginesConfig(StrictModel):
         endpoint.
     require_kernels: refuse to start an engine without Triton's kernels and CUDA graphs, which decodes slower.
     """
+
+    # Prompt tokens of a step if prefill_tokens is auto, by type of device; on a CPU twice as many are hardly faster.
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = {"cpu": 512, "cuda": 4096}
 
     ray_address: Name = Field(default="auto", description="auto, local or a Ray address")
     slots: Literal["auto"] | PositiveInt = Field(

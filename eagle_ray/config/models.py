@@ -113,9 +113,10 @@ def _check_draft_vocab(speculative: SpeculativeConfig) -> None:
             f"{speculative.draft_vocab or 'null'}"
         )
     if speculative.draft_vocab is not None and draft_requirement(speculative.method) != HEAD:
+        readers = ", ".join(method.name for method in METHODS.values() if method.draft == HEAD)
         raise ConfigError(
-            "speculative.draft_vocab: of no use: it is for heads that read the target's lm_head (eagle1, eagle2, "
-            f"sequoia), and {speculative.method} is set"
+            f"speculative.draft_vocab: of no use: it is for heads that read the target's lm_head ({readers}), and "
+            f"{speculative.method} is set"
         )
 
 

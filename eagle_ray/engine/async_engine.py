@@ -201,12 +201,12 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine):
-        self._steps = StepLoop(engine)
+        self.step_loop = StepLoop(engine)
         self._post: LoopMailbox | None = None
         self._compiler = ThreadPoolExecutor(MAX_COMPILING, "eagle-ray-compiler")  # other work never waits for grammars
-        self._thread = threading.Thread(target=self._steps.run, name="eagle-ray-engine", daemon=True)
+        self._thread = threading.Thread(target=self.step_loop.run, name="eagle-ray-engine", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._steps.inbox.put, None)
+        self._finalizer = weakref.finalize(self, self.step_loop.inbox.put, None)
         self._finalizer.atexit = False  # a daemon thread ends with the process
 
     async def generate(self, sequence: Sequence) -> Sequence:
@@ -240,7 +240,7 @@ class AsyncEngine:
 
         generate and stream do so, too. A compilation that has not begun ends with its caller.
         """
-        engine = self._engine
+        engine = self.inner
         if engine is not None and sequence.grammar_spec is not None and sequence.grammar is None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compiler, engine.compile_grammar, sequence)
@@ -255,31 +255,31 @@ class AsyncEngine:
                     raise
 
     @property
-    def _engine(self) -> Engine | None:
-        return self._steps.engine
+    def inner(self) -> Engine | None:
+        return self.step_loop.engine
 
     @property
     def is_alive(self) -> bool:
         """Return whether the engine still serves requests."""
-        return self._steps.error is None
+        return self.step_loop.error is None
 
     def counters(self) -> EngineCounters:
         """Return a copy of the engine's counters."""
-        return self._steps.counters()
+        return self.step_loop.counters()
 
     def occupancy(self) -> Occupancy:
         """Return the current occupancy, possibly in the middle of a step."""
-        return self._steps.occupancy()
+        return self.step_loop.occupancy()
 
     def close(self) -> None:
         """End the thread after its current step, wait for it, and free the engine's memory."""
-        self._steps.inbox.put(None)
+        self.step_loop.inbox.put(None)
         self._thread.join()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, sequence: Sequence, listener: Callable[[], None] | None) -> Sequence:
         await self._compile_in_turn(sequence)
-        steps, post = self._steps, self._mailbox()
+        steps, post = self.step_loop, self._mailbox()
         call = PendingRequest(sequence, post.loop.create_future(), post, listener)
         with steps.lock:
             if steps.error is not None:

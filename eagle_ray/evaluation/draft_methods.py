@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
@@ -150,7 +150,7 @@ def load_method_weights(
     ways: Iterable[DraftMethod], model: ModelConfig, causal_lm: CausalLM
 ) -> dict[str, nn.Module | None]:
     """Return the weights of each method, loaded once if several read one draft."""
-    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module] = {}
+    loaded: dict[tuple[str | None, tuple[str, ...]], nn.Module | None] = {}
     weights: dict[str, nn.Module | None] = {}
     for way in ways:
         key = (draft_requirement(way.speculative.method), way.drafts)

@@ -330,7 +330,7 @@ class RecordingPlanner:
 
     def __init__(self, planner: Planner, costs: StepCosts | None = None, keeps_trees: bool = False):
         self._planner = planner
-        self._costs = costs
+        self.step_costs = costs
         self._keeps_trees = keeps_trees
         self._sequence: Sequence | None = None
         self._trees: list[RecordedTree] = []
@@ -368,13 +368,13 @@ class RecordingPlanner:
         self.draft_s += outcome.seconds.draft
         self.verify_s += outcome.seconds.verify
         self.rest_s += outcome.seconds.overhead
-        if self._costs is None:
+        if self.step_costs is None:
             return
-        predicted = self._costs.predict(outcome)
-        self.predicted_s += predicted.total - self._costs.prefill_seconds(outcome)
-        self.predicted_plain_s += self._costs.plain_seconds(outcome.batch_size, outcome.num_cached)
-        if getattr(self._planner, "costs", None) is not self._costs:
-            self._costs.update(outcome, predicted)
+        predicted = self.step_costs.predict(outcome)
+        self.predicted_s += predicted.total - self.step_costs.prefill_seconds(outcome)
+        self.predicted_plain_s += self.step_costs.plain_seconds(outcome.batch_size, outcome.num_cached)
+        if getattr(self._planner, "costs", None) is not self.step_costs:
+            self.step_costs.update(outcome, predicted)
 
     def best_tree(self, sequence: Sequence) -> RecordedTree | None:
         """Return the tree with the longest accepted path, the earliest of several; None if none was drafted."""

@@ -421,7 +421,7 @@ class FeatureBuffer:
     """
 
     def __init__(self, num_slots: int, window: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str):
-        self.window, self.device = window, device
+        self.window, self.device = window, torch.device(device)
         self._nowhere = (num_slots + 1) * window  # a last row takes what is not to be kept
         self.tokens = torch.zeros(self._nowhere + 1, dtype=torch.int64, device=device)
         self.features = torch.zeros(self._nowhere + 1, hidden_size, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ LOCK_LIMIT_S = 120.0  # longer than any measurement takes
 NUMBERS = ("attention_per_token", "attention_per_row", "per_sequence")
 DAMAGES = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # what reading a file raises
 
-_used: set[Path] = set()  # files of costs that this process has read or measured
+used_files: set[Path] = set()  # files of costs that this process has read or measured
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
@@ -44,13 +44,13 @@ def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> 
             if costs is None:
                 costs = measure()
                 keep_costs(parts, costs)
-    _used.add(path)
+    used_files.add(path)
     return costs
 
 
 def used_costs() -> list[Path]:
     """Return the files of costs that this process has read or measured."""
-    return sorted(path for path in _used if path.is_file())
+    return sorted(path for path in used_files if path.is_file())
 
 
 def adopt_costs(name: str, data: bytes) -> None:

@@ -255,7 +255,7 @@ class BucketLease(Lease):
         began = time.monotonic()
         self._beats += 1  # no two beats are the same: each has its own ETag
         facts = {"holder": _myself(), "token": self._token, "beat": self._beats}
-        content = json_bytes(facts | {"process": asdict(Process.current()), "boot": _boot()})
+        content = json_bytes(facts | {"process": asdict(Process.current()), "boot": boot_id()})
         written = self._file.create(content) if stamp is None else self._file.replace(content, stamp.version)
         if written is not None:
             self._version, self._written_at = written.version, began
@@ -371,12 +371,12 @@ def _start_time(pid: int) -> str | None:
 def _has_ended_here(record: dict[str, Any]) -> bool:
     """Return whether the holder was a process of this machine, since its last start, that has ended."""
     try:
-        return record["boot"] == _boot() != "" and Process.of(record["process"]).is_gone() is True
+        return record["boot"] == boot_id() != "" and Process.of(record["process"]).is_gone() is True
     except (KeyError, TypeError):  # of an earlier version, or not a lease of ours
         return False
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Return what the system names this start of the machine: machines may share a host name. Empty if not Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -177,14 +177,14 @@ class GrammarCompiler:
 
         def compile_source() -> None:
             try:
-                made.set_result(_matcher(spec, tokenizer))
+                made.set_result(matcher_of(spec, tokenizer))
             except BaseException as error:
                 made.set_exception(error)
             finally:
                 self._free.release()
 
         try:
-            _start_thread(compile_source)
+            start_thread(compile_source)
         except BaseException:
             self._free.release()
             raise
@@ -198,7 +198,7 @@ class GrammarCompiler:
 _stack_lock = threading.Lock()
 
 
-def _start_thread(work: Callable[[], None]) -> None:
+def start_thread(work: Callable[[], None]) -> None:
     """Start a thread with a large stack: llguidance recurses over the rules, and a full stack ends the process."""
     with _stack_lock:
         before = threading.stack_size(STACK_BYTES)
@@ -216,17 +216,17 @@ def _check_size(spec: GrammarSpec) -> None:
         raise RequestError("bad_grammar", f"{spec.name}: {message}")
 
 
-def _matcher(spec: GrammarSpec, tokenizer: Any) -> Matcher:
+def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
     """Compile a grammar. Raises RequestError naming the kind."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=LLParserLimits())
+    matcher = LLMatcher(tokenizer, grammar_source(spec), log_level=0, limits=LLParserLimits())
     if matcher.is_error():
         raise RequestError("bad_grammar", f"{spec.name}: {first_line(matcher.get_error())}")
     return matcher
 
 
-def _source(spec: GrammarSpec) -> str:
+def grammar_source(spec: GrammarSpec) -> str:
     """Return what llguidance compiles. Raises RequestError naming the kind."""
     from llguidance import LLMatcher
 

@@ -195,7 +195,7 @@ class FairQueue:
     """Use it on one event loop. max_turns: sequences that may be at the engine together."""
 
     def __init__(self, num_clients: int, max_turns: int):
-        self._num_free = max_turns
+        self.num_free = max_turns
         self._served = [0] * num_clients  # tokens, per client
         self._reserved = [0] * num_clients  # tokens that the sequences at the engine may take, per client
         self._waiting: list[dict[asyncio.Future[None], int]] = [{} for _ in range(num_clients)]  # tokens, oldest first
@@ -227,7 +227,7 @@ class FairQueue:
     def _release(self, client: int, tokens: int, used: int) -> None:
         self._reserved[client] -= tokens
         self._served[client] += used
-        self._num_free += 1
+        self.num_free += 1
         self._dispatch()
 
     def _catch_up(self, client: int) -> None:
@@ -241,7 +241,7 @@ class FairQueue:
 
     def _dispatch(self) -> None:
         """Give free places to the clients that were served least."""
-        while self._num_free and any(self._waiting):
+        while self.num_free and any(self._waiting):
             client = min((i for i, waiting in enumerate(self._waiting) if waiting), key=self._served_tokens)
             place = next(iter(self._waiting[client]))
             tokens = self._waiting[client].pop(place)
@@ -249,7 +249,7 @@ class FairQueue:
                 continue
             self._last_served = self._served[client]
             self._reserved[client] += tokens
-            self._num_free -= 1
+            self.num_free -= 1
             place.set_result(None)
 
     def _served_tokens(self, client: int) -> int:

@@ -106,8 +106,8 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
     schemas = _schemas()
     _add_limits(schemas, model_name, vocab_size)
     paths = {path: {"post": _post(path)} for path in POSTS} | {path: {"get": _get(path)} for path in GETS}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _batch_operation(operation)
+    for batch_operation in OPERATIONS:
+        paths.setdefault(batch_operation.path, {})[batch_operation.method] = _batch_operation(batch_operation)
     if has_keys:
         for path in paths.keys() - set(OPEN):
             for operation in paths[path].values():

@@ -3,7 +3,7 @@
 All requests share the engine's batch. A full queue refuses at once, clients with different API keys
 take turns (``admission``), and a cancelled request frees its slots at the engine's next step.
 
-    service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
+    service = Service.start(config, WorkerPlan(threads=2), keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request, num_bytes))
 """
 
@@ -17,7 +17,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from eagle_ray.assembly.assemble import build_in_thread
-from eagle_ray.assembly.worker_plan import SERVE_PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
@@ -96,26 +97,26 @@ class Service:
         self.meter = ReplicaMetrics()
         self.admission = Admission(_limit(config, engine), len(self.keys), self.max_model_len)
         self._idle_slots = IdleSlots(self.admission, engine.scheduler.num_slots)
-        self._fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
+        self.fair_queue = _fair_queue(len(self.keys), engine.scheduler.num_slots)
         num_clients = max(1, len(self.keys))
-        self._readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
+        self.readers, self._writers = Threads("reader", num_clients), Threads("writer", num_clients)
         self._compilations = [FairQueue(1, max_turns=_num_compilations(num_clients)) for _ in range(num_clients)]
-        self._engine = AsyncEngine(engine)
+        self.engine = AsyncEngine(engine)
 
     @classmethod
-    def start(cls, config: ServeConfig, threads: int, keys: ApiKeys | None = None) -> Service:
+    def start(cls, config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None) -> Service:
         """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
-        gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        pair = build_in_thread(config.model, config.speculative, serving, gpus, threads, SERVE_PREFILL_TOKENS)
+        args = EngineArgs.of_worker(serving, plan.num_gpus)
+        pair = build_in_thread(config.model, config.speculative, args, plan.threads, serving.require_kernels)
         return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property
     def is_alive(self) -> bool:
-        return self._engine.is_alive
+        return self.engine.is_alive
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     @property
     def in_flight(self) -> Need:
@@ -123,7 +124,7 @@ class Service:
         return self.admission.in_flight
 
     def snapshot(self) -> Snapshot:
-        return self.meter.snapshot(self._engine.counters(), self._engine.occupancy(), self.in_flight.sequences)
+        return self.meter.snapshot(self.engine.counters(), self.engine.occupancy(), self.in_flight.sequences)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if the request names another model than this one."""
@@ -136,7 +137,7 @@ class Service:
         """Return the request in a body. client: the number of its API key. Raises ApiError."""
         if len(body) <= LONG:
             return parse(kind, body)
-        return await self._readers.run(len(body), client, _parse_long, kind, body)
+        return await self.readers.run(len(body), client, _parse_long, kind, body)
 
     async def read(
         self,
@@ -155,20 +156,20 @@ class Service:
         request: ChatRequest | CompletionRequest
         response: ResponsesRequest | None = None
         if isinstance(parsed, ResponsesRequest):
-            request, response = await self._readers.run(num_bytes, client, parsed.chat), parsed
+            request, response = await self.readers.run(num_bytes, client, parsed.chat), parsed
         else:
             request = parsed
         self.check_model(request.model)
         num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         self.admission.check(min_need(request, self.config, self.max_model_len), client, num_prompts)
-        return await self._readers.run(
+        return await self.readers.run(
             num_bytes, client, prepare_generation, request, self.config, self.text, is_typed, client, response
         )
 
     async def tokens(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
         """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
         self.check_model(request.model)
-        return await self._readers.run(num_bytes, client, self._tokens_body, request)
+        return await self.readers.run(num_bytes, client, self._tokens_body, request)
 
     def _tokens_body(self, request: TokenizeRequest) -> bytes:
         prompt, add_special_tokens = request.prompt or "", request.add_special_tokens
@@ -191,7 +192,7 @@ class Service:
                 raise ApiError(400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id")
             return json_body({"prompt": self.text.decode_with_special(request.tokens)})
 
-        return await self._readers.run(num_bytes, client, make)
+        return await self.readers.run(num_bytes, client, make)
 
     async def answer(self, generation: GenerationRequest) -> bytes:
         """Return the response body with all choices. If one fails, the others are aborted.
@@ -218,14 +219,14 @@ class Service:
         if sequence.grammar_spec is not None:
             async with self._compilations[generation.client].turn(client=0, tokens=1):
                 try:
-                    await self._engine.compile_grammar(sequence)
+                    await self.engine.compile_grammar(sequence)
                 except RequestError as error:
                     raise named_error(error, generation) from None
 
     async def _generate(self, generation: GenerationRequest, sequence: Sequence) -> None:
         await self._compile(generation, sequence)
         async with self._turn(generation, sequence):
-            await self._engine.generate(sequence)
+            await self.engine.generate(sequence)
 
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of one line of a batch, when a slot is free for it. Never raises for a bad line.
@@ -313,7 +314,7 @@ class Service:
             await self._compile(generation, choice.sequence)
             async with (
                 self._turn(generation, choice.sequence),
-                aclosing(self._engine.stream(choice.sequence)) as counts,
+                aclosing(self.engine.stream(choice.sequence)) as counts,
             ):
                 async for count in counts:
                     if choice.sequence is choice.first:
@@ -345,10 +346,10 @@ class Service:
     @asynccontextmanager
     async def _turn(self, generation: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
         """Wait for the sequence's turn at the engine: at once, unless clients with several keys share it."""
-        if self._fair_queue is None:
+        if self.fair_queue is None:
             yield
             return
-        async with self._fair_queue.turn(generation.client, num_tokens(sequence, self.max_model_len)) as turn:
+        async with self.fair_queue.turn(generation.client, num_tokens(sequence, self.max_model_len)) as turn:
             try:
                 yield
             finally:

@@ -118,7 +118,7 @@ class RemoteFile(ReadOnlyFile):
 
 
 @lru_cache(maxsize=8)
-def _file_system_of(scheme: str) -> Any:
+def file_system_of(scheme: str) -> Any:
     import fsspec  # with its file systems half a second: local jobs do without
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -126,7 +126,7 @@ def _file_system_of(scheme: str) -> Any:
 
 def _file_system(url: str) -> Any:
     try:
-        return _file_system_of(url.partition("://")[0])
+        return file_system_of(url.partition("://")[0])
     except (ImportError, ValueError, TypeError) as error:  # no package, no such scheme, no URL alone
         words = f"{url}: fsspec has no file system for it here ({error}). Install its package, or use another storage."
         raise NotSupported(words) from error

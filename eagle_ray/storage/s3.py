@@ -70,7 +70,7 @@ PAGE_SIZE = 1000  # names in one answer to a listing
 SMALL_OBJECT_BYTES = 1 << 20  # an object of this size is read at once
 MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
 
-_answered: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method of requests that were answered
+answered_requests: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method
 
 
 def is_file(url: str) -> bool:
@@ -283,18 +283,18 @@ def _request(
         if precondition is not None:
             precondition()
         try:
-            session = _session(os.getpid(), _endpoint())
+            session = session_of(os.getpid(), _endpoint())
             limit = CONNECT_S + READ_S + size / MIN_BYTES_PER_S
             response = sync(session.loop, _send, session, method, arguments, timeout=limit)
-            _answered.add(kind)
+            answered_requests.add(kind)
             return response
         except REQUEST_ERRORS as error:
             is_refused = bool(extended_waits()) and _is_refusal(error)
             if wait is None or not (is_refused or _is_retryable(error)):
                 where = f"{url} at {_endpoint() or 'the default endpoint'}"
-                raise _as_storage_error(error, where, is_refused and kind in _answered) from error
+                raise _as_storage_error(error, where, is_refused and kind in answered_requests) from error
             if is_refused:
-                _session.cache_clear()  # a client keeps the credentials that it began with, or none
+                session_of.cache_clear()  # a client keeps the credentials that it began with, or none
         time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
@@ -313,7 +313,7 @@ def _endpoint() -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _session(process: int, endpoint: str | None) -> S3FileSystem:
+def session_of(process: int, endpoint: str | None) -> S3FileSystem:
     """Return the client for an endpoint, one per process, shared by its threads.
 
     Raises NotSupported for an endpoint that is not a URL.

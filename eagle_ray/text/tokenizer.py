@@ -67,13 +67,13 @@ class Tokenizer:
         max_model_len: int | None = None,
         chat_format: ChatFormat | None = None,
     ):
-        self._tokenizer = tokenizer
+        self.hf_tokenizer = tokenizer
         self.chat_format = chat_format or ChatFormat()
         self._with_markers: Tokenizer | None = None
         self._hidden_ids: frozenset[int] | None = None  # special tokens that a text leaves out; None is all of them
         self._chat_template = chat_template
         self._eos_ids = eos_ids
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._byte_ids = _byte_ids(tokenizer)
         self.encode("")  # settles the tokenizer's state, so that one thread may encode while another decodes
 
@@ -117,7 +117,7 @@ class Tokenizer:
 
     def reasoning_end_id(self) -> int:
         """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
-        ids = self._tokenizer.encode(THINK_CLOSE, add_special_tokens=False)
+        ids = self.hf_tokenizer.encode(THINK_CLOSE, add_special_tokens=False)
         if len(ids) > 1:
             raise RequestError(
                 "invalid_sampling",
@@ -133,9 +133,9 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[int, str]:
         """Return the tokens that a text leaves out by default, by their ids."""
-        added = self._tokenizer.added_tokens_decoder
+        added = self.hf_tokenizer.added_tokens_decoder
         special = {id_: token.content for id_, token in added.items() if token.special}
-        return special | dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
+        return special | dict(zip(self.hf_tokenizer.all_special_ids, self.hf_tokenizer.all_special_tokens, strict=True))
 
     def encode(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of raw text, with the special tokens that the tokenizer adds. Raises RequestError if it is far
@@ -144,14 +144,14 @@ class Tokenizer:
         Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text is first judged by
         its beginning.
         """
-        if self._max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self._max_model_len:
-            self._check_beginning(prompt, self._max_model_len)
-        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
+        if self.max_model_len is not None and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len:
+            self._check_beginning(prompt, self.max_model_len)
+        return self.hf_tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
 
     def _check_beginning(self, prompt: str, max_tokens: int) -> None:
         beginning = prompt[: MAX_CHARS_PER_TOKEN * max_tokens]
         if (
-            len(self._tokenizer.encode(beginning, add_special_tokens=False, verbose=False))
+            len(self.hf_tokenizer.encode(beginning, add_special_tokens=False, verbose=False))
             > max_tokens + MAX_TOKENS_LOST_AT_CUT
         ):
             raise RequestError(
@@ -167,14 +167,14 @@ class Tokenizer:
 
     def info(self) -> dict[str, Any]:
         """Return the tokenizer's class, its special tokens by role and the chat template in use, as JSON."""
-        special = {role: str(token) for role, token in self._tokenizer.special_tokens_map.items()}
-        return {"tokenizer_class": type(self._tokenizer).__name__, **special, "chat_template": self._chat_template}
+        special = {role: str(token) for role, token in self.hf_tokenizer.special_tokens_map.items()}
+        return {"tokenizer_class": type(self.hf_tokenizer).__name__, **special, "chat_template": self._chat_template}
 
     def to_json(self) -> str:
         """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(f"{type(self._tokenizer).__name__} has no form as tokenizer.json")
+            raise ValueError(f"{type(self.hf_tokenizer).__name__} has no form as tokenizer.json")
         return str(backend.to_str())
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> list[int]:
@@ -189,7 +189,7 @@ class Tokenizer:
 
     def special_id(self, role: str) -> int | None:
         """Return the id of the special token of a role, such as "bos" or "eos", or None if there is none."""
-        special_id: int | None = getattr(self._tokenizer, f"{role}_token_id", None)
+        special_id: int | None = getattr(self.hf_tokenizer, f"{role}_token_id", None)
         return special_id
 
     def render_chat(
@@ -213,7 +213,7 @@ class Tokenizer:
         self._check_tools(options)
         try:
             return str(
-                self._tokenizer.apply_chat_template(
+                self.hf_tokenizer.apply_chat_template(
                     list(messages),
                     tools=list(options.tools) or None,
                     chat_template=self._chat_template,
@@ -245,12 +245,12 @@ class Tokenizer:
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each id, such as "Ġthe", which is not always its text."""
-        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+        return list(self.hf_tokenizer.convert_ids_to_tokens(list(ids)))
 
     def word_ids(self, word: str) -> list[list[int]]:
         """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
         bare = word.lstrip() or word
-        spellings = [self._tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+        spellings = [self.hf_tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
         return [ids for i, ids in enumerate(spellings) if ids and ids not in spellings[:i]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -273,7 +273,7 @@ class Tokenizer:
 
     def _own_text(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(
-            self._tokenizer.decode(
+            self.hf_tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )

@@ -120,7 +120,7 @@ def test_an_interrupt_that_logging_swallows_ends_the_wait(monkeypatch):
 
     monkeypatch.setattr(auto_restart.log, "warning", swallow)
     with pytest.raises(KeyboardInterrupt), interruptible():
-        auto_restart._wait(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
+        auto_restart.wait_to_restart(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ from eagle_ray.batch.driver.cluster import (
     GcsWatch,
     RayletWatch,
     RayMessages,
-    _check_answers,
-    _start_error,
-    _take_ray_messages,
     check_alive,
+    check_answers,
     connect,
     describe_error,
+    start_error,
+    take_ray_messages,
 )
 from eagle_ray.batch.driver.execute import CALLS_PER_ACTOR, plan_batch_size, plan_calls
 from eagle_ray.batch.driver.signals import interruptible
@@ -58,9 +58,9 @@ def test_few_rows_are_spread_over_all_actors():
 def test_an_address_where_nothing_listens_is_refused_at_once(form):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = form.format(f"127.0.0.1:{server.getsockname()[1]}")
-        _check_answers(address)
+        check_answers(address)
     with pytest.raises(ClusterError, match=r"execution\.ray_address: nothing answers"):
-        _check_answers(address)
+        check_answers(address)
 
 
 @pytest.mark.parametrize(("gone", "says"), [("gcs_server", "gcs_server has ended"), ("raylet", "raylet has ended")])
@@ -124,7 +124,7 @@ def test_a_closed_watch_of_a_raylet_reports_nothing(tmp_path):
 
 @pytest.mark.parametrize("address", ["auto", "local"])
 def test_words_are_no_addresses(address):
-    _check_answers(address)
+    check_answers(address)
 
 
 TRACEBACK = """ray::Map(EngineActor)() (pid=7)
@@ -166,7 +166,7 @@ def test_what_ray_would_print_is_no_output_of_a_job_and_a_lack_of_memory_is_one_
     for name in ("print_to_stdstream", "_unhandled_error_handler"):
         monkeypatch.setattr(worker, name, getattr(worker, name))  # put back at the end
     monkeypatch.setattr(cluster, "ray_messages", received)
-    _take_ray_messages()
+    take_ray_messages()
     worker._unhandled_error_handler(KeyError("dataset_1"))
     worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
     assert not received.lacks_memory(time.monotonic()) and messages == []
@@ -187,7 +187,7 @@ def test_what_ray_would_print_is_no_output_of_a_job_and_a_lack_of_memory_is_one_
     ],
 )
 def test_why_ray_does_not_start_is_one_line(error, code, words):
-    found = _start_error(error, 3.0)
+    found = start_error(error, 3.0)
     assert outcome_of(found).code == code and words in str(found) and "\n" not in str(found)
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from eagle_ray.batch.driver import ray_environment
-from eagle_ray.batch.driver.cluster import _check_loopback
+from eagle_ray.batch.driver.cluster import check_loopback
 from eagle_ray.batch.driver.ray_environment import (
     LOCAL,
     LOOPBACK_VARIABLES,
@@ -70,7 +70,7 @@ def test_a_local_ray_is_kept_on_loopback_whatever_the_environment_says(monkeypat
 def test_a_head_on_loopback_alone_is_joined_there(monkeypatch, host, is_alone):
     """Ray would take its address for the machine's own, where nothing answers."""
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    monkeypatch.setattr(ray_environment, "_own_host", lambda: "127.0.0.2")
+    monkeypatch.setattr(ray_environment, "own_host", lambda: "127.0.0.2")
     with socket.create_server((host, 0)) as server:
         prepare_ray_environment(f"127.0.0.1:{server.getsockname()[1]}")
     assert (os.environ.items() >= LOOPBACK_VARIABLES.items()) == is_alone
@@ -101,6 +101,6 @@ def test_a_local_ray_on_another_address_is_ended_and_refused(monkeypatch):
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     with pytest.raises(ClusterError, match=r"Ray listens on 10\.9\.8\.7 instead of 127\.0\.0\.1"):
-        _check_loopback("10.9.8.7")
-    _check_loopback("127.0.0.1")
+        check_loopback("10.9.8.7")
+    check_loopback("127.0.0.1")
     assert ended == [True]

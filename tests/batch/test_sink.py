@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from eagle_ray.batch.driver.execute import _write
+from eagle_ray.batch.driver.execute import write_dataset
 from eagle_ray.batch.worker.sink import AtomicParquetSink, nest
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.requests.row_schema import SCHEMA_VERSION, VERSION_KEY, output_schema, table_of
@@ -72,7 +72,7 @@ def test_what_the_system_refuses_is_one_line_with_the_file(ray_session, tmp_path
     (tmp_path / "data").rmdir()
     (tmp_path / "data").touch()
     with pytest.raises(ConfigError, match=r"^cannot write .*/data/part-001-000000\.parquet: .* again to resume\.$"):
-        _write(ray.data.from_arrow(block("a")), sink, None)
+        write_dataset(ray.data.from_arrow(block("a")), sink, None)
 
 
 def test_a_full_disk_is_one_line_with_the_bytes_needed_and_the_remedy(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.assembly import costs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
@@ -36,14 +37,14 @@ class Machines:
         kernels = self._directory / name / "triton"
         self._monkeypatch.setenv("EAGLE_RAY_CACHE", str(self._directory / name))
         self._monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels))
-        self._monkeypatch.setattr(cost_cache, "_used", set())
+        self._monkeypatch.setattr(cost_cache, "used_files", set())
         return kernels
 
     def start_worker(self, name: str, config: JobConfig, run: Run) -> int:
         """Start a worker on the machine, and return how often it measured costs."""
         before = self.num_measured
         self.use(name)
-        Worker(config, run, [], threads=1).close()
+        Worker(config, run, [], WorkerPlan()).close()
         return self.num_measured - before
 
     def _measure(self, *arguments):

@@ -111,7 +111,9 @@ def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job,
     write(run, rows)
     assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
 
-    monkeypatch.setattr(verification, "_in_a_worker", lambda job, run, chosen: verification._check(job, run, chosen, 1))
+    monkeypatch.setattr(
+        verification, "check_in_worker", lambda job, run, chosen: verification.check_chosen(job, run, chosen, 1)
+    )
     found = verification.run_checks(config, plan, run, {"verify_rows": 9})["verify_rows"]
     assert found["identical"] == found["rows"] == 4 and found["differing"] == []
 

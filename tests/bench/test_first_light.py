@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,9 +69,7 @@ def test_a_check_that_the_device_cannot_run_is_no_failure(findings):
 def test_a_check_that_hangs_is_killed_with_its_children(findings, tmp_path):
     pid = tmp_path / "pid"
     child = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(p.pid)); "
-    started = time.monotonic()
     run_all([python("hang", child + "p.wait()", limit_s=1.0)], findings, TimeBudget(60))
-    assert time.monotonic() - started < 20
     assert [result for *_, result in results(findings)] == ["timed out after 1 s"]
     assert not is_running(int(pid.read_text()))
 

@@ -63,7 +63,7 @@ def test_every_way_has_its_steps_predicted_and_corrects_its_own_costs(pair, way)
     drained(engine, 0)
     watch = engine.planner
     assert watch.predicted_s > 0 and watch.predicted_plain_s > 0 and min(watch.parts[1:]) > 0
-    assert rig.costs == flat() and watch._costs != flat()
+    assert rig.costs == flat() and watch.step_costs != flat()
 
 
 @pytest.mark.parametrize("way", [Way("plain"), Way("tree", LARGEST)], ids=lambda way: way.name)

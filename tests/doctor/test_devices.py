@@ -16,7 +16,7 @@ def test_attention_says_why_it_is_explicit():
 
 def test_a_gpu_without_kernels_is_explained(monkeypatch):
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")
-    monkeypatch.setattr(compute, "_packs", lambda *_: False)
+    monkeypatch.setattr(compute, "packs_linears", lambda *_: False)
     finding = attention(LlamaConfig(), "cuda", torch.float32)
     assert "no Triton kernels: EAGLE_RAY_KERNELS=portable" in finding.says and "unset" in finding.advice
     monkeypatch.setattr(compute, "why_not", lambda device: None)
@@ -37,7 +37,7 @@ def test_a_gpu_without_kernels_is_explained(monkeypatch):
     ],
 )
 def test_what_kernels_lack_is_named_and_is_a_problem_where_they_are_required(reason, fix, monkeypatch):
-    monkeypatch.setattr(compute, "_packs", lambda *_: False)
+    monkeypatch.setattr(compute, "packs_linears", lambda *_: False)
     monkeypatch.setattr(compute, "why_not", lambda device: reason)
     finding, required = (attention(LlamaConfig(), "cuda", torch.float32, must) for must in (False, True))
     assert fix in finding.advice and finding.problem is None

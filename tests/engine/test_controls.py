@@ -69,7 +69,10 @@ def oracle():
     return prompts, params, plain
 
 
-@pytest.mark.parametrize("tree", SOME_TREES)
+SLOW_CHAIN = [pytest.param(tree, marks=[pytest.mark.slow] if tree == "chain" else []) for tree in SOME_TREES]
+
+
+@pytest.mark.parametrize("tree", SLOW_CHAIN)
 @pytest.mark.parametrize("num_slots", [1, 5, 32])
 def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 18 * num_slots] for some in oracle)
@@ -79,8 +82,8 @@ def test_every_tree_and_batch_equals_plain_decoding(oracle, tree, num_slots):
         assert sum(s.stats.num_accepted_draft_tokens for s in sequences if s.controls) > 0
 
 
-@pytest.mark.parametrize("tree", SOME_TREES)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tree", SLOW_CHAIN)
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_steps_equal_plain_decoding(oracle, tree, overlap):
     prompts, params, plain = oracle
     engine = llama_engine(6, *SOME_TREES[tree], graphs=True, overlap=overlap)
@@ -218,7 +221,7 @@ def bounded():
     return prompts, params, markers, plain
 
 
-@pytest.mark.parametrize("tree", SOME_TREES)
+@pytest.mark.parametrize("tree", SLOW_CHAIN)
 @pytest.mark.parametrize("options", [{}, {"graphs": True, "overlap": True}], ids=["", "replayed"])
 def test_reasoning_is_closed_under_every_tree_as_in_plain_decoding(bounded, tree, options):
     prompts, params, markers, plain = bounded

@@ -29,8 +29,16 @@ def oracle() -> Oracle:
     return prompts, params, plain
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("num_slots", [1, 4, 32])
+SLOTS_OF_TREES = [
+    pytest.param(
+        num_slots, tree, marks=[pytest.mark.slow] if num_slots == 4 and tree not in ("12 nodes", "60 nodes") else []
+    )
+    for num_slots in (1, 4, 32)
+    for tree in TREES
+]
+
+
+@pytest.mark.parametrize(("num_slots", "tree"), SLOTS_OF_TREES)
 def test_every_tree_and_batch_size_equals_plain_decoding(oracle, tree, num_slots):
     prompts, params, plain = (some[: 24 * num_slots] for some in oracle)
     sequences = run(llama_engine(num_slots, *TREES[tree]), prompts, params)
@@ -102,7 +110,7 @@ def embedded_engine(num_slots: int, max_nodes: int, max_depth: int, top_k: int, 
 
 @pytest.fixture(scope="module")
 def embedded() -> Oracle:
-    return embedded_oracle(per_category=8)
+    return embedded_oracle(per_category=4)
 
 
 @pytest.mark.parametrize(

@@ -100,15 +100,17 @@ def test_prompts_that_end_hold_no_step_back(tree):
 
 @pytest.mark.parametrize("tree", [(0, 0, 0), TREE], ids=str)
 def test_prompts_in_groups_take_fewer_passes_and_change_nothing(tree):
-    passes, (prompts, params) = {}, jobs(80)
+    passes, outputs, (prompts, params) = {}, {}, jobs(80)
     params = [replace(p, ignore_eos=True, max_tokens=40 + i % 31) for i, p in enumerate(params)]
     for order in ("input", "auto"):
         engine = overlapped(tree, num_slots=36)
         if order == "auto":
             engine.order_for_throughput()
-        assert_plain(run(engine, prompts, params))
+        outputs[order] = run(engine, prompts, params)
         assert engine.counters.num_ahead >= engine.counters.num_steps - 2
         passes[order] = engine.counters.num_prefill_passes
+    assert_plain(outputs["input"])
+    assert [s.output_ids for s in outputs["auto"]] == [s.output_ids for s in outputs["input"]]
     assert passes["auto"] <= 0.75 * passes["input"]
 
 

@@ -17,10 +17,8 @@ from eagle_ray.kernels import cpu_ops
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.engines import SAMPLING
-from tests.support.scheduling import BLOCK, MODEL, PLAIN, TREE, assert_plain, finish, prompts_of, sequences, step
+from tests.support.scheduling import BLOCK, PLAIN, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.support.toy_models import llama_engine
-
-MODEL.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
@@ -80,9 +78,10 @@ def test_what_is_done_for_a_prompt_is_no_time_of_the_step_beside_it():
     engine.add(first)
     step(engine)
     engine.add(second)
+    began = time.monotonic()
     step(engine)
     assert [o.num_prefill_rows for o in heard] == [0, 6]
-    assert heard[1].seconds.total < 0.5 < engine.counters.prefill_s
+    assert heard[1].seconds.total + 0.5 <= time.monotonic() - began and engine.counters.prefill_s > 0.5
 
 
 @pytest.mark.parametrize("tree", [PLAIN, TREE])
@@ -318,7 +317,12 @@ def test_an_abort_frees_everything(phase):
     assert_plain([first, second if phase == "waiting" else third])
 
 
-@pytest.mark.parametrize("seed", range(12))
+SOAKED = [0, 1, 5]  # seeds of the three trees
+
+
+@pytest.mark.parametrize(
+    "seed", [*SOAKED, *(pytest.param(i, marks=pytest.mark.slow) for i in range(12) if i not in SOAKED)]
+)
 def test_soak(seed):
     """Random arrivals, aborts, shared beginnings and long prompts over a pool that is far too small."""
     rng = random.Random(seed)

@@ -288,7 +288,7 @@ def check_conflicting(method: str, cases: list[tuple[SamplingParams, list[str]]]
 
 @pytest.mark.parametrize("method", DRAFTED_BY)
 def test_an_output_that_ends_before_its_dead_end_is_no_error(method):
-    check_conflicting(method, some_conflicting(64, seed=0))
+    check_conflicting(method, some_conflicting(32, seed=0))
 
 
 @pytest.mark.slow

@@ -30,8 +30,19 @@ def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tenso
     return kernel.retained_floor(logits, *cuts, NUM_CUT), expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab", [1, 7, 64, 65, 500])
+VOCABS = [1, 7, 64, 65, 500]
+FAST = [*((vocab, torch.float32) for vocab in VOCABS), (65, torch.float16), (500, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        pytest.param(vocab, dtype, marks=[] if (vocab, dtype) in FAST else [pytest.mark.slow])
+        for vocab in VOCABS
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ],
+    ids=str,
+)
 def test_the_kernel_finds_what_sorting_finds(vocab, dtype, monkeypatch):
     monkeypatch.setattr(kernel, "ROW_BLOCK", 128)
     logits = 3 * torch.randn(len(PARAMS), 2, vocab, generator=torch.Generator().manual_seed(vocab))

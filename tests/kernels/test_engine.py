@@ -122,7 +122,7 @@ class CountCopies(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("after", [0, 7, 20])
+@pytest.mark.parametrize("after", [0, 7, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_kernel_that_fails_in_the_middle_changes_no_token(after, monkeypatch, caplog):
     """In a draft or in a verify pass: that is run again by the portable path."""
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "portable")

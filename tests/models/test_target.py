@@ -1,4 +1,4 @@
-"""Trees over a Target's slots equal a plain forward of each path, however they are packed; see test_families.py."""
+"""Trees over a Target's slots equal a plain forward of each path, however they are packed."""
 
 import pytest
 import torch

@@ -146,15 +146,15 @@ def test_an_unchanged_list_of_inputs_is_kept_and_another_one_gets_a_new_name(mak
 
 def test_a_late_driver_does_not_delete_the_list_of_inputs_of_a_later_one(make_job, monkeypatch):
     start(make_job(token_rows(2)))
-    remove = manifest._remove_unused
+    remove = manifest.remove_unused_lists
 
     def later_driver_first(lists, used):
-        monkeypatch.setattr(manifest, "_remove_unused", remove)
+        monkeypatch.setattr(manifest, "remove_unused_lists", remove)
         later.append(open_run(again, plan_input(again).fingerprints))
         remove(lists, used)
 
     again, later = make_job(token_rows(3), **{"output.if_exists": "overwrite"}), []
-    monkeypatch.setattr(manifest, "_remove_unused", later_driver_first)
+    monkeypatch.setattr(manifest, "remove_unused_lists", later_driver_first)
     start(again)
     assert recorded(later[0]).keys() == {again.input.path}
 

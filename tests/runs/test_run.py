@@ -179,7 +179,7 @@ def check_schedule(output: StoragePath, storage: Storage, kills: list[Kill]) -> 
 def storage(monkeypatch) -> Storage:
     monkeypatch.setattr(runs, "MAX_PUT_S", 0.0)
     monkeypatch.setattr(Process, "is_gone", lambda self: True)  # of the holders of leases that are found here
-    monkeypatch.setattr(leases, "_boot", lambda: "this start of the machine")
+    monkeypatch.setattr(leases, "boot_id", lambda: "this start of the machine")
     return Storage(monkeypatch)
 
 

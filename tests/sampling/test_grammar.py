@@ -243,7 +243,7 @@ def test_a_grammar_that_takes_too_long_is_named(compiler, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
     monkeypatch.setattr("llguidance.LLMatcher", lambda *given, **rest: released.wait(60))
-    monkeypatch.setattr(module, "_source", lambda spec: "")
+    monkeypatch.setattr(module, "grammar_source", lambda spec: "")
     with pytest.raises(RequestError, match=r"json_schema: not compiled within 0\.05 s"):
         compiler.start(GrammarSpec("json_schema", "new"))
     released.set()
@@ -258,7 +258,7 @@ def test_a_grammar_of_blank_lines_is_refused_at_once(compiler):
 
 @pytest.mark.parametrize(("name", "most"), MAX_GRAMMAR_CHARS.items())
 def test_a_source_has_a_limit(compiler, name, most, monkeypatch):
-    monkeypatch.setattr(module, "_matcher", lambda spec, tokenizer: pytest.fail("compiled"))
+    monkeypatch.setattr(module, "matcher_of", lambda spec, tokenizer: pytest.fail("compiled"))
     kind = "grammar" if name == "tools" else name
     with pytest.raises(RequestError, match=rf"^{name}: must be at most {most} characters, got {most + 1}\. "):
         compiler.start(GrammarSpec(kind, "x" * (most + 1), param=name))
@@ -296,7 +296,7 @@ def test_compilations_past_their_time_limit_count(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
-        patch.setattr(module, "_matcher", never)
+        patch.setattr(module, "matcher_of", never)
         for i in range(module.MAX_COMPILING):
             with pytest.raises(RequestError, match="not compiled within"):
                 compiler.start(GrammarSpec("regex", f"slow{i}"))
@@ -315,7 +315,7 @@ def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_start_thread", full)
+        patch.setattr(module, "start_thread", full)
         for i in range(module.MAX_COMPILING + 1):
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 compiler.start(GrammarSpec("regex", f"b{i}"))
@@ -325,5 +325,5 @@ def test_a_thread_that_cannot_be_started_holds_no_place(monkeypatch):
 def test_a_compiled_grammar_is_kept(compiler, monkeypatch):
     spec = GrammarSpec("regex", "kept")
     compiler.start(spec).commit([])
-    monkeypatch.setattr(module, "_source", lambda spec: pytest.fail("compiled again"))
+    monkeypatch.setattr(module, "grammar_source", lambda spec: pytest.fail("compiled again"))
     compiler.start(spec)

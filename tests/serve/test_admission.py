@@ -97,7 +97,7 @@ def test_what_is_held_is_released_once_however_a_request_ends(few):
         for _ in range(10):
             await asyncio.gather(*(come_and_go() for _ in range(30)))
             assert few.in_flight == Need()
-        await until(lambda: not few._engine._engine.has_work)
+        await until(lambda: not few.engine.inner.has_work)
 
     asyncio.run(main())
 
@@ -294,8 +294,8 @@ def test_a_client_that_leaves_while_its_choices_wait_raises_no_error_elsewhere(s
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
         headers = {"Authorization": "Bearer flood"}
         async with exchange(build_app(service), "POST", TEXT, json.dumps(body).encode(), headers):
-            await until(lambda: service._engine._engine.has_work)
-        await until(lambda: service._fair_queue._num_free == 2)
+            await until(lambda: service.engine.inner.has_work)
+        await until(lambda: service.fair_queue.num_free == 2)
 
     try:
         asyncio.run(main())

@@ -200,16 +200,16 @@ def test_refusals_have_openais_form_and_their_own_status(app):
 
 def test_who_leaves_frees_his_slot_in_the_next_step(app, service):
     async def leave(body):
-        steps = service._engine.counters().num_steps
+        steps = service.engine.counters().num_steps
         async with exchange(app, "POST", TEXT, json.dumps(ENDLESS | body).encode()) as talk:
-            while service._engine.counters().num_steps < steps + 3:
+            while service.engine.counters().num_steps < steps + 3:
                 await asyncio.sleep(0.005)
             if body.get("stream"):
                 assert parsed((await talk.parts.get()).decode())["choices"]
         answer = await post(app, TEXT, {"prompt": "a", "max_tokens": 2})
         return (
             answer.status,
-            service._engine._engine.scheduler.num_running,
+            service.engine.occupancy().num_running,
             service.snapshot().gauges,
             len(asyncio.all_tasks()),
         )

@@ -71,14 +71,14 @@ def test_the_stop_string_can_stay(app, stop):
 
 
 def test_special_tokens_can_stay(app, service):
-    [eos] = service._engine._engine.target.eos_ids
+    [eos] = service.text.eos_ids
     body = {"skip_special_tokens": False, "include_stop_str_in_output": True, "max_tokens": 60}
     text = content(app, **body)
     assert text.endswith(service.text.decode_with_special([eos])) and text.startswith(content(app, max_tokens=60))
 
 
 def test_a_stop_string_may_name_a_special_token_that_the_text_leaves_out(app, service):
-    [eos] = service._engine._engine.target.eos_ids
+    [eos] = service.text.eos_ids
     token, endless = service.text.decode_with_special([eos]), {"ignore_eos": True, "max_tokens": 60}
     before, found, _ = content(app, skip_special_tokens=False, **endless).partition(token)
     assert found and content(app, stop=[token], **endless) == before

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services
@@ -30,7 +31,9 @@ MAX_BODY_BYTES = 8 << 20
 def shared() -> Iterator[Service]:
     """A service that two clients share."""
     settings = SETTINGS | {"serving.max_body_bytes": MAX_BODY_BYTES}
-    service = Service.start(load_serve_config(None, env={}, overrides=settings), 1, ApiKeys.of(["alpha", "beta"]))
+    service = Service.start(
+        load_serve_config(None, env={}, overrides=settings), WorkerPlan(), ApiKeys.of(["alpha", "beta"])
+    )
     yield service
     service.close()
 
@@ -108,7 +111,7 @@ def test_a_large_request_delays_no_small_one_whatever_makes_it_large(shared):
     assert min(len(body) for _, body in bodies) > LONG
 
     async def main() -> tuple[list[Answer], list[Any], list[int]]:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         try:
             asked = [asyncio.ensure_future(send(app, path, body)) for path, body in bodies]
             small = [await post(app, TEXT, HI, BETA), await post(app, TEXT, HI, ALPHA), await get(app, "/health")]
@@ -133,7 +136,7 @@ def test_clients_with_large_requests_take_turns(shared):
         order.append(name)
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         asked = [asyncio.ensure_future(ask("alpha", ALPHA)) for _ in range(4)]
         await asyncio.sleep(0.05)
         asked.append(asyncio.ensure_future(ask("beta", BETA)))
@@ -152,7 +155,7 @@ def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
     body = json.dumps(HI | {"user": "x" * LONG}).encode()
 
     async def main() -> None:
-        busy = asyncio.ensure_future(shared._readers.run(LONG + 1, 0, released.wait))
+        busy = asyncio.ensure_future(shared.readers.run(LONG + 1, 0, released.wait))
         async with AsyncExitStack() as stack:
             for _ in range(5):
                 await stack.enter_async_context(exchange(app, "POST", TEXT, body, ALPHA))
@@ -167,14 +170,14 @@ def test_a_client_that_leaves_leaves_no_work(shared, monkeypatch):
 
 def test_a_grammar_delays_no_other_clients_grammar_and_no_other_work(shared, monkeypatch):
     """One client's are all slow to compile, and asyncio's own threads are busy."""
-    app, released, real = build_app(shared), threading.Event(), grammar._matcher
+    app, released, real = build_app(shared), threading.Event(), grammar.matcher_of
 
     def slow(spec: Any, tokenizer: Any) -> Any:
         if spec.source.startswith("slow"):
             released.wait(60)
         return real(spec, tokenizer)
 
-    monkeypatch.setattr(grammar, "_matcher", slow)
+    monkeypatch.setattr(grammar, "matcher_of", slow)
 
     async def main() -> list[int]:
         loop = asyncio.get_running_loop()
@@ -218,13 +221,13 @@ def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(mon
     asked = []
 
     def build(*arguments: Any) -> None:
-        asked.append((arguments[2].prefill_tokens, arguments[-1]["cuda"]))
+        asked.append(arguments[2].prefill_tokens_on("cuda"))
         raise InterruptedError
 
     monkeypatch.setattr(services, "build_in_thread", build)
     for wanted in ("auto", 256):
         config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted})
         with pytest.raises(InterruptedError):
-            Service.start(config, threads=1)
-    (own, most), (chosen, _) = asked
-    assert own == "auto" and most < PREFILL_TOKENS["cuda"] and chosen == 256
+            Service.start(config, WorkerPlan())
+    own, chosen = asked
+    assert own < PREFILL_TOKENS["cuda"] and chosen == 256

@@ -14,7 +14,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from eagle_ray.cli import main as cli
-from eagle_ray.cli.serve_endpoint import _check_port
+from eagle_ray.cli.serve_endpoint import check_port
 from eagle_ray.config import load_serve_config
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import ConfigError
@@ -58,7 +58,7 @@ def test_wrong_keys_and_taken_ports_end_before_anything_is_looked_at(capsys, mon
         assert cli.main(["serve", "--port", str(port)]) == 2
         assert f"serving.port: 127.0.0.1:{port} cannot be had" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"serving\.port"):
-        _check_port("203.0.113.1", 1234)
+        check_port("203.0.113.1", 1234)
 
 
 def test_the_method_that_auto_chose_is_a_gauge_of_its_name():

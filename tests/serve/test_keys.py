@@ -96,7 +96,7 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(settings):
 
 def test_serve_without_its_keys_does_not_start(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(ENV_NAME, "")
-    monkeypatch.setattr("eagle_ray.cli.serve_endpoint._check_port", lambda host, port: None)
+    monkeypatch.setattr("eagle_ray.cli.serve_endpoint.check_port", lambda host, port: None)
     assert cli.main(["serve"]) == 2
     assert ENV_NAME in capsys.readouterr().err
 

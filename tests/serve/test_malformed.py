@@ -292,10 +292,10 @@ async def upload(app, *parts, ends=False, breaks=None):
 
 
 def test_an_upload_that_breaks_off_is_nobodys_error(app, service):
-    errors = sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors"))
+    errors = sum(value for name, value in service.snapshot().counters.items() if name.startswith("http_errors"))
     assert asyncio.run(upload(app, b'{"prompt": ', ends=True)) == 499
     assert asyncio.run(upload(app, b'{"prompt": ', breaks=RuntimeError("task cancelled"))) == 499
-    assert sum(value for name, value in service.meter._counts.items() if name.startswith("http_errors")) == errors
+    assert sum(value for name, value in service.snapshot().counters.items() if name.startswith("http_errors")) == errors
 
 
 def test_an_upload_that_stalls_is_not_waited_for(app, monkeypatch):
@@ -309,7 +309,7 @@ def test_while_a_long_prompt_is_tokenized_others_are_answered(service, monkeypat
 
     serving = service.config.serving.model_copy(update={"max_body_bytes": 8 << 20})
     config, service.config = service.config, service.config.model_copy(update={"serving": serving})
-    monkeypatch.setattr(service.text, "_max_model_len", None)  # or it would be refused by its beginning
+    monkeypatch.setattr(service.text, "max_model_len", None)  # or it would be refused by its beginning
     app, order = build_app(service), []
 
     async def ask(name, path, body):
@@ -367,7 +367,7 @@ async def until(condition):
 @pytest.mark.parametrize("phase", ["queued", "prefill", "decode", "unread"])
 def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, stream):
     """A step after he left, the engine holds nothing of him: no slot, nobody waiting."""
-    scheduler, engine = service._engine._engine.scheduler, service._engine
+    scheduler, engine = service.engine.inner.scheduler, service.engine
     long = {"prompt": [5] * 1900, "max_tokens": 90, "ignore_eos": True, "seed": 1}
     body = (long if phase == "prefill" else ENDLESS) | {"stream": stream}
 
@@ -387,10 +387,10 @@ def test_who_leaves_in_any_phase_is_gone_by_the_next_step(app, service, phase, s
                     steps = engine.counters().num_steps
                     await until(lambda: engine.counters().num_steps > steps + 2)
         left = engine.counters().num_steps
-        await until(lambda: not service._engine._engine.has_work)
+        await until(lambda: not service.engine.inner.has_work)
         return engine.counters().num_steps - left
 
-    assert asyncio.run(main()) <= 2 and service.in_flight.sequences == 0 and not service._engine._steps.calls
+    assert asyncio.run(main()) <= 2 and service.in_flight.sequences == 0 and not service.engine.step_loop.calls
 
 
 def test_an_event_has_no_line_ends_but_its_own():

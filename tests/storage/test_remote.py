@@ -128,7 +128,7 @@ def test_other_file_systems_are_those_of_fsspec(monkeypatch):
     system = MemoryFileSystem()
     system.pipe("/bucket/a.jsonl", JSONL)
     monkeypatch.setattr(remote, "find_spec", lambda name: name)
-    monkeypatch.setattr(remote, "_file_system_of", lambda scheme: Bucket(system))
+    monkeypatch.setattr(remote, "file_system_of", lambda scheme: Bucket(system))
     assert ids(plan("gs://bucket/*.jsonl")) == ids(plan("gs://bucket")) == [str(i) for i in range(40)]
 
 

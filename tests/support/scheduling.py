@@ -15,11 +15,17 @@ from tests.support.toy_models import llama
 PLAIN, TREE = (0, 0, 0), (8, 3, 4)
 BLOCK = 32
 MODEL = llama()
+MODEL.set_attn_implementation("sdpa")
+DECODED: dict[str, PlainOutput] = {}  # by prompt and parameters
 
 
 def oracle(sequence: Sequence) -> PlainOutput:
+    """Return the sequence's plain output, which is decoded once for all tests."""
     params = replace(sequence.sampling, max_tokens=sequence.max_tokens)
-    return reference_decode(MODEL, sequence.prompt_ids, params, frozenset([2]))
+    key = repr((sequence.prompt_ids, params))
+    if key not in DECODED:
+        DECODED[key] = reference_decode(MODEL, sequence.prompt_ids, params, frozenset([2]))
+    return DECODED[key]
 
 
 def sequences(prompts: list[list[int]], max_tokens: int = 20) -> list[Sequence]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -154,7 +155,7 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
     try:
         requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
         answers: pa.Table = asyncio.run(worker.answer(requests))

@@ -58,7 +58,7 @@ class ToyEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> ToyEngine:
     toy = ToyEngine()
     monkeypatch.setattr(execute, "execute", toy.execute)
-    monkeypatch.setattr(job_plan, "check_models", lambda config, spare: None)
+    monkeypatch.setattr(job_plan.JobPlan, "check_models", lambda plan: None)
     return toy
 
 

@@ -241,8 +241,10 @@ def test_a_target_without_a_tokenizer_has_no_text(tmp_path):
 def test_a_prompt_far_too_long_is_refused_by_its_beginning(directory, monkeypatch):
     """A hundred megabytes made whole into tokens would end the process."""
     text, seen = Tokenizer.load(directory, max_model_len=50), []
-    encode = text._tokenizer.encode
-    monkeypatch.setattr(text._tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how))
+    encode = text.hf_tokenizer.encode
+    monkeypatch.setattr(
+        text.hf_tokenizer, "encode", lambda words, **how: seen.append(len(words)) or encode(words, **how)
+    )
     for ask in (text.encode, lambda words: text.encode_chat([{"role": "user", "content": words}])):
         with pytest.raises(RequestError, match=r"of 1\d+ characters .*model\.max_model_len is 50") as error:
             ask("é日" * 50_000)

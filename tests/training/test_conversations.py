@@ -48,13 +48,13 @@ def test_only_answers_and_their_ends_are_counted(tokenizer):
 def test_what_follows_the_end_of_an_answer_is_not_counted(tokenizer):
     """Many templates add a line break after an answer's end, which no model writes."""
     template = tokenizer.info()["chat_template"].replace("<|end|>", "<|end|>\n")
-    broken = Tokenizer(tokenizer._tokenizer, template, tokenizer.eos_ids)
+    broken = Tokenizer(tokenizer.hf_tokenizer, template, tokenizer.eos_ids)
     assert counted(broken, encode_conversation(broken, CHAT)) == "Hi.<|end|>4<|end|>"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     template = "{% for message in messages %}{{ messages | length }}{{ message['content'] }}{% endfor %}"
-    rewriting = Tokenizer(tokenizer._tokenizer, template, tokenizer.eos_ids)
+    rewriting = Tokenizer(tokenizer.hf_tokenizer, template, tokenizer.eos_ids)
     with pytest.raises(RequestError, match="renders a turn otherwise"):
         encode_conversation(rewriting, CHAT)
 

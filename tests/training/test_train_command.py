@@ -87,7 +87,7 @@ def test_checkpoints_and_the_head_may_be_in_s3(make_config, bucket, monkeypatch,
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_head_module._Progress, "show", interrupted)
+        patch.setattr(train_head_module.TrainProgress, "show", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_head(config, [config.data.path])
     assert [file.name for file in (output / "checkpoints").glob("*.pt")] == ["step-00000002.pt"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.dflash.checkpoint import load_dflash
@@ -40,14 +40,14 @@ def stop_after(monkeypatch):
     """stop_after(3): the process ends after that step, as by a kill."""
 
     def stop(step: int) -> None:
-        show = train_head_module._Progress.show
+        show = train_head_module.TrainProgress.show
 
         def interrupted(self, report, curves):
             show(self, report, curves)
             if report.step == step:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(train_head_module._Progress, "show", interrupted)
+        monkeypatch.setattr(train_head_module.TrainProgress, "show", interrupted)
 
     return stop
 

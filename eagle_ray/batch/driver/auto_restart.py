@@ -74,7 +74,7 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
                 log.error("eagle-ray: giving up after %d restarts in a row that added no file", num_in_a_row)
                 break
 
-            _wait(ending, restarts, num_in_a_row)
+            wait_to_restart(ending, restarts, num_in_a_row)
             num_restarts += 1
             num_in_a_row += 1
             state = now or _state_or_none(output)
@@ -101,7 +101,7 @@ def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
     return longest * random.uniform(0.5, 1.0)
 
 
-def _wait(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> None:
+def wait_to_restart(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> None:
     seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
     log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
     check_not_interrupted()  # logging may swallow what a signal raises in it, and the wait is long

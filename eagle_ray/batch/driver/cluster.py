@@ -61,12 +61,12 @@ def connect(address: str) -> None:
     check_not_interrupted()
     if ray.is_initialized():
         return
-    _check_answers(address)
+    check_answers(address)
     options = LOCAL_OPTIONS if address == LOCAL else {}
     limit_s = START_WITHIN_S if address == LOCAL else JOIN_WITHIN_S
     waiting = "starting Ray" if address == LOCAL else f"joining the Ray cluster at {address}"
     logging.getLogger("ray").setLevel(logging.CRITICAL)
-    _take_ray_messages()
+    take_ray_messages()
     try:
         with (
             _silence_stderr(),
@@ -77,13 +77,13 @@ def connect(address: str) -> None:
         ):
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     except Exception as error:  # of many kinds, bare ones among them
-        raise _start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
+        raise start_error(error, limit_s) if address == LOCAL else _join_error(error, address, limit_s) from error
     if address == LOCAL:
-        _check_loopback(ray.util.get_node_ip_address())
+        check_loopback(ray.util.get_node_ip_address())
     check_not_interrupted()
 
 
-def _start_error(error: Exception, limit_s: float) -> ClusterError:
+def start_error(error: Exception, limit_s: float) -> ClusterError:
     """Return why Ray did not start on this machine, as ClusterUnfit if a retry would not help."""
     logs = ray._common.utils.get_default_ray_temp_dir()
     where = f" Its logs are in {logs}." if os.path.isdir(logs) else ""
@@ -112,7 +112,7 @@ def _join_error(error: Exception, address: str, limit_s: float) -> ClusterError:
     )
 
 
-def _check_loopback(node_address: str) -> None:
+def check_loopback(node_address: str) -> None:
     """Raise ClusterError, and stop the Ray just started, if it listens on an address that other machines can reach."""
     if node_address != LOOPBACK_ADDRESS:
         ray.shutdown()
@@ -122,7 +122,7 @@ def _check_loopback(node_address: str) -> None:
         )
 
 
-def _check_answers(address: str) -> None:
+def check_answers(address: str) -> None:
     """Raise ClusterError if nothing listens at an address with a port, ConfigError if it is not an address.
 
     Ray resolves other addresses itself.
@@ -172,7 +172,7 @@ class RayMessages:
 ray_messages = RayMessages()
 
 
-def _take_ray_messages() -> None:
+def take_ray_messages() -> None:
     """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
     worker = ray._private.worker
     worker.print_to_stdstream = ray_messages.receive

@@ -143,7 +143,7 @@ def begin_job(
     earlier_lists = input_lists(state.output)
     facts = job_facts(state, config, inputs)
     run = begin_attempt(state, facts)
-    _remove_unused(earlier_lists, facts["inputs"]["list"])
+    remove_unused_lists(earlier_lists, facts["inputs"]["list"])
     return replace(run, check_lock=check_lock)
 
 
@@ -156,12 +156,12 @@ def job_facts(state: RunState, config: JobConfig, inputs: Mapping[str, Fingerpri
         "config_hash": config_hash(config),
         "inputs": write_inputs(state.output, inputs, before.get("inputs")),
         "models": {name: _model_files(name) for name in (config.model.target, *config.model.drafts)},
-        "versions": _versions(),
+        "versions": library_versions(),
         "hardware": _hardware(),
     }
 
 
-def _remove_unused(lists: Iterable[StoragePath], used: str) -> None:
+def remove_unused_lists(lists: Iterable[StoragePath], used: str) -> None:
     """Delete lists of input files that were there before this attempt began: a later driver may write others."""
     with suppress(OSError):
         for file in lists:
@@ -217,7 +217,7 @@ def _model_files(name: str) -> dict[str, dict[str, int]]:
     return {file.name: {"size": file.stat().st_size, "mtime_ns": file.stat().st_mtime_ns} for file in files}
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 

@@ -118,11 +118,11 @@ def _is_on_loopback_alone(address: str) -> bool:
     with suppress(ValueError):
         url = urlsplit(address if "://" in address else f"//{address}")
         if url.hostname in LOOPBACK_HOSTS and url.port is not None:
-            return answers(url.hostname, url.port) and not answers(_own_host(), url.port)
+            return answers(url.hostname, url.port) and not answers(own_host(), url.port)
     return False
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """Return this machine's address as other machines see it, or 127.0.0.1 if it has no other."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

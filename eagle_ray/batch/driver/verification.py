@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from eagle_ray.assembly.worker_plan import usual_slots
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
@@ -54,7 +54,7 @@ def run_checks(config: JobConfig, plan: InputPlan, run: Run, wanted: Mapping[str
     chosen = {name: _evenly(finished, number) for name, number in wanted.items()}
     rows = _rows(plan, run, np.unique(np.concatenate(list(chosen.values()))))
     log.info("decoding %d rows once more (%s)", sum(map(len, chosen.values())), ", ".join(wanted))
-    results = _in_a_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
+    results = check_in_worker(config, run, {name: [rows[key.item()] for key in keys] for name, keys in chosen.items()})
     if turns := results.get("baseline_rows", {}).pop("turns", None):
         results["baseline_rows"] |= SpeedUp.of(turns).as_json()
     for row in results.get("verify_rows", {}).get("differing", []):
@@ -114,13 +114,13 @@ def _outputs(run: Run, wanted: Keys) -> Iterator[tuple[KeyTuple, dict[str, Any]]
             yield key.item(), row
 
 
-def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
+def check_in_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]) -> dict[str, dict[str, Any]]:
     """Run the checks in a process with the GPUs and threads of one of the job's workers."""
     workers = plan_workers(config, num_rows=usual_slots(config.execution.slots, on_gpu=False))
-    task = ray.remote(**workers.ray_options, max_retries=RETRIES)(_check)
+    task = ray.remote(**workers.ray_options, max_retries=RETRIES)(check_chosen)
     try:
         with log_while_waiting("decoding them"):
-            return ray.get(task.remote(config, run, chosen, workers.threads))
+            return ray.get(task.remote(config, run, chosen, workers))
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
@@ -129,8 +129,10 @@ def _in_a_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]]
         raise ClusterError(f"finished rows could not be checked: {type(error).__name__}: the worker died") from error
 
 
-def _check(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], threads: int) -> dict[str, dict[str, Any]]:
+def check_chosen(
+    config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], plan: WorkerPlan
+) -> dict[str, dict[str, Any]]:
     with start_cache(run):
-        comparison = BaselineComparison(config, threads)
+        comparison = BaselineComparison(config, plan)
     checks = {"baseline_rows": comparison.measure, "verify_rows": comparison.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}

@@ -52,7 +52,7 @@ class ParallelScan:
         log.info("scanning %d files in %d pieces", len(parts), len(pieces))
         placed = self._placed(pieces)
         groups = [(group,) for group in self._grouped(piece for _, piece in placed)]
-        scanned = chain.from_iterable(_in_tasks(GroupScan(self.scanner), groups))
+        scanned = chain.from_iterable(in_tasks(GroupScan(self.scanner), groups))
         for _, group in groupby(zip(placed, scanned, strict=True), key=lambda each: each[0][0]):
             yield chain.from_iterable(each[1] for each in group)
 
@@ -99,7 +99,7 @@ class ParallelScan:
 
     def _placed(self, pieces: list[tuple[int, FilePart]]) -> list[tuple[int, FilePart]]:
         """Return the pieces, each with the number of its part, with the places of their first rows."""
-        counts = iter(_in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)]))
+        counts = iter(in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)]))
         placed, lines = [], 0
         before = None
         for index, piece in pieces:
@@ -121,7 +121,7 @@ def _num_bytes(part: FilePart) -> int:
     return part.file.version.size - (0 if part.file.format in COLUMNAR else part.start)
 
 
-def _in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterator[Any]:
+def in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterator[Any]:
     """Yield the results of Ray tasks in the order of their arguments. Raises what a task raised."""
     import ray  # seconds to import: only for large inputs
 

@@ -9,8 +9,8 @@ output streams, and serves its pipe. Actors on other machines, and on machines w
     with SpareEngine() as spare:
         spare.start(config)
         ...                                  # start Ray
-        spare.check_models()                 # raises ConfigError as build.check_models does
-        EngineProcess(config, run, carried, threads, on_log, fork_engine(spare.address))
+        spare.check_models()                 # raises ConfigError as hub.check_models does
+        EngineProcess(config, run, carried, plan, on_log, fork_engine(spare.address))
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SpareEngine:
             self._pipe.send(config)
 
     def check_models(self) -> None:
-        """Wait for the check of the models. Raises as build.check_models does, ClusterError if the process ended."""
+        """Wait for the check of the models. Raises as hub.check_models does, ClusterError if the process ended."""
         assert self._config is not None, "start comes first"
         if self._pipe is None:
             from eagle_ray.assembly.hub import check_models

@@ -3,7 +3,7 @@
 A bad row becomes an error row. A row that holds a slot longer than its timeout becomes an error row too; the clock
 starts when the engine admits the sequence, so time in the queue does not count. Only a dead engine raises.
 
-    worker = Worker(config, run, carried=[], threads=2)
+    worker = Worker(config, run, [], WorkerPlan(threads=2))
     table = await worker.answer(requests)
 
 A StartCache keeps what a worker's start measured and compiled in the run's directory for the run's other starts:
@@ -35,6 +35,8 @@ import torch
 
 import eagle_ray
 from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError, one_line
@@ -88,17 +90,17 @@ log = logging.getLogger("eagle_ray")
 
 
 class Worker:
-    """carried: fields of the carried columns. threads: CPU threads for torch.
+    """carried: fields of the carried columns. plan: the GPUs and CPU threads that the worker has.
 
     Raises ConfigError if a model is missing, EngineError if target and head do not fit.
     """
 
-    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], plan: WorkerPlan):
         with start_cache(run):
-            bundle = build_engine_bundle(config, threads)
+            bundle = build_engine_bundle(config, plan)
         self.worker_id = process_name(os.getpid())
-        self._config, self._tokenizer = config, bundle.tokenizer
-        self._engine = AsyncEngine(bundle.engine)
+        self._config, self.tokenizer = config, bundle.tokenizer
+        self.engine = AsyncEngine(bundle.engine)
         self._schema = output_schema([])
         self._carried = [field.name for field in carried]
         constants = _constants(config, run, bundle) | {"worker_id": self.worker_id}
@@ -117,10 +119,10 @@ class Worker:
         return table.combine_chunks()
 
     def counters(self) -> EngineCounters:
-        return self._engine.counters()
+        return self.engine.counters()
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     async def _answer(self, request: Request) -> list[OutputRow]:
         if request.user_turns is not None:
@@ -129,7 +131,7 @@ class Worker:
             return [row for rows in conversations for row in rows]
         try:
             with _as_row_error(request):
-                sequences = sequences_of(request, self._config, self._tokenizer)
+                sequences = sequences_of(request, self._config, self.tokenizer)
             await self._generate(sequences)
             with _as_row_error(request):
                 return self._rows.of(request, sequences)
@@ -155,7 +157,7 @@ class Worker:
 
     async def _answer_turn(self, turn: Request, sample_index: int) -> OutputRow:
         with _as_row_error(turn):
-            sequence = sequence_of(turn, self._config, self._tokenizer, sample_index)
+            sequence = sequence_of(turn, self._config, self.tokenizer, sample_index)
         await self._generate([sequence])
         with _as_row_error(turn):
             [row] = self._rows.of(turn, [sequence])
@@ -177,7 +179,7 @@ class Worker:
     async def _generate(self, sequences: list[Sequence]) -> None:
         """Return all samples of a row. If one fails or times out, the others are aborted."""
         limit = self._config.execution.row_timeout_s
-        tasks = [asyncio.ensure_future(with_timeout(self._engine.generate(s), s, limit)) for s in sequences]
+        tasks = [asyncio.ensure_future(with_timeout(self.engine.generate(s), s, limit)) for s in sequences]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -206,11 +208,11 @@ def _as_row_error(request: Request) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
+def build_engine_bundle(config: JobConfig, plan: WorkerPlan) -> EngineBundle:
     """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
     execution = config.execution
-    gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    bundle = build_in_thread(config.model, config.speculative, execution, gpus, threads)
+    args = EngineArgs.of_worker(execution, plan.num_gpus)
+    bundle = build_in_thread(config.model, config.speculative, args, plan.threads, execution.require_kernels)
     if execution.order == "auto":
         bundle.engine.order_for_throughput()
     return bundle

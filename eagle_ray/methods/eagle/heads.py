@@ -54,9 +54,13 @@ class DraftHead(Protocol):
     """
 
     config: PretrainedConfig
-    embed_tokens: nn.Embedding | None
-    token_ids: Int[Tensor, " Dv"] | None
     first_position: int
+
+    @property
+    def embed_tokens(self) -> nn.Embedding | None: ...
+
+    @property
+    def token_ids(self) -> Int[Tensor, " Dv"] | None: ...
 
     @property
     def kv_spec(self) -> KVSpec:

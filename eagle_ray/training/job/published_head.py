@@ -19,7 +19,7 @@ import torch
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence

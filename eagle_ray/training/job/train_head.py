@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
@@ -117,7 +117,7 @@ class HeadTraining:
         """Train the remaining steps, publish the head and return the record."""
         trainer = self._trainer()
         curves, begin = self._restore(trainer)
-        progress = _Progress(self.config, self.num_steps, begin)
+        progress = TrainProgress(self.config, self.num_steps, begin)
         if begin:
             log.info("resuming at step %d of %d", begin, self.num_steps)
 
@@ -301,7 +301,7 @@ class HeadTraining:
         return record
 
 
-class _Progress:
+class TrainProgress:
     """Logs a line every few seconds, with the loss, the agreement, the last tau and the remaining time."""
 
     def __init__(self, config: TrainConfig, num_steps: int, begin: int):

@@ -74,11 +74,11 @@ def test_of_two_drivers_at_once_one_gets_the_attempt(job, monkeypatch):
     def slip_in(*args: object) -> dict:
         """Another driver begins between this one's look and its write."""
         nonlocal second
-        monkeypatch.setattr("eagle_ray.batch.driver.job_manifest._versions", dict)
+        monkeypatch.setattr("eagle_ray.batch.driver.job_manifest.library_versions", dict)
         second = start(job())
         return {}
 
-    monkeypatch.setattr("eagle_ray.batch.driver.job_manifest._versions", slip_in)
+    monkeypatch.setattr("eagle_ray.batch.driver.job_manifest.library_versions", slip_in)
     with pytest.raises(OutputLocked, match="is being written by another driver"):
         start(job())
     assert second.attempt == first.attempt + 1 == Run.inspect(first.output).manifest["attempt"]

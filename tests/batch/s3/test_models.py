@@ -128,7 +128,7 @@ def test_a_download_that_ends_early_leaves_nothing_and_a_killed_one_is_removed(u
         raise ObjectChanged("changed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_files._Piece, "copy", fail)
+        patch.setattr(model_files.CopiedPiece, "copy", fail)
         with pytest.raises(StorageError, match=r"model\.target: changed"):
             download(f"{url}/target", "target")
     assert left_over() == []
@@ -138,14 +138,14 @@ def test_a_download_that_ends_early_leaves_nothing_and_a_killed_one_is_removed(u
 
 
 def test_a_model_that_changes_meanwhile_is_not_kept(url, monkeypatch):
-    copy = model_files._Piece.copy
+    copy = model_files.CopiedPiece.copy
 
     def change(self) -> int:
         if self.source.name == "config.json":
             self.source.write_atomic(b"{}")
         return copy(self)
 
-    monkeypatch.setattr(model_files._Piece, "copy", change)
+    monkeypatch.setattr(model_files.CopiedPiece, "copy", change)
     with pytest.raises(StorageError, match="while it was downloaded"):
         download(f"{url}/target", "target")
     assert left_over() == []
