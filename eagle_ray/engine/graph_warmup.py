@@ -36,7 +36,7 @@ from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 

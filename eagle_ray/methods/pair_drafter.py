@@ -36,10 +36,8 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 

@@ -51,7 +51,7 @@ def test_the_share_of_a_gpu_that_a_worker_got_reaches_its_engine(make_job, monke
 
     monkeypatch.setattr(worker_module, "build_in_thread", build)
     with pytest.raises(InterruptedError):
-        build_engine_bundle(make_job(token_rows(1)), WorkerPlan(3, 3, 1 / 3, WorkerPlan(threads=2)))
+        build_engine_bundle(make_job(token_rows(1)), WorkerPlan(3, 3, 1 / 3, threads=2))
     assert built == [(1 / 3, 2)]
 
 

@@ -31,7 +31,7 @@ from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.support.families import fake_to, fake_zeros
 from tests.support.operations import TO_HOST

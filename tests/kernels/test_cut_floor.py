@@ -27,7 +27,7 @@ def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tenso
     cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     expected = lowest_retained(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
     expected[sampling.temperature == 0] = -torch.inf
-    return kernel.retained_floor(logits, *cuts, NUM_CUT), expected
+    return kernel.cut_floor(logits, *cuts, NUM_CUT), expected
 
 
 VOCABS = [1, 7, 64, 65, 500]

@@ -5,8 +5,7 @@ import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PromptBatch
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from tests.support.families import PROMPTS, assert_trees_equal, path_to, plain_copy, target_of
 from tests.support.toy_models import llama, random_tree
 

@@ -46,8 +46,8 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Planner
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
 
 
