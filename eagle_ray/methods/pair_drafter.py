@@ -55,7 +55,7 @@ class Spans:
         spans = [span for span in zip(self.slots, self.starts, self.counts, strict=True) if span[2] > 0]
         return Spans(*(list(x) for x in zip(*spans, strict=True))) if spans else Spans([], [], [])
 
-    def rows(self, device: torch.device) -> Int[Tensor, "2 R"]:
+    def rows(self, device: torch.device | str) -> Int[Tensor, "2 R"]:
         """Return the slot and the position of each pair."""
         positions = [torch.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
         slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.counts))
