@@ -16,7 +16,7 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
-from tests.support.browser import browser, serving
+from tests.support.serving import browser, serving
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "serve_demo.yaml"
 QUESTION = "I need five tips for hiking."
