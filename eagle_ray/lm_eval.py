@@ -71,14 +71,14 @@ class EagleRayLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        found = self._text.special_id("eos")
-        return min(self._llm.eos_ids, default=0) if found is None else found
+        eos = self._text.special_id("eos")
+        return min(self._llm.eos_ids, default=0) if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without a context: the tokenizer's BOS, or else its end-of-sequence token."""
-        found = self._text.special_id("bos")
-        return self.eot_token_id if found is None else found
+        bos = self._text.special_id("bos")
+        return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
@@ -158,17 +158,17 @@ class EagleRayLM(TemplateLM):
 
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingParams:
         """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
-        found: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
-        max_tokens, stop = found.pop("max_gen_toks"), [text for text in found.pop("until") if text]
-        rest = {name: value for name, value in found.items() if name not in NO_EFFECT}
+        arguments: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
+        max_tokens, stop = arguments.pop("max_gen_toks"), [text for text in arguments.pop("until") if text]
+        rest = {name: value for name, value in arguments.items() if name not in NO_EFFECT}
         return SamplingParams(max_tokens=max_tokens, stop=stop, **rest)
 
 
 def _score(output: RequestOutput, num_scored: int) -> tuple[float, bool]:
     """Return the log-probability of the last num_scored tokens of a prompt, and whether each is the likeliest."""
-    ids, found = output.prompt_token_ids, output.prompt_logprobs or []
+    ids, logprobs = output.prompt_token_ids, output.prompt_logprobs or []
     total, is_greedy = 0.0, True
-    for token, here in zip(ids[-num_scored:], found[-num_scored:], strict=True):
+    for token, here in zip(ids[-num_scored:], logprobs[-num_scored:], strict=True):
         assert here is not None, "the first token has no log-probability"
         total += here[token].logprob
         is_greedy &= here[token].rank == 1

@@ -35,7 +35,6 @@ WITHOUT_RAY = (
     "batch/test_baseline.py",
     "batch/test_engine_",
     "batch/test_finish.py",
-    "batch/test_ipc.py",
     "batch/test_on_finish.py",
     "batch/test_repair.py",
     "batch/test_run_input.py",

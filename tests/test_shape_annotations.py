@@ -20,7 +20,7 @@ with install_import_hook(packages, "beartype.beartype"):
     from eagle_ray.assembly.assemble import build_engine
     from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.requests.parameters import SamplingParams
-    from eagle_ray.tree.accept import VerifyResult
+    from eagle_ray.tree.draft_tree import VerifyResult
     from tests.support.engines import DRAFT_METHODS, engine_for
     from tests.support.toy_models import head, head3, llama, llama_engine, run
 

@@ -26,10 +26,17 @@ import torch
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_ray.api.prompts import Prompts, prompt_requests
-from eagle_ray.api.python_config import EMBEDDED, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.python_arguments import (
+    EMBEDDED,
+    EngineSettings,
+    Prompts,
+    engine_config,
+    prompt_requests,
+    sampling_config,
+)
 from eagle_ray.api.request_output import RequestOutput, completion_of
 from eagle_ray.assembly.assemble import build_in_thread
+from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import JobConfig
 from eagle_ray.core import sequence as engine_sequence
 from eagle_ray.core.counters import EngineCounters
@@ -77,11 +84,15 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ):
         config = engine_config(target, draft, settings, seed)
-        most_threads = torch.get_num_threads() if threads is None else plain_value(threads)
+        max_threads = torch.get_num_threads() if threads is None else plain_value(threads)
         if (note := plain_decoding_note(config.speculative.method, config.model.drafts)) is not None:
             log.info("%s: %s", config.model.target, note)
-        workers = plain_value(num_gpus), most_threads
-        bundle = build_in_thread(config.model, config.speculative, config.execution, *workers)
+        for name, number in (("threads", max_threads), ("num_gpus", num_gpus := plain_value(num_gpus))):
+            if type(number) is not int or number < 1:
+                raise ConfigError(f"{name}: must be an integer, 1 or more, got {number!r}.")
+        args = EngineArgs.of_worker(config.execution, num_gpus)
+        required = config.execution.require_kernels
+        bundle = build_in_thread(config.model, config.speculative, args, max_threads, required)
         self._config = config
         self._tokenizer = bundle.tokenizer
         self._max_model_len = bundle.engine.max_model_len

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from eagle_ray.api.python_config import ConfigLike, job_config
+from eagle_ray.api.python_arguments import ConfigLike, job_config
 from eagle_ray.batch.driver.run import run_job as run_job_of
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config import JobConfig

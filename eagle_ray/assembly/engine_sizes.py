@@ -16,13 +16,12 @@ from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, Auto, usual_slots
 from eagle_ray.attention.metadata import MAX_SCORES
 from eagle_ray.attention.prefill_metadata import CHAIN_ROWS, MAX_GATHERED
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.config.job import EnginesConfig
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.drafter import layers_read
+from eagle_ray.methods.combine.drafter import kv_numbers, layers_read, slot_bytes
 from eagle_ray.methods.drafter import LoadedDraft
-from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import plans_alone
-from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
-from eagle_ray.models.supported_models import KVSpec, kv_elements_per_token
+from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.sampling.sampler import SLICE_ROWS
 
 CPU_SEQUENCE_TOKENS = 32_768  # of one sequence, for which a CPU's cache has room if the target was made for as many
@@ -65,7 +64,7 @@ class EngineArgs:
         kv_tokens: of all slots together; None lets every slot be full, and auto fills the memory.
         guaranteed: the length down to which max_model_len is cut if the cache has no room for it; None cuts nothing.
         prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
-        num_gpus: over which the target is placed.
+        num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
     """
 
     slots: int | Auto = "auto"
@@ -73,7 +72,18 @@ class EngineArgs:
     kv_tokens: int | Auto | None = "auto"
     guaranteed: int | None = None
     prefill_tokens: int | Mapping[str, int] = field(default_factory=lambda: PREFILL_TOKENS)
-    num_gpus: int = 1
+    num_gpus: float = 1
+
+    @classmethod
+    def of_worker(cls, engines: EnginesConfig, num_gpus: float) -> EngineArgs:
+        """Return the arguments of a worker's engine. num_gpus: the worker's; 0 on CPUs."""
+        prefill_tokens = engines.AUTO_PREFILL_TOKENS if engines.prefill_tokens == "auto" else engines.prefill_tokens
+        return cls(engines.slots, None, engines.kv_tokens, None, prefill_tokens, num_gpus or 1)
+
+    @property
+    def gpu_share(self) -> float:
+        """Return the share of its first GPU's memory that the engine may take."""
+        return min(self.num_gpus, 1)
 
     def within(self, limits: ModelLimits) -> EngineArgs:
         """Return the arguments with the lengths of a target, if none are set."""
@@ -84,9 +94,6 @@ class EngineArgs:
     def prefill_tokens_on(self, device: str) -> int:
         """Return the prompt tokens of a step on a type of device."""
         return self.prefill_tokens if isinstance(self.prefill_tokens, int) else self.prefill_tokens[device]
-
-
-ANY_SIZE = EngineArgs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +147,8 @@ class SequenceLengths:
         """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
         if kv_tokens is None:
             return self.max_model_len
-        held = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
-        return min(self.max_model_len, max(held, self.guaranteed or self.max_model_len))
+        fitting = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
+        return min(self.max_model_len, max(fitting, self.guaranteed or self.max_model_len))
 
     def _positions(self, tokens: int) -> int:
         return -(-(min(self.max_model_len, tokens) + self.tree_columns) // BLOCK_SIZE) * BLOCK_SIZE
@@ -153,12 +160,10 @@ class EngineSizes:
 
     Attributes:
         itemsize: bytes of a number.
-        vocab_size, hidden_size: of the target.
-        layer_kv: numbers in the keys and values of one token in one layer of the target.
-        kv: the same in all layers of target and drafters.
+        vocab_size: of the target.
+        layer_kv, kv: numbers of a token's keys and values, in a layer of the target and in all of target and drafters.
         feature: numbers of a token's feature.
-        num_drafters: those that queue features.
-        drafts: of one sequence; None if nothing is drafted.
+        drafts: bytes that drafters keep for a slot.
         logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds them.
         logit_bytes: of a logit and its copies.
         explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
@@ -166,12 +171,10 @@ class EngineSizes:
 
     itemsize: int
     vocab_size: int
-    hidden_size: int
     layer_kv: int
     kv: int
     feature: int
-    num_drafters: int = 0
-    drafts: DraftShape | None = None
+    drafts: int = 0
     logit_rows: int = 0
     logit_bytes: int = 0
     explicit_scores: bool = False
@@ -195,18 +198,18 @@ class EngineSizes:
         """
         method, vocab_size = speculative.method, shape.vocab_size
         layer_kv = kv_elements_per_token(shape)
-        top_k = min(speculative.top_k, vocab_size)
+        hidden_size, num_layers = shape.hidden_size, shape.num_hidden_layers
+        feature = hidden_size * len(layers_read(parts, num_layers) or [0])
+        bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
         tree_rows = 1 if method == "none" else 1 + speculative.max_nodes
         is_fixed = method != "none" and (speculative.budget != "global" or plans_alone(method))
         return cls(
             itemsize=itemsize,
             vocab_size=vocab_size,
-            hidden_size=shape.hidden_size,
             layer_kv=layer_kv,
-            kv=shape.num_hidden_layers * layer_kv + sum(map(_kv_numbers, parts)),
-            feature=shape.hidden_size * len(layers_read(parts, shape.num_hidden_layers) or [0]),
-            num_drafters=len(parts),
-            drafts=DraftShape(1, top_k, top_k, speculative.max_depth) if parts else None,
+            kv=num_layers * layer_kv + kv_numbers(parts),
+            feature=feature,
+            drafts=slot_bytes(parts, feature, hidden_size, bounds, itemsize),
             logit_rows=tree_rows if is_fixed or not on_gpu else 0,
             logit_bytes=COPIES_OF_LOGITS * itemsize if on_gpu else itemsize + CPU_LOGIT_BYTES,
             explicit_scores=explicit_scores,
@@ -225,10 +228,7 @@ class EngineSizes:
     @property
     def per_slot(self) -> int:
         """Return the bytes of queued features, of a draft and of logits."""
-        queued = QUEUE_WINDOW * self.feature * self.itemsize
-        drafted = 0 if self.drafts is None else self.drafts.num_bytes(self.hidden_size, self.itemsize)
-        logits = self.logit_rows * self.vocab_size * self.logit_bytes
-        return self.num_drafters * (queued + drafted) + logits
+        return self.drafts + self.logit_rows * self.vocab_size * self.logit_bytes
 
     def temporary(self, max_model_len: int) -> int:
         """Return the bytes of gathered contexts, of copied logits and of scores."""
@@ -236,9 +236,3 @@ class EngineSizes:
         gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv * self.itemsize
         copied = SLICE_ROWS * self.vocab_size * SLICE_LOGIT_BYTES
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
-
-
-def _kv_numbers(part: LoadedDraft) -> int:
-    """Return the numbers of a token's keys and values in all layers of a draft; Medusa heads keep none."""
-    spec: KVSpec | None = getattr(part, "kv_spec", None)
-    return 0 if spec is None else spec.num_layers * spec.num_kv_heads * (spec.key_dim + spec.value_dim)

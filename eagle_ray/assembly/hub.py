@@ -18,7 +18,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from eagle_ray.assembly.engine_sizes import ModelLimits
-from eagle_ray.config import ModelConfig, SpeculativeConfig
+from eagle_ray.assembly.smollm2 import SMOLLM2, target_directory
+from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
@@ -28,7 +29,6 @@ from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
-from eagle_ray.smollm2 import SMOLLM2, target_directory
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.checked_parquet import check_datastore
 from eagle_ray.storage.model_files import fetch_model
@@ -160,6 +160,13 @@ def _context_before_scaling(config: Any) -> str:
     return " before its rotary scaling sets in" if max_exact_position(config) is not None else ""
 
 
+def cpu_model_len(config: JobConfig) -> int:
+    """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
+    limits, speculative, execution = model_limits(config.model), config.speculative, config.execution
+    lengths = limits.lengths(speculative, execution.kv_tokens)
+    return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])
+
+
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
     """Refuse models that cannot work, from configs and headers only; no weights are read.
 
@@ -193,13 +200,13 @@ def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> di
     wanted = [("target", model.target, download_metadata)]
     if reads_draft(speculative.method, model.drafts):
         wanted += [("draft", name, download) for name in model.drafts]
-    found = {}
+    unavailable = {}
     for part, name, find in wanted:
         try:
             find(name, part)
         except ModelUnavailable as error:
-            found[part] = error
-    return found
+            unavailable[part] = error
+    return unavailable
 
 
 def _target_config(model: ModelConfig) -> Any:

@@ -1,49 +1,33 @@
 """MemoryPlan: what one worker keeps in its memory, by use, and the slots and KV tokens that follow.
 
-    plan = MemoryPlan.of_checkpoint(config, target, drafts, shape, torch.bfloat16, lengths, memory)
+    plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, pass_bytes, memory).sized("auto", "auto")
     plan.slots, plan.kv_tokens                  # 256, 412000
     plan.describe()                             # "a worker takes 71.2 GiB: target 15.0 GiB, draft ..."
 
-A start plans with the models that it has loaded, `doctor` with configurations and the headers of checkpoints; both by
-one arithmetic. On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card after the weights, one pass's
-tensors, which `profile_pass` measures as vLLM does, the CUDA graphs, and what `EngineSizes` counts besides: the
-contexts that prompt chunks gather, copies of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as
-sequences of USUAL_TOKENS fit. On a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence
-of the guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
+`model_memory` plans for the models that a start has loaded, and for checkpoints; both by this arithmetic. On a GPU
+`auto` gives the cache what is left of MEMORY_SHARE of the card, or of the worker's share of it, after the weights, one
+pass's tensors, the CUDA graphs, and what `EngineSizes` counts besides: the contexts that prompt chunks gather, copies
+of logits, features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS fit. On a CPU
+`auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the guaranteed length, or one sequence
+of CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
-from torch import nn
 
-from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
-from eagle_ray.assembly.worker_plan import MAX_SLOTS, PREFILL_TOKENS, Auto, usual_slots
-from eagle_ray.config import JobConfig, SpeculativeConfig
-from eagle_ray.core.errors import EngineError, UnfitDevice
-from eagle_ray.kernels.availability import use_triton
+from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.worker_plan import MAX_SLOTS, Auto
+from eagle_ray.core.errors import EngineError
 from eagle_ray.kv.block_manager import BLOCK_SIZE
-from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
-from eagle_ray.methods.head_files import read_headers
-from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
-from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
-from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.report.text import counted, gib
 
 MEMORY_SHARE = 0.9  # of a card; the rest is for the driver, libraries' workspaces and fragments
 GPU_SHARE = 0.9  # of a GPU's free memory that layers may take; the rest is for a pass's own tensors
 KV_MARGIN = 1.2  # of several GPUs: the head's own cache and the trees' columns come on top of the target's
 GRAPH_BYTES = 70 * (10 << 20)  # of the executables of 70 graphs and some more; 0 to 8 MiB each for an 8B on an H200
-LOGIT_ROWS = 1024  # of the largest pass that decodes
-PROFILE_PROMPTS = 8
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +45,16 @@ class DeviceMemory:
     free: int
     others_room: int = 0
     on_gpu: bool = True
+
+    @classmethod
+    def of_gpu(cls, device: torch.device, share: float, loaded: int, others_room: int = 0) -> DeviceMemory:
+        """Return the memory of an engine that has a share of a GPU and has loaded this many bytes of weights there.
+
+        Engines with the other shares may have taken theirs, or not yet.
+        """
+        free, total = torch.cuda.mem_get_info(device)
+        of_share = int(share * total)
+        return cls(of_share, min(free + loaded, of_share), others_room)
 
     @property
     def reserve(self) -> int:
@@ -105,90 +99,6 @@ class MemoryPlan:
     slots: int = 1
     kv_tokens: int | None = None
     is_planned: bool = False
-
-    @classmethod
-    def of_models(
-        cls,
-        causal_lm: CausalLM,
-        weights: nn.Module | None,
-        speculative: SpeculativeConfig,
-        slots: int | Auto,
-        kv_tokens: int | Auto | None,
-        lengths: SequenceLengths,
-        prefill_tokens: int,
-    ) -> MemoryPlan:
-        """Return the plan of an engine over models in memory. A GPU's pass is run and measured if a setting is auto.
-
-        Raises UnfitDevice if not even one sequence fits.
-        """
-        device, parts = causal_lm.device, drafts_of(weights)
-        shape = causal_lm.config.get_text_config(decoder=True)
-        dtype = input_embedding(causal_lm).weight.dtype
-        on_gpu = device.type == "cuda"
-        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, not use_triton(device))
-        target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
-        if not on_gpu:
-            return cls.of(sizes, lengths, target, draft, None).sized(slots, kv_tokens)
-        if "auto" in (slots, kv_tokens):
-            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
-        else:
-            of_pass = _estimated_pass(shape, dtype.itemsize, prefill_tokens)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        others_room = weight_bytes(causal_lm, outside=device)
-        memory = DeviceMemory(total, free + target - others_room + draft, others_room)
-        try:
-            return cls.of(sizes, lengths, target, draft, of_pass, memory).sized(slots, kv_tokens)
-        except EngineError as error:
-            raise UnfitDevice(str(error)) from error
-
-    @classmethod
-    def of_checkpoint(
-        cls,
-        config: JobConfig,
-        target: Path,
-        drafts: Sequence[Path],
-        shape: Any,
-        device: str,
-        dtype: torch.dtype,
-        lengths: SequenceLengths,
-        memory: DeviceMemory | None = None,
-        process: int = 0,
-    ) -> MemoryPlan | None:
-        """Return the plan of one worker of a job, or None if weights are missing; none are read.
-
-        Args:
-            target, drafts: directories.
-            shape: the target's config.
-            device: cpu or cuda.
-            dtype: of weights and cache.
-            memory: None: the slots and tokens are a CPU's.
-            process: bytes before anything is loaded.
-
-        Raises:
-            EngineError: a file of weights cannot be read.
-        """
-        execution, speculative = config.execution, config.speculative
-        target_bytes = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
-        of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
-        if target_bytes is None or None in of_drafts:
-            return None
-        draft_bytes = sum(size or 0 for size in of_drafts)
-        parts = check_drafts(speculative.method, drafts, shape) if drafts else []
-        on_gpu = device == "cuda"
-        explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
-        sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
-        of_pass = None
-        if on_gpu:
-            tokens = PREFILL_TOKENS["cuda"] if execution.prefill_tokens == "auto" else execution.prefill_tokens
-            of_pass = _estimated_pass(shape, dtype.itemsize, tokens)
-        else:
-            target_bytes += _packed_copy(target, shape, dtype)
-        plan = cls.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
-        try:
-            return plan.sized(execution.slots, execution.kv_tokens)
-        except EngineError:  # it is seen by `fits`
-            return plan.sized(1, None)
 
     @classmethod
     def of(
@@ -328,67 +238,3 @@ class MemoryPlan:
             f"left for keys and values, and one sequence takes {needed:.1f} GB: set execution.gpus_per_actor to more, "
             "model.max_model_len or execution.slots to less, or take a smaller or a quantised model"
         )
-
-
-def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
-    """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
-    assert args.max_model_len is not None, "`within` sets it to the target's own"
-    tokens = usual_slots(args.slots, on_gpu=True) * (USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len)
-    if isinstance(args.kv_tokens, int):
-        tokens = args.kv_tokens
-    shape = causal_lm.config.get_text_config(decoder=True)
-    per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
-    return int(KV_MARGIN * tokens * per_token)
-
-
-def process_bytes(device: str) -> int:
-    """Return the bytes of a worker on this device before it loads models, as of this process, which has its imports."""
-    return psutil.Process().memory_info().rss if device == "cpu" else 0
-
-
-def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
-    """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
-    each = max(num_tokens // PROFILE_PROMPTS, 1)
-    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers)
-    slots = list(range(PROFILE_PROMPTS))
-    for slot in slots:
-        target.cache.blocks.reserve(slot, each)
-    prompts = PromptBatch.of(slots, [[0] * each for _ in slots], target.device)
-    torch.cuda.reset_peak_memory_stats(target.device)
-    before = torch.cuda.memory_allocated(target.device)
-    with torch.inference_mode():
-        hidden = target.prefill(prompts).hidden
-        target.logits(hidden[:LOGIT_ROWS]).argmax(-1)
-    return torch.cuda.max_memory_allocated(target.device) - before
-
-
-def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
-    """Estimate what profile_pass measures: residuals, the MLP's tensors, and rows of logits."""
-    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
-    of_row = 4 * shape.hidden_size + 3 * inner
-    return itemsize * (num_tokens * of_row + LOGIT_ROWS * shape.vocab_size)
-
-
-def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
-    """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
-    sizes = [p.nbytes for p in model.parameters() if p.device != outside]
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    return sum(sizes) + sum(m.in_features * m.out_features * m.weight.itemsize for m in packed if outside is None)
-
-
-def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
-    """Return the bytes of a checkpoint's tensors in memory, or None if it has no weights.
-
-    dtype: of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
-    """
-    headers = read_headers(path)
-    if headers is None:
-        return None
-    return sum(h.numel * dtype.itemsize if dtype is not None and h.is_float else h.num_bytes for h in headers.values())
-
-
-def _packed_copy(target: Path, shape: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
-    size = shape.vocab_size * shape.hidden_size
-    is_tied = LM_HEAD not in (read_headers(target) or {})
-    return size * dtype.itemsize if is_tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0

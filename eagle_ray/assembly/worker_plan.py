@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from eagle_ray.config import ExecutionConfig
-from eagle_ray.config.job import ActorRange
+from eagle_ray.config.job import ActorRange, EnginesConfig
 from eagle_ray.config.serve import ServingConfig
 from eagle_ray.report.text import counted
 from eagle_ray.runs.job_errors import ClusterError, ClusterUnfit
@@ -29,8 +29,7 @@ ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind o
 RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 
 CPU_SLOTS, MAX_SLOTS = 16, 256  # that `auto` gives an engine
-PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}  # prompt tokens per step; on a CPU twice as many are hardly faster
-SERVE_PREFILL_TOKENS = {"cpu": 512, "cuda": 1024}  # of an endpoint: running streams wait for them
+PREFILL_TOKENS = EnginesConfig.AUTO_PREFILL_TOKENS
 Auto = Literal["auto"]
 Node = Mapping[str, float]  # a node's resources by Ray's names, such as CPU and GPU
 
@@ -46,10 +45,10 @@ class WorkerPlan:
         accelerator_type: kind of its GPUs, or None for any.
     """
 
-    min_workers: int
-    max_workers: int
-    num_gpus: float
-    threads: int
+    min_workers: int = 1
+    max_workers: int = 1
+    num_gpus: float = 0
+    threads: int = 1
     accelerator_type: str | None = None
 
     @classmethod
@@ -163,9 +162,9 @@ def _plan(
 
 def _nodes_with(kind: str, nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes with this kind of GPU. Raises ClusterUnfit that names the kinds that the cluster has."""
-    found = [node for node in nodes if ACCELERATOR + kind in node]
-    if found:
-        return found
+    matching = [node for node in nodes if ACCELERATOR + kind in node]
+    if matching:
+        return matching
     kinds = sorted({name.removeprefix(ACCELERATOR) for node in nodes for name in node if name.startswith(ACCELERATOR)})
     there = f"it has {', '.join(kinds)}" if kinds else "no node names one"
     raise ClusterUnfit(

@@ -21,7 +21,7 @@ import torch
 from eagle_ray import __version__
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import check_models, load_tokenizer, model_limits
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig

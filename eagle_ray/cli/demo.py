@@ -16,9 +16,9 @@ from typing import Any
 from eagle_ray.batch.driver.run import ending_of, log, run_job
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.config import JobConfig, load_config
-from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.report.text import run_table
 from eagle_ray.runs.layout import REPORT, SUMMARY
+from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.storage.path import StoragePath
 
 SETTINGS: dict[str, Any] = {

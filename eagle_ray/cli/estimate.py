@@ -27,7 +27,7 @@ from itertools import chain, cycle
 from typing import Any
 
 from eagle_ray.assembly.assemble import EngineBundle
-from eagle_ray.assembly.memory_plan import process_bytes
+from eagle_ray.assembly.model_memory import process_bytes
 from eagle_ray.assembly.worker_plan import WorkerPlan, threads_wanted
 from eagle_ray.batch.driver.input_plan import InputPlan, plan_input, requests_of
 from eagle_ray.batch.worker.worker import build_engine_bundle
@@ -72,7 +72,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     log.info("loading the models for the estimate")
     process = process_bytes("cuda" if workers.num_gpus else "cpu")
     began = time.monotonic()
-    bundle = build_engine_bundle(config, workers.threads)
+    bundle = build_engine_bundle(config, workers)
     load_s = time.monotonic() - began
 
     slots = bundle.engine.scheduler.num_slots

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 
 from eagle_ray.cli.arguments import add_config_flags, config_of, parse_positive
 from eagle_ray.core.start_log import configure_logging
@@ -72,15 +73,15 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = config_of(args)
-    from eagle_ray.batch.driver.auto_restart import end_with_command, keep_going, write_ending
-    from eagle_ray.batch.driver.run import run_to_end, tell
+    from eagle_ray.batch.driver.run import keep_going, run_to_end, tell, write_ending
+    from eagle_ray.batch.worker.engine_process import end_with_parent
 
     if args.keep_going:
         configure_logging(config.logging.level)
         ending = keep_going(args.arguments, config)
     else:
         if args.parent is not None:
-            end_with_command(args.parent)
+            end_with_parent(args.parent, signal.SIGTERM)  # if the command that restarts it dies in any way
         ending = run_to_end(config, args.retry_errors, args.fail_on_row_errors)
     if args.ending:
         write_ending(args.ending, ending)

@@ -12,7 +12,7 @@ from functools import partial
 
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.driver.status import GROUP_BY
 from eagle_ray.config import JobConfig

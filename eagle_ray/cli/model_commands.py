@@ -112,8 +112,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     config = config_of_pair(args)
-    from eagle_ray.doctor.check_result import findings_json, findings_text
-    from eagle_ray.doctor.run_checks import examine
+    from eagle_ray.doctor.run_checks import examine, findings_json, findings_text
 
     findings = list(examine(config))
     print((findings_json if args.json else findings_text)(findings))

@@ -98,7 +98,7 @@ def _compare_methods(args: argparse.Namespace) -> int:
     check_address_space("torch")
     config = config_of_pair(args)
     from eagle_ray.cli.compare_methods import evaluate, use_threads
-    from eagle_ray.report.methods_table import evaluation_text
+    from eagle_ray.report.comparison import evaluation_text
 
     configure_logging(config.logging.level)
     use_threads(args.threads)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from eagle_ray.assembly.assemble import cpu_model_len, runs_on_gpu
-from eagle_ray.assembly.hub import ModelLimits, check_models, load_tokenizer, model_limits, unavailable_models
-from eagle_ray.assembly.placement import check_device
+from eagle_ray.assembly.engine_sizes import ModelLimits
+from eagle_ray.assembly.hub import check_models, cpu_model_len, load_tokenizer, model_limits, unavailable_models
+from eagle_ray.assembly.load_models import check_device, runs_on_gpu
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of, row_settings_line
 from eagle_ray.batch.driver.job_manifest import preview_output
 from eagle_ray.batch.driver.job_plan import plan_for_validation

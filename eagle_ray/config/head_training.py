@@ -7,19 +7,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from eagle_ray.config.job import LoggingConfig, ModelConfig, Name, PositiveFloat, PositiveInt, Seed, StrictModel
-from eagle_ray.methods.method import MAX_WARMUP_SHARE, Training, trained_methods, training_of
+from eagle_ray.methods.method import Training, trained_methods, training_of
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
-MUON_RATE, MUON_WARMUP = 4e-3, 40
+MUON = Training(rate=4e-3, warmup_steps=40)
 TRAINED = trained_methods()
 
 
@@ -267,7 +266,7 @@ def peak_rate(config: TrainConfig) -> float:
 
 def num_passes(config: TrainConfig) -> int:
     """Return the unrolled passes that loss.passes stands for."""
-    return config.loss.passes or _published(config).passes
+    return config.loss.passes or training_of(config.head.method).passes
 
 
 def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
@@ -281,11 +280,8 @@ def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
 
 
 def _published(config: TrainConfig) -> Training:
-    """Return the numbers of the method's paper, with those of Muon in place of its optimizer's."""
-    training = training_of(config.head.method)
-    if config.optimizer.kind != "muon":
-        return training
-    return replace(training, rate=MUON_RATE, warmup_steps=MUON_WARMUP, warmup_share=MAX_WARMUP_SHARE)
+    """Return the numbers of the optimizer, or of the method with the published optimizer."""
+    return MUON if config.optimizer.kind == "muon" else training_of(config.head.method)
 
 
 def schedule_kind(config: TrainConfig) -> str:

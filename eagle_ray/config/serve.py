@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -69,6 +70,8 @@ class ServingConfig(EnginesConfig):
         auto is eight times the KV cache capacity in tokens.
     drain_s: seconds that a stopping replica continues its running requests.
     """
+
+    AUTO_PREFILL_TOKENS: ClassVar[Mapping[str, int]] = {"cpu": 512, "cuda": 1024}  # running streams wait for them
 
     host: Name = Field(default="127.0.0.1", description="an address of this machine, such as 127.0.0.1 or 0.0.0.0")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="a port, 1 to 65535")

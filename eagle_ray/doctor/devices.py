@@ -24,8 +24,7 @@ from eagle_ray.batch.driver.ray_environment import LOCAL, prepare_ray_environmen
 from eagle_ray.config import ExecutionConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
-from eagle_ray.doctor.check_result import Finding
-from eagle_ray.doctor.system import free_memory, num_cores
+from eagle_ray.doctor.system import Finding, free_memory, num_cores
 from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.kernels.tree_metadata import unsupported_heads
 from eagle_ray.models.graphs import GRAPHS
@@ -146,14 +145,14 @@ def _there(address: str) -> list[Mapping[str, float]]:
 
 def threads(num_workers: int, per_worker: int) -> Finding:
     """Return the threads that a job started here would give its workers."""
-    asked, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
-    facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": asked}
+    setting, cores = os.environ.get("OMP_NUM_THREADS"), num_cores()
+    facts = {"cores": cores, "workers": num_workers, "threads": per_worker, "OMP_NUM_THREADS": setting}
     used = f"{num_workers * per_worker} of {counted(cores, 'core')}"
     says = f"{used} would be used (each worker takes fewer where that is as fast)"
     idle = cores - num_workers * per_worker
     advice = None
-    if asked and idle > 0:
-        advice = f"OMP_NUM_THREADS={asked} leaves {counted(idle, 'core')} idle: unset it, or raise execution.actors"
+    if setting and idle > 0:
+        advice = f"OMP_NUM_THREADS={setting} leaves {counted(idle, 'core')} idle: unset it, or raise execution.actors"
     return Finding("threads", says, facts, advice=advice)
 
 

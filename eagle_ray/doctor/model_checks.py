@@ -16,13 +16,13 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.hub import EMBEDDED, check_models, download, download_metadata, model_limits
-from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan, process_bytes
+from eagle_ray.assembly.memory_plan import GPU_SHARE, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.model_memory import plan_checkpoint, process_bytes
 from eagle_ray.config import JobConfig
 from eagle_ray.config.models import is_url
 from eagle_ray.core.errors import ConfigError, EngineError
-from eagle_ray.doctor.check_result import Finding
 from eagle_ray.doctor.devices import PlannedWorkers
-from eagle_ray.doctor.system import free_memory
+from eagle_ray.doctor.system import Finding, free_memory
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.loader import auto_dtype, load_config
 from eagle_ray.report.text import gib
@@ -47,13 +47,13 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     wanted = {"target": target} | ({"draft": " + ".join(drafts)} if drafts else {})
     names = ", ".join(f"{part} {name}" for part, name in wanted.items())
     try:
-        found = [directory_of(target, "target"), *(directory_of(name, "draft") for name in drafts)]
+        paths = [directory_of(target, "target"), *(directory_of(name, "draft") for name in drafts)]
     except ConfigError as error:
         return Finding("pair", f"{names}: cannot be used", wanted, problem=str(error)), None
-    if missing := [name for name, path in zip((target, *drafts), found, strict=True) if path is None]:
+    if missing := [name for name, path in zip((target, *drafts), paths, strict=True) if path is None]:
         todo = f"`hf download` {' and '.join(missing)} here, or let the first start do it"
         return Finding("pair", f"{names}: not in this machine's cache of the hub", wanted, advice=todo), None
-    target_path, *draft_paths = (path for path in found if path is not None)
+    target_path, *draft_paths = (path for path in paths if path is not None)
     local = [str(path) for path in draft_paths] or config.model.draft
     try:
         model = config.model.model_copy(update={"target": str(target_path), "draft": local})
@@ -97,7 +97,7 @@ def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dt
     lengths = limits.lengths(speculative, execution.kv_tokens)
     models = here.config, here.target, here.drafts, here.shape, device, dtype
     try:
-        plan = MemoryPlan.of_checkpoint(*models, lengths, there, process_bytes(device))
+        plan = plan_checkpoint(*models, lengths, there, process_bytes(device))
     except EngineError as error:
         return Finding("memory", "the weights cannot be looked at", problem=str(error))
     if plan is None:

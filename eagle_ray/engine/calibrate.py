@@ -37,7 +37,7 @@ from eagle_ray.models.packed_linear import WARM_ROWS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 
 BUDGET_S = {
     "cpu": 5.0,  # a start of the 230M pair within 15 s on two idle cores; plans within 5 % of those by 45 s of steps

@@ -45,8 +45,8 @@ from eagle_ray.sampling.adjustments import Adjustments, Paths
 from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.sampling.sampler import SLICE_ROWS, sample
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
 
 

@@ -50,7 +50,7 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome, UniformPlanner
 from eagle_ray.sampling.grammar import GrammarCompiler
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 
 log = logging.getLogger("eagle_ray")
 Answer = TypeVar("Answer")

@@ -1,6 +1,7 @@
 """Capture graphs before the first request instead of while serving.
 
-    capture(engine)          # a planner that may choose any plan within the engine's bounds
+    graphs = graphs_for(target, drafter)             # None if steps are not replayed
+    capture(engine)                                  # a planner that may choose any plan within the engine's bounds
     capture_fixed(engine)                            # a planner with one plan
 
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of every batch size, passes
@@ -13,11 +14,13 @@ captured at their first use.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from eagle_ray.core.decode_batch import DecodeBatch
+from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import (
     SHORT_OUTPUT,
     SHORT_PROMPT,
@@ -27,17 +30,36 @@ from eagle_ray.engine.calibrate import (
     calibration_mode,
 )
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.drafter import Draft
-from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.engine.verify import unsupported_reason
+from eagle_ray.methods.drafter import Draft, Drafter
+from eagle_ray.models.graphs import GRAPHS, CudaGraphRunner
+from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, Planner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 
 CAPTURE_S = 60.0  # seconds of a start-up that may go into recording
 LOG_EVERY_S = 5.0  # seconds between two lines of progress
 TEMPERATURES = 0.0, 1.0
+
+
+def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
+    """Return the graph runner: on a GPU if nothing prevents it, or as EAGLE_RAY_GRAPHS=off or on says.
+
+    On a CPU `on` runs padded passes of fixed shapes without being faster, for tests.
+    """
+    setting = os.environ.get(GRAPHS)
+    if setting not in (None, "off", "on"):
+        raise ConfigError(f"{GRAPHS}: {setting!r} is neither 'off' nor 'on'")
+    if setting is None and target.device.type != "cuda":
+        return None
+    if (reason := unsupported_reason(target, drafter)) is not None:
+        level = logging.WARNING if target.device.type == "cuda" else logging.INFO
+        log.log(level, "steps are not replayed as CUDA graphs: %s", reason)
+        return None
+    return CudaGraphRunner.of(target)
 
 
 def capture(engine: Engine) -> None:

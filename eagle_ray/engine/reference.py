@@ -17,9 +17,9 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import ReasoningIds, WordIds, has_controls
 from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.grammar_state import unpack_tokens
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
 from eagle_ray.sampling.sampler import sample
-from eagle_ray.sampling.token_mask import unpack_tokens
 
 
 @dataclass(frozen=True, slots=True)

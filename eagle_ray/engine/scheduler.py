@@ -27,7 +27,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch, SamplingTable
 from eagle_ray.core.sequence import NO_SLOT, Sequence, SequenceStatus
 from eagle_ray.engine.waiting_queue import FirstComeQueue, ThroughputQueue, WaitingQueue
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 
 GROUP_SHARE = 18  # a group is the batch divided by this; on average half of it is idle, 3 % of the batch
 GROUP_STEPS = 7  # that a prompt waits at most for others: past one pass in seven steps fewer gain little

@@ -25,9 +25,8 @@ from eagle_ray.core.sequence import Sequence, SequenceStatus, TopLogprobs
 from eagle_ray.methods.drafter import Draft, Drafter
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.expand import DraftPlan
 
 NUM_COUNTS = 6 * CONFIDENCE_BINS  # of ConfidenceCounts, as drafted and as calibrated
 MAX_STEPS = 256  # of a sequence before its statistics are flushed; 512 slots take 2 MB

@@ -36,8 +36,7 @@ from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import MAX_TOP_LOGPROBS, SamplingParams
 from eagle_ray.sampling.sampler import sample
-from eagle_ray.tree.accept import VerifyResult, accept_path
-from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows, accept_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.errors import ConfigError
@@ -50,9 +50,8 @@ from eagle_ray.methods.pair_drafter import PairDrafter
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.tree.budget import ranks
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 
 PLAIN, PUBLISHED, OURS = "plain", "eagle2", "ours"

@@ -30,7 +30,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 AHEAD = 2  # requests that wait while the slots are full
 Ask = Callable[[str], list[Sequence]]  # the requests of a round as new sequences, for the engine of this name

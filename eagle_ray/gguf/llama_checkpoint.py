@@ -129,8 +129,8 @@ def llama_config(file: GGUFFile) -> dict[str, Any]:
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise GGUFError(f"general.architecture is {architecture!r}. Only 'llama' can be converted")
-    if found := [key for key in UNSUPPORTED if key in metadata]:
-        raise GGUFError(f"{found[0]} is set, which the conversion does not support")
+    if unsupported := [key for key in UNSUPPORTED if key in metadata]:
+        raise GGUFError(f"{unsupported[0]} is set, which the conversion does not support")
     try:
         return _config_of(metadata, tied=LM_HEAD not in file.tensors)
     except KeyError as error:

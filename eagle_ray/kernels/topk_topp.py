@@ -9,8 +9,8 @@ order it is made in: a row's cuts are the same in every company.
     narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
 
-`retained_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as the function of
-that name in methods/coupling.py does: one program per row, which ends at once if the row is greedy or cuts nothing. It
+`cut_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as `lowest_retained`
+of methods/coupling.py does: one program per row, which ends at once if the row is greedy or cuts nothing. It
 is for ranking drafts, so the cuts are worked out on the best few tokens alone.
 """
 
@@ -244,7 +244,7 @@ def retained_ties(
 ROW_BLOCK = 4096  # tokens that one program reads at once
 
 
-def retained_floor(
+def cut_floor(
     logits: Float[Tensor, "B F V"],
     temperature: Float[Tensor, " B"],
     top_k: Int[Tensor, " B"],
@@ -259,7 +259,7 @@ def retained_floor(
     batch, num_nodes, vocab = logits.shape
     logits = logits.contiguous()
     floors = torch.empty(batch, num_nodes, device=logits.device)
-    launch(_retained_floor, (batch * num_nodes,))(
+    launch(_cut_floor, (batch * num_nodes,))(
         logits, vocab, num_nodes, temperature, top_k, top_p, min_p, floors,
         NUM_BEST=min(num_best, vocab), ORDER_BITS=ORDER_BITS[logits.dtype],
         BLOCK=min(ROW_BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
@@ -268,7 +268,7 @@ def retained_floor(
 
 
 @triton.jit(do_not_specialize=["top_ks", "top_ps", "min_ps"])
-def _retained_floor(
+def _cut_floor(
     logits, vocab, num_nodes, temperatures, top_ks, top_ps, min_ps, floors,
     NUM_BEST: tl.constexpr, ORDER_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kv.block_manager import BlockManager
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 
 
 class KVCache:

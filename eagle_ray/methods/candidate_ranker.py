@@ -28,7 +28,7 @@ from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPa
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
 from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 from eagle_ray.tree.expand import Frontier
 
 MAX_FUSED_K = 32  # children per node that the kernel finds, one after the other
@@ -209,10 +209,10 @@ class CandidateRanker:
 
     def _floors(self, logits: Float[Tensor, "B F D"], sampling: SamplingBatch) -> Float[Tensor, "B F"]:
         """Return the least logit that each sequence's cuts keep."""
-        from eagle_ray.kernels.topk_topp import retained_floor
+        from eagle_ray.kernels.topk_topp import cut_floor
 
         cuts = sampling.top_k, sampling.top_p, sampling.min_p
-        return retained_floor(logits, sampling.temperature, *cuts, NUM_CUT)
+        return cut_floor(logits, sampling.temperature, *cuts, NUM_CUT)
 
     def _couple(self, coupling: Coupling, path: TargetPath, picks: Int[Tensor, "B D"]) -> None:
         """Update the coupling from at most MAX_FEEDBACK tokens, or one sequence's, in turn. Recomputes their logits."""

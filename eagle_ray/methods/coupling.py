@@ -91,10 +91,10 @@ class Coupling:
 
 def dropped(logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]) -> Bool[Tensor, "S F V"]:
     """Return which tokens top-k, top-p and min-p would drop from these logits, computed on the best NUM_CUT of them."""
-    return logits < retained_floor(logits, sampling, rows)[:, :, None]
+    return logits < lowest_retained(logits, sampling, rows)[:, :, None]
 
 
-def retained_floor(
+def lowest_retained(
     logits: Float[Tensor, "S F V"], sampling: SamplingBatch, rows: Int[Tensor, " S"]
 ) -> Float[Tensor, "S F"]:
     """Return the lowest of the best NUM_CUT logits that top-k, top-p and min-p keep; -inf if they keep all."""

@@ -25,9 +25,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
+from eagle_ray.tree.expand import DraftPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,15 @@ class Training:
     """How the heads of a method are trained, with the numbers of its paper.
 
     Attributes:
-        recipe: the class of its recipe.
         rate: peak learning rate.
         warmup_steps: at most warmup_share of the run; None is that share.
         passes: unrolled passes, in which the head reads its own outputs.
-        can_start: a published head can be trained further.
     """
 
-    recipe: str
     rate: float
     warmup_steps: int | None = None
     warmup_share: float = MAX_WARMUP_SHARE
     passes: int = 1
-    can_start: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,8 @@ class Method:
         planner: makes the planner of a method that decides its tree alone; None leaves it to speculative.budget.
         is_candidate: auto tries it if model.draft, where it reads one, is its kind of draft.
         reads_datastore: it reads speculative.datastore.
-        training: how `eagle-ray train` makes its heads; None if it does not.
+        recipe: the class that trains its heads; None if `eagle-ray train` makes none.
+        training: the numbers of that training.
     """
 
     name: str
@@ -74,6 +71,7 @@ class Method:
     planner: str | None = None
     is_candidate: bool = False
     reads_datastore: bool = False
+    recipe: str | None = None
     training: Training | None = None
 
     def check_draft(self, path: Path, target: Any) -> Any:
@@ -96,14 +94,13 @@ class Method:
         """Return the method's own planner, or None if speculative.budget decides."""
         return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 
-    @property
-    def recipe(self) -> Any:
-        """Return the class of the recipe that trains its heads."""
-        assert self.training is not None, "a configuration names a method that is trained"
-        return self.function(self.training.recipe)
+    def recipe_class(self) -> Any:
+        """Return the class that trains the method's heads; only of a method with a recipe."""
+        assert self.recipe is not None, f"{self.name} has no recipe"
+        return self.function(self.recipe)
 
     def function(self, reference: str) -> Callable[..., Any]:
-        """Return what one of the references above names, after importing its module."""
+        """Return the function or class of one of the references above, after importing its module."""
         module, _, name = reference.partition(":")
         return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
 
@@ -124,7 +121,8 @@ METHODS = {
             "eagle",
             draft=HEAD,
             is_candidate=True,
-            training=Training("recipe:EagleRecipe", rate=3e-5, warmup_steps=2000, can_start=True),
+            recipe="recipe:EagleRecipe",
+            training=Training(rate=3e-5, warmup_steps=2000),
         ),
         Method(
             "eagle3",
@@ -133,7 +131,8 @@ METHODS = {
             draft=HEAD_3,
             check="checkpoint:check_eagle3",
             load="checkpoint:load_eagle3",
-            training=Training("recipe:Eagle3Recipe", rate=5e-5, warmup_steps=12000, passes=7, can_start=True),
+            recipe="recipe:Eagle3Recipe",
+            training=Training(rate=5e-5, warmup_steps=12000, passes=7),
         ),
         Method(
             "sequoia",
@@ -167,7 +166,8 @@ METHODS = {
             check="checkpoint:check_medusa",
             load="checkpoint:load_medusa",
             is_candidate=True,
-            training=Training("recipe:MedusaRecipe", rate=1e-3, warmup_steps=40),
+            recipe="recipe:MedusaRecipe",
+            training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
             "hydra",
@@ -177,7 +177,8 @@ METHODS = {
             check="checkpoint:check_hydra",
             load="checkpoint:load_hydra",
             is_candidate=True,
-            training=Training("recipe:MedusaRecipe", rate=1e-3, warmup_steps=40),
+            recipe="recipe:MedusaRecipe",
+            training=Training(rate=1e-3, warmup_steps=40),
         ),
         Method(
             "dflash",
@@ -187,7 +188,8 @@ METHODS = {
             check="checkpoint:meta_dflash",
             load="checkpoint:load_dflash",
             is_candidate=True,
-            training=Training("recipe:DFlashRecipe", rate=6e-4, warmup_share=0.04),
+            recipe="recipe:DFlashRecipe",
+            training=Training(rate=6e-4, warmup_share=0.04),
         ),
         Method(
             "draft_model",

@@ -36,10 +36,8 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, Drafter, TokenSequence, VerifyOutput
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, at H floats a pair
 
@@ -57,7 +55,7 @@ class Spans:
         spans = [span for span in zip(self.slots, self.starts, self.counts, strict=True) if span[2] > 0]
         return Spans(*(list(x) for x in zip(*spans, strict=True))) if spans else Spans([], [], [])
 
-    def rows(self, device: torch.device) -> Int[Tensor, "2 R"]:
+    def rows(self, device: torch.device | str) -> Int[Tensor, "2 R"]:
         """Return the slot and the position of each pair."""
         positions = [torch.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
         slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.counts))

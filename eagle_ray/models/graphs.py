@@ -39,7 +39,7 @@ from eagle_ray.core.sampling_batch import ALL_KINDS, Kind, PaddedInput
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.kernels.availability import is_triton_error, turn_off
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 log = logging.getLogger("eagle_ray")
 

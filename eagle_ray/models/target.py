@@ -30,8 +30,7 @@ from eagle_ray.models.loader import decoder_layers, eos_ids, input_embedding
 from eagle_ray.models.packed_linear import slice_rows
 from eagle_ray.models.runtime import pin_cuda_numerics
 from eagle_ray.models.supported_models import LogitsOf, check_config, logits_postprocessor, max_exact_position, probe
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)

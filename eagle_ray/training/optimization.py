@@ -225,12 +225,14 @@ class HeadRecipe(Protocol):
     Attributes:
         scales_features: its features come before any norm, so their numbers differ much in size: `make` takes a factor
             for each.
+        trains_further: `start_from` reads published heads.
         head: the module that is trained, in fp32.
         num_counts: terms that `counts` returns.
         names: of the sums that `losses` reports.
     """
 
     scales_features: ClassVar[bool] = False
+    trains_further: ClassVar[bool] = False
     head: nn.Module
     num_counts: int
     names: tuple[str, ...]
@@ -276,7 +278,11 @@ class HeadRecipe(Protocol):
         """Return a shard's losses. counts: of the whole step. seed: of the shard's noise."""
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the parameters that Muon steps; AdamW steps the others."""
+        """Return the parameters that Muon steps, all matrices but an lm_head, whose rows are classes.
+
+        AdamW steps the others.
+        """
+        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
 
     def save(self, path: Path) -> None:
         """Write the head in its published layout."""

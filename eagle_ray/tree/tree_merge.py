@@ -20,8 +20,8 @@ from torch import Tensor
 
 from eagle_ray.core.sampling_batch import as_int64
 from eagle_ray.sampling.sampler import GOLDEN, mix64_tensor
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import DraftPlan
 
 
 @dataclass(frozen=True, slots=True)

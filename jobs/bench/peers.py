@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.smollm2 import SMOLLM2
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.smollm2 import SMOLLM2
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of
 from jobs.bench.peer_inputs import Models, load_prompts, locked, model_len, widened_pair
 from jobs.bench.peer_process import WorkerError

@@ -16,7 +16,7 @@ from torch import nn
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.evaluation.method_comparison import Equivalence, compare, first_difference

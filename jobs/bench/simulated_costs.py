@@ -21,7 +21,7 @@ from eagle_ray.models.graphs import PassSizes
 from eagle_ray.planner.cost_cache import CURVES, NUMBERS
 from eagle_ray.planner.cost_model import BUCKETS, CostCurve, StepCosts
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 
 def cpu() -> StepCosts:

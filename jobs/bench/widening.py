@@ -9,7 +9,7 @@ small residual width d, the large one D, and head dims h and E:
 - RMSNorm's mean is over D instead of d: its weights are scaled by sqrt(d/D), and its eps becomes the constant
   dimension's square, d * eps;
 - rotary pair i of a head stands at pair i * E/h, whose frequency is the same; queries are scaled by sqrt(E/h), and
-  have 1 over the residual's size in a pair that keys leave at 0: the anchor (`places.py`);
+  have 1 over the residual's size in a pair that keys leave at 0: the anchor (`embedding_map.py`);
 - every further layer adds nothing, because its norms give it zeros;
 - further vocabulary rows get a large negative logit from the constant dimension, in target and head alike.
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import LLM, ConfigError, EngineError, RequestError, RequestOutput, SamplingParams
-from eagle_ray.api.python_config import ENGINE_KEYS, EngineSettings, engine_config, sampling_config
+from eagle_ray.api.python_arguments import ENGINE_KEYS, EngineSettings, engine_config, sampling_config
 from eagle_ray.config import JobConfig, SamplingConfig
 from eagle_ray.requests.parameters import SAMPLING
 from tests.support.jobs import PAIR, token_rows
@@ -313,8 +313,12 @@ def test_arguments_may_be_paths_and_numbers_of_numpy():
     for wrong in (5, None, ["embedded:tiny"]):
         with pytest.raises(ConfigError, match=r"model.target: must be"):
             engine_config(wrong, None, {})
-    with pytest.raises(ConfigError, match=r"threads: must be an integer, 1 or more, got -1"):
-        LLM(threads=-1)
+
+
+@pytest.mark.parametrize("wrong", [{"threads": -1}, {"threads": 0}, {"num_gpus": 0}])
+def test_numbers_of_threads_and_gpus_are_checked(wrong):
+    with pytest.raises(ConfigError, match=rf"{min(wrong)}: must be an integer, 1 or more, got"):
+        LLM(slots=1, **wrong)
 
 
 def test_closing_ends_the_calls_in_flight():

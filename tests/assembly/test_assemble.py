@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from eagle_ray.assembly import assemble as pair_module
-from eagle_ray.assembly import costs, placement
+from eagle_ray.assembly import costs, load_models
 from eagle_ray.assembly.assemble import build_engine, build_engine_from_config, build_in_thread
 from eagle_ray.assembly.costs import cost_key
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS, EngineArgs
 from eagle_ray.assembly.hub import check_models, model_limits
-from eagle_ray.assembly.placement import load_draft, load_target
+from eagle_ray.assembly.load_models import load_draft, load_target
 from eagle_ray.config import ModelConfig, SpeculativeConfig
-from eagle_ray.config.job import EnginesConfig
 from eagle_ray.core.errors import ConfigError, UnfitDevice
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
@@ -184,28 +183,21 @@ def test_a_device_that_is_not_there_is_refused():
             refuse(ModelConfig(device="cuda"))
 
 
-@pytest.mark.parametrize(("threads", "num_gpus", "name"), [(-1, 1, "threads"), (0, 1, "threads"), (1, 0, "num_gpus")])
-def test_numbers_of_threads_and_gpus_are_checked(threads, num_gpus, name):
-    with pytest.raises(ConfigError, match=rf"{name}: must be an integer, 1 or more, got"):
-        build_in_thread(ModelConfig(), PLAIN, EnginesConfig(slots=1), num_gpus, threads)
-
-
 def test_an_engine_that_must_have_kernels_is_refused_without_them(monkeypatch):
     """Before its weights are read if kernels are off, and after its graphs are captured if these are."""
     model = ModelConfig(device="cpu", max_model_len=64)
-    engines = EnginesConfig(slots=2, require_kernels=True)
-    asked = model, PLAIN, engines, 1, 1
+    asked = model, PLAIN, EngineArgs(2), 1, True
     with (
         monkeypatch.context() as patched,
         pytest.raises(UnfitDevice, match=r"kernels are off \(cpu is no CUDA device\)"),
     ):
         patched.setattr(pair_module, "build_engine_from_config", None)
         build_in_thread(*asked)
-    monkeypatch.setattr(pair_module, "why_not", lambda device: None)
+    monkeypatch.setattr(load_models, "why_not", lambda device: None)
     monkeypatch.setattr(Engine, "fallbacks", {"graphs": "capturing failed"})
     with pytest.raises(UnfitDevice, match=r"graphs are off \(capturing failed\).*`eagle-ray doctor` on that machine"):
         build_in_thread(*asked)
-    assert build_in_thread(model, PLAIN, EnginesConfig(slots=2), 1, 1).engine.fallbacks
+    assert build_in_thread(model, PLAIN, EngineArgs(2), 1).engine.fallbacks
 
 
 def test_a_missing_head_is_asked_for():
@@ -236,8 +228,8 @@ def test_ranking_decides_which_corrections_the_drafter_applies(settings, is_cali
 def test_threads_are_chosen_by_a_pass_of_several_rows(monkeypatch, slots, rows):
     """One row may gain nothing from a second thread where prompts and drafts are half as fast without it."""
     passes = []
-    monkeypatch.setattr(placement, "run_linears", lambda model, num_rows: passes.append(num_rows))
-    monkeypatch.setattr(placement, "tune_num_threads", lambda run: run())
+    monkeypatch.setattr(load_models, "run_linears", lambda model, num_rows: passes.append(num_rows))
+    monkeypatch.setattr(load_models, "tune_num_threads", lambda run: run())
     load_target(ModelConfig(device="cpu"), EngineArgs(slots))
     assert passes == [rows]
 

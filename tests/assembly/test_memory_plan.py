@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from eagle_ray.assembly import placement
-from eagle_ray.assembly.engine_sizes import EngineSizes, SequenceLengths
+from eagle_ray.assembly.engine_sizes import EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan, profile_pass
-from eagle_ray.assembly.placement import load_draft, load_target
-from eagle_ray.config import SpeculativeConfig, load_config
+from eagle_ray.assembly.load_models import load_draft, load_target
+from eagle_ray.assembly.memory_plan import GRAPH_BYTES, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.model_memory import plan_checkpoint, plan_memory, profile_pass
+from eagle_ray.config import ExecutionConfig, SpeculativeConfig, load_config
 from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.loader import load_config as target_config
@@ -96,6 +97,24 @@ def test_a_model_too_large_is_refused_with_what_would_help():
         card(24, weights=22 * GB).sized(*AUTO)
 
 
+def test_engines_that_share_a_gpu_plan_within_their_shares(monkeypatch):
+    """The first one starts on an empty card, the second one when the first has taken its half."""
+    halves = []
+    for free in (84 * GB, 42 * GB):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free - 4 * GB, 85 * GB))
+        halves.append(DeviceMemory.of_gpu(torch.device("cuda"), 0.5, loaded=4 * GB))
+    assert [half.total for half in halves] == [42.5 * GB] * 2
+    assert [half.room for half in halves] == pytest.approx([0.9 * 42.5 * GB, 42 * GB - 0.1 * 42.5 * GB])
+    whole = DeviceMemory.of_gpu(torch.device("cuda"), 1, loaded=4 * GB)
+    assert (whole.total, whole.free) == (85 * GB, 42 * GB)
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(0, 1), (0.5, 0.5), (1, 1), (2, 1)])
+def test_a_worker_of_a_part_of_a_gpu_has_that_share(num_gpus, share):
+    args = EngineArgs.of_worker(ExecutionConfig(slots=3), num_gpus)
+    assert (args.slots, args.gpu_share) == (3, share)
+
+
 @pytest.mark.parametrize("num_gpus, least_free", [(2, 4), (4, 60)])
 def test_a_70b_model_keeps_room_for_the_slots_that_fit(num_gpus, least_free, monkeypatch):
     """On cards of 80 GB: 256 slots of 1,024 tokens take 103 GB, more than a card has. Nothing is moved here."""
@@ -139,7 +158,7 @@ def test_what_an_engine_allocates_is_what_was_planned():
 
 def test_contexts_and_copies_of_logits_are_counted():
     """Of an 8B: 0.5 GB of gathered contexts, and 128 rows of 128k logits."""
-    sizes = EngineSizes(2, 128_256, 4096, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
+    sizes = EngineSizes(2, 128_256, layer_kv=2048, kv=PER_TOKEN // 2, feature=4096)
     gathered, copied = (1 << 17) * 4096, 128 * 128_256 * 24
     assert sizes.temporary(8192) == sizes.temporary(131_072) == gathered + copied
     assert sizes.temporary(100) == 63 * 100 * 4096 + copied
@@ -199,9 +218,9 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
         drafts = [download("embedded:tiny", part)] if part else []
         lengths = SequenceLengths.of(config.speculative, 256, 256)
         shape = target_config(target)
-        planned = MemoryPlan.of_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
+        planned = plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
         causal_lm = load_target(config.model)
         weights = load_draft(config.model, config.speculative, causal_lm) if part else None
-        loaded = MemoryPlan.of_models(causal_lm, weights, config.speculative, "auto", "auto", lengths, 512)
+        loaded = plan_memory(causal_lm, weights, config.speculative, EngineArgs(max_model_len=256))
         assert planned == replace(loaded, draft=planned.draft), method
         assert planned.draft == pytest.approx(loaded.draft, rel=0.01)  # tables of tokens are no weights

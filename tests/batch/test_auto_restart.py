@@ -14,9 +14,9 @@ from contextlib import suppress
 import duckdb
 import pytest
 
-from eagle_ray.batch.driver import auto_restart
-from eagle_ray.batch.driver.auto_restart import delay_s
+from eagle_ray.batch.driver import run as driver
 from eagle_ray.batch.driver.claim import hold_output
+from eagle_ray.batch.driver.run import delay_s
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult
@@ -118,9 +118,9 @@ def test_an_interrupt_that_logging_swallows_ends_the_wait(monkeypatch):
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(auto_restart.log, "warning", swallow)
+    monkeypatch.setattr(driver.log, "warning", swallow)
     with pytest.raises(KeyboardInterrupt), interruptible():
-        auto_restart.wait_to_restart(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
+        driver.wait_before_restart(RunResult(TRANSIENT, "lost"), RestartsConfig(backoff_s=300), 0)
 
 
 @pytest.mark.slow

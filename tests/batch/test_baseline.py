@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.worker import baseline as module
 from eagle_ray.batch.worker.baseline import BaselineComparison, ChosenRow
@@ -34,14 +35,14 @@ def rows(job) -> list[ChosenRow]:
 
 
 def test_drafts_and_plain_decoding_are_timed_over_the_same_rows(job, rows):
-    found = BaselineComparison(job, threads=1).measure(rows)
+    found = BaselineComparison(job, WorkerPlan()).measure(rows)
     assert (found["rows"], found["slots"]) == (12, 2)
     assert found["output_tokens"] == sum(len(row.output_ids) for row in rows)
     assert found["speed_up"] == pytest.approx(found["tokens_per_s"] / found["plain_tokens_per_s"])
 
 
 def test_neither_pass_finds_the_other_ones_prompts(job, rows):
-    twin = BaselineComparison(job, threads=1)
+    twin = BaselineComparison(job, WorkerPlan())
     before = twin.plain_engine.counters.num_reused_tokens
     twin.measure([ChosenRow(replace(r.request, prompt_token_ids=list(range(1, 100))), 0, None) for r in rows[:1]])
     assert twin.plain_engine.counters.num_reused_tokens == before == twin.draft_engine.counters.num_reused_tokens
@@ -49,7 +50,7 @@ def test_neither_pass_finds_the_other_ones_prompts(job, rows):
 
 def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, rows, monkeypatch):
     monkeypatch.setenv(GRAPHS, "on")
-    twin = BaselineComparison(job, threads=1)
+    twin = BaselineComparison(job, WorkerPlan())
     assert twin.verify(rows)["identical"] == len(rows) > 0
     twin.measure(rows)
     for engine in (twin.draft_engine, twin.plain_engine):
@@ -57,7 +58,7 @@ def test_plain_decoding_is_replayed_and_launched_ahead_where_drafts_are(job, row
 
 
 def test_stored_outputs_are_plain_decodings_and_others_are_named(job, rows):
-    twin = BaselineComparison(job, threads=1)
+    twin = BaselineComparison(job, WorkerPlan())
     assert twin.verify(rows) == {"rows": 12, "identical": 12, "differing": []}
     row = rows[3]
     other = 1 + row.output_ids[2] % 500
@@ -89,9 +90,9 @@ def test_the_gap_is_how_far_plain_decodings_token_led(make_job, monkeypatch, tem
     nearest = scores.topk(2).indices[1].item()
     lead = (scores[ids[4]] - scores[nearest]).item()
     wrong = ChosenRow(request, 0, [*ids[:4], nearest, *ids[5:]])
-    [found] = BaselineComparison(job, threads=1).verify([wrong])["differing"]
+    [found] = BaselineComparison(job, WorkerPlan()).verify([wrong])["differing"]
     assert (found["position"], found["token"]) == (4, nearest)
     assert found["gap"] == pytest.approx(lead, abs=1e-4) and not found["near_tie"]
     monkeypatch.setitem(module.NEAR_TIE, torch.float32, lead + 1e-3)
-    [found] = BaselineComparison(job, threads=1).verify([wrong])["differing"]
+    [found] = BaselineComparison(job, WorkerPlan()).verify([wrong])["differing"]
     assert found["near_tie"] and found["cause"] == "tie"

@@ -7,8 +7,9 @@ import jsonschema
 import pyarrow as pa
 import pytest
 
-from eagle_ray.api.prompts import prompt_requests
+from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.assembly.hub import download
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError
@@ -39,7 +40,7 @@ def answered(make_job, tmp_path):
         pair = {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "model.chat_template": str(path)}
         config = make_job(rows, **(pair | settings))
         plan = plan_input(config)
-        worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
+        worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
         if text is not None:
             tokenizer = worker.tokenizer
             ids = [*tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids)]

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import eagle_ray
 from eagle_ray import ConfigError, SamplingParams
-from eagle_ray.api.python_config import job_config
+from eagle_ray.api.python_arguments import job_config
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.dataset import ColumnAdder, RequestMaker, RowFunction, name_settings, with_input_columns
 from eagle_ray.batch.driver.dataset_job import input_table
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
@@ -43,7 +44,7 @@ def job_outputs(make_job, rows: list[dict]) -> dict[str, list[int]]:
     from eagle_ray.requests.sequences import sequences_of
 
     config = make_job(rows, **{"sampling.max_tokens": 6})
-    engine = build_engine_bundle(config, threads=1).engine
+    engine = build_engine_bundle(config, WorkerPlan()).engine
     sequences = {asked.id: sequences_of(asked, config, None)[0] for asked in requests_of(plan_input(config))}
     for sequence in sequences.values():
         engine.add(sequence)

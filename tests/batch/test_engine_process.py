@@ -251,8 +251,8 @@ ALONE = """
 import pickle, sys
 from eagle_ray.batch.worker.actor import EngineActor
 from eagle_ray.batch.worker.engine_process import EngineProcess
-config, run, carried, threads, batch = pickle.load(sys.stdin.buffer)
-worker = EngineProcess(config, run, carried, threads, on_log=repr)
+config, run, carried, plan, batch = pickle.load(sys.stdin.buffer)
+worker = EngineProcess(config, run, carried, plan, on_log=repr)
 worker.wait_until_ready()
 import asyncio
 table = asyncio.run(worker.answer(batch))

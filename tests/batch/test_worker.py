@@ -4,6 +4,9 @@ import importlib
 
 import pytest
 
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.worker_plan import WorkerPlan
+from eagle_ray.batch.worker import worker as worker_module
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.parameters import SamplingParams
@@ -38,6 +41,20 @@ def test_eagle_and_plain_decoding_give_the_same_ids_when_sampled(make_job):
     assert outputs(drafted) == outputs(plain)
 
 
+def test_the_share_of_a_gpu_that_a_worker_got_reaches_its_engine(make_job, monkeypatch):
+    """With more actors than GPUs the configuration does not name it: execution.gpus_per_actor is auto."""
+    built = []
+
+    def build(model: object, speculative: object, args: EngineArgs, threads: int, *_: object) -> None:
+        built.append((args.gpu_share, threads))
+        raise InterruptedError
+
+    monkeypatch.setattr(worker_module, "build_in_thread", build)
+    with pytest.raises(InterruptedError):
+        build_engine_bundle(make_job(token_rows(1)), WorkerPlan(3, 3, 1 / 3, threads=2))
+    assert built == [(1 / 3, 2)]
+
+
 def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
     [base] = token_rows(1)
     own = [
@@ -52,7 +69,7 @@ def test_a_rows_own_settings_are_what_the_engine_is_called_with(make_job):
     rows = [base | {"id": f"r{i}", "seed": 3} | values for i, values in enumerate(own)]
     config = make_job(rows, **settings)
     found = answers(config)
-    engine = build_engine_bundle(config, threads=1).engine
+    engine = build_engine_bundle(config, WorkerPlan()).engine
     for values, row in zip(own, found, strict=True):
         params = SamplingParams(**{"temperature": 1.5, "max_tokens": 24, "min_p": 0.05, "seed": 3} | values)
         sequence = Sequence("direct", base["prompt_token_ids"], params)

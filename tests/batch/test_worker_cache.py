@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from eagle_ray.assembly import costs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.input_plan import plan_input
 from eagle_ray.batch.driver.job_manifest import open_run
@@ -43,7 +44,7 @@ class Machines:
         """Start a worker on the machine, and return how often it measured costs."""
         before = self.num_measured
         self.use(name)
-        Worker(config, run, [], threads=1).close()
+        Worker(config, run, [], WorkerPlan()).close()
         return self.num_measured - before
 
     def _measure(self, *arguments):

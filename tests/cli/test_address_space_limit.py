@@ -64,7 +64,7 @@ def test_a_limit_is_refused_warned_of_or_ample(monkeypatch, limit_gb, says):
     ],
 )
 def test_memory_that_runs_out_in_a_command_is_one_line_and_exit_5(monkeypatch, capsys, error):
-    def fail(_: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(path, "named_path", fail)

@@ -9,7 +9,7 @@ import pytest
 
 from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
-from eagle_ray.report.methods_table import evaluation_text
+from eagle_ray.report.comparison import evaluation_text
 
 ROOT = Path(__file__).parents[2]
 ROWS = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, requests_of
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.cli.estimate import (
@@ -51,7 +52,7 @@ def test_a_sample_is_measured_under_full_load_and_bad_rows_take_no_time(make_job
     rows = [*token_rows(6), {"id": "bad", "prompt_token_ids": [10**6]}, {"id": "two", "prompt_token_ids": [5], "n": 2}]
     config = make_job(rows)
     requests = list(requests_of(plan_input(config)))
-    bundle = build_engine_bundle(config, threads=1)
+    bundle = build_engine_bundle(config, WorkerPlan())
     found = measure(requests, requests[:3], config, bundle, concurrent=3)
     assert [len(row.slot_s) for row in found] == [1] * 6 + [0, 2]
     assert all(seconds > 0 for row in found for seconds in row.slot_s) and found[6].tokens == 0

@@ -8,20 +8,22 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from eagle_ray.assembly import memory_plan
+from eagle_ray.assembly import model_memory
 from eagle_ray.assembly.assemble import build_engine_from_config
 from eagle_ray.assembly.engine_sizes import EngineArgs, SequenceLengths
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.memory_plan import DeviceMemory, MemoryPlan, loaded_bytes
+from eagle_ray.assembly.memory_plan import DeviceMemory
+from eagle_ray.assembly.model_memory import loaded_bytes, plan_checkpoint
 from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.cli import main as cli
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor import model_checks
-from eagle_ray.doctor.check_result import Finding, findings_text
 from eagle_ray.doctor.devices import PlannedWorkers, workers
 from eagle_ray.doctor.model_checks import memory, pair_here
+from eagle_ray.doctor.run_checks import findings_text
+from eagle_ray.doctor.system import Finding
 from eagle_ray.models.loader import load_config as target_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.support.jobs import PAIR
@@ -53,7 +55,7 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     target, drafts = download("embedded:tiny", "target"), part is not None
     draft = download("embedded:tiny", part) if drafts else None
     lengths = SequenceLengths.of(config.speculative, target_config(target).vocab_size, 256)
-    found = MemoryPlan.of_checkpoint(
+    found = plan_checkpoint(
         config, target, [draft] if draft else [], target_config(target), "cpu", torch.float32, lengths
     )
     pair = build_engine_from_config(config.model, config.speculative, EngineArgs(slots, kv_tokens=kv_tokens))
@@ -70,11 +72,11 @@ def test_a_70b_model_over_several_gpus_has_the_slots_that_fit(num_gpus, fits, mo
         vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=8192,
     )  # fmt: skip
-    monkeypatch.setattr(memory_plan, "loaded_bytes", lambda path, dtype: int(141e9))
+    monkeypatch.setattr(model_memory, "loaded_bytes", lambda path, dtype: int(141e9))
     memory = DeviceMemory(int(84e9), int(84e9), others_room=int(0.9 * 84e9 * (num_gpus - 1)))
     config = job(**{"speculative.method": "none"})
     lengths = SequenceLengths(8192, 1, guaranteed=4096)
-    found = MemoryPlan.of_checkpoint(config, Path("there"), [], shape, "cuda", torch.bfloat16, lengths, memory)
+    found = plan_checkpoint(config, Path("there"), [], shape, "cuda", torch.bfloat16, lengths, memory)
     assert found.fits == fits == found.is_planned
     assert found.slots >= {1: 1, 2: 5, 4: 150}[num_gpus]
 

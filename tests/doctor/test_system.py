@@ -30,9 +30,9 @@ def test_without_limits_the_machine_counts(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_says_where_and_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(system, "LEAST_OUTPUT", 1 << 60)
+    monkeypatch.setattr(system, "MIN_OUTPUT", 1 << 60)
     monkeypatch.setattr(system, "FULL", 0.0)
-    monkeypatch.setattr(system, "LEAST_SHARED", 1 << 60)
+    monkeypatch.setattr(system, "MIN_SHARED", 1 << 60)
     output, temporary, shared, cache = disks(str(tmp_path / "a" / "b"), str(tmp_path), tmp_path)
     assert str(tmp_path) in output.says and "output.path" in output.problem
     assert "RAY_TMPDIR" in temporary.advice and "--shm-size" in shared.advice and cache.level == "ok"

@@ -16,7 +16,7 @@ from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.toy_models import best, run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

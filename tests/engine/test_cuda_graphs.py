@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine.verify import Verifier
 from eagle_ray.kv import kv_cache
 from eagle_ray.methods.calibration import Calibration
@@ -31,7 +32,7 @@ from eagle_ray.models.supported_models import probe
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.static_tree import MC_SIM_7B_63
 from tests.support.families import fake_to, fake_zeros
 from tests.support.operations import TO_HOST
@@ -189,7 +190,7 @@ def test_nothing_of_the_host_enters_a_recording(monkeypatch, generation, plan):
         if plan:
             draft = drafter.draft(batch.at, batch.roots, plan, batch.sampling, ())
         allocation = Allocation(draft.tree.valid, min(9, draft.tree.num_nodes), 17)
-        Verifier(target, watched, 5).start(drafter, batch, draft, allocation, lambda: None)
+        Verifier(target, watched, TreeBounds(8, 5, 4)).start(drafter, batch, draft, allocation, lambda: None)
     drafts = ["draft"] if plan and plan.static_tree else ["first level", "further level"] if plan else []
     assert watched.seen == {name: [] for name in [*drafts, "verify"]}
 

@@ -12,7 +12,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 from tests.support.scheduling import BLOCK, TREE, assert_plain, finish, prompts_of, sequences, step
 from tests.support.toy_models import llama_engine
 

@@ -125,7 +125,7 @@ class GroupedSlots:
     """A scheduler of 36 slots, whose groups are of two, each slot with a sequence that never ends by itself."""
 
     def __init__(self, num_blocks: int | None = None, groups: bool = True, prompt_tokens: int = 2):
-        self.scheduler = Scheduler(BlockManager(36, 64, num_blocks, size=8), prefill_tokens=200, tree_columns=1)
+        self.scheduler = Scheduler(BlockManager(36, 64, num_blocks, size=8), prefill_tokens=200, tree_positions=1)
         if groups:
             self.scheduler.group_admissions()
         self.num_added, self.prompt_tokens = 0, prompt_tokens

@@ -195,7 +195,7 @@ def test_a_scheduler_with_few_blocks_computes_a_shared_prefix_once():
     computed = {}
     for order in ("input", "auto"):
         blocks = BlockManager(2, 512, num_blocks=24)
-        scheduler = Scheduler(blocks, 512, tree_columns=1)
+        scheduler = Scheduler(blocks, 512, tree_positions=1)
         if order == "auto":
             scheduler.order_for_throughput()
         for i in range(60):

@@ -14,13 +14,11 @@ from dataclasses import asdict
 
 import torch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
-from eagle_ray.kernels.topk_topp import retained_floor
+from eagle_ray.kernels.topk_topp import cut_floor
 from eagle_ray.kernels.draft_level import append_level
-from eagle_ray.kernels.fused_layer import add_rms_norm, rotate_and_write, silu_mul
-from eagle_ray.kernels.fused_layer import commit
-from eagle_ray.kernels.topk import log_probs_of
+from eagle_ray.kernels.fused_layer import add_rms_norm, commit, rotate_and_write, silu_mul
 from eagle_ray.kernels.sample import sample_rows
-from eagle_ray.kernels.topk import Push, top_k
+from eagle_ray.kernels.topk import Push, log_probs_of, top_k
 from tests.support.kernel_compiler import resources
 
 dtype, capability, most = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "all"
@@ -44,7 +42,7 @@ for call in (
     lambda: log_probs_of(logits, whole),
     lambda: top_k(logits[:, None], 10),
     lambda: top_k(logits[:, None], 10, push),
-    lambda: retained_floor(logits[:, None, :32768], real, whole, real, real, 64),
+    lambda: cut_floor(logits[:, None, :32768], real, whole, real, real, 64),
     lambda: append_level(buffers, 10, 1, *level, torch.ones(6, 2, 3)),
     lambda: commit(cache, cache, whole[:, None], whole, whole, torch.zeros(4, 6, dtype=torch.int64)),
 ):
@@ -67,7 +65,7 @@ def test_what_every_step_runs_compiles_and_spills_nothing():
     found = compiled("bfloat16", 90, "few")
     assert {name.split()[0] for name in found} >= {
         *("draw", "winner", "sum_parts", "best_of_parts", "merge", "move"),
-        *("_least_kept", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
+        *("_cut_floor", "_append_level", "_add_rms_norm", "_silu_mul", "_rotate_and_write"),
     }
     assert not {name: used for name, used in found.items() if used["spilled"]}
 

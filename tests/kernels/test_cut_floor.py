@@ -5,7 +5,7 @@ import torch
 
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels import topk_topp as kernel
-from eagle_ray.methods.coupling import NUM_CUT, retained_floor
+from eagle_ray.methods.coupling import NUM_CUT, lowest_retained
 from eagle_ray.requests.parameters import SamplingParams
 from tests.support.kernels import DEVICE
 
@@ -25,9 +25,9 @@ PARAMS = [
 def both(logits: torch.Tensor, params=PARAMS) -> tuple[torch.Tensor, torch.Tensor]:
     sampling, logits = SamplingBatch.of(params, DEVICE), logits.to(DEVICE)
     cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    expected = retained_floor(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
+    expected = lowest_retained(logits.float(), sampling, torch.arange(len(params), device=DEVICE))
     expected[sampling.temperature == 0] = -torch.inf
-    return kernel.retained_floor(logits, *cuts, NUM_CUT), expected
+    return kernel.cut_floor(logits, *cuts, NUM_CUT), expected
 
 
 VOCABS = [1, 7, 64, 65, 500]

@@ -9,7 +9,7 @@ from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kernels import fused_layer as kernel
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 from tests.support.kernels import DEVICE
 
 

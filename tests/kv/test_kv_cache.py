@@ -12,7 +12,7 @@ from eagle_ray.attention.prefill_metadata import PrefillMetadata
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.kv.kv_cache import KVCache
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 
 HEADS, DIM = 2, 4
 

@@ -7,7 +7,7 @@ from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import CandidateRanker
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 from eagle_ray.tree.expand import TreeBuilder
 
 VOCAB, WIDTH = 30, 4

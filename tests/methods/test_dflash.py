@@ -21,9 +21,8 @@ from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 from jobs.bench.simulated_costs import flat
 from tests.support.checkpoints import (
     MASK,

@@ -12,7 +12,7 @@ from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 from tests.support.toy_models import head, head3, llama, llama_engine
 from tests.support.trees import path
 

@@ -28,7 +28,7 @@ from eagle_ray.methods.eagle.heads import Eagle3Head, head_forward
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.checkpoints import E3, RAW, eagle3_tensors, eagle_tensors, target_config, write
 from tests.support.eagle_formulas import decoder_layer, rms_norm
 from tests.support.toy_models import llama, llama_engine, run

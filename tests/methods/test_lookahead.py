@@ -9,8 +9,8 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.drafter import VerifyOutput
 from eagle_ray.methods.lookup.lookahead import FIRST_EARNED, FIRST_GUESSES, LookaheadDrafter
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.accept import accept_path
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import accept_path
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import Known, check_laws, paths
 
 PERIOD = 7

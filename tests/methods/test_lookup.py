@@ -11,7 +11,7 @@ from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, LookupDrafter, NgramIndex, interpolate
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import Known, check_laws, paths
 
 

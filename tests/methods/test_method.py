@@ -51,8 +51,9 @@ def test_a_record_names_functions_of_its_folder(method):
     roles = [method.drafter]
     roles += [method.check, method.load] if method.draft else []
     roles += [method.planner] if method.planner else []
-    roles += [method.training.recipe] if method.training else []
+    roles += [method.recipe] if method.recipe else []
     assert all(callable(method.function(role)) for role in roles)
+    assert (method.recipe is None) == (method.training is None)
     assert method.about and not method.about.endswith(".")
 
 

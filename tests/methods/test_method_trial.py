@@ -9,7 +9,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.combine.switch import MAX_STEPS_PER_TURN, NUM_ROUNDS, STEPS_PER_TURN, MethodTrial, SwitchDrafter
 from eagle_ray.methods.drafter import NullDrafter
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
-from eagle_ray.tree.draft_plan import PLAIN
+from eagle_ray.tree.expand import PLAIN
 
 
 class Observing(UniformPlanner):

@@ -8,9 +8,8 @@ from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import VerifyOutput
 from eagle_ray.methods.lookup.token_recycling import RecyclingDrafter
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
+from eagle_ray.tree.expand import DraftPlan
 from tests.support.trees import check_laws, paths
 
 VOCAB = 12

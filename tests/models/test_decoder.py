@@ -181,7 +181,7 @@ def test_heads_compute_what_their_modules_do(make, packed, operations):
     layout = tree_metadata(
         target.cache,
         DecodeSlots.of([SLOTS[0]], lengths),
-        cells=target.cache.slot_mapping(torch.full((8,), SLOTS[0]), positions),
+        slot_mapping=target.cache.slot_mapping(torch.full((8,), SLOTS[0]), positions),
         ancestors=chain,
         depths=positions[None],
         position_depths=positions[None],

@@ -1,12 +1,11 @@
-"""Trees over a Target's slots equal a plain forward of each path, however they are packed; see test_families.py."""
+"""Trees over a Target's slots equal a plain forward of each path, however they are packed."""
 
 import pytest
 import torch
 
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.models.target import PromptBatch
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from tests.support.families import PROMPTS, assert_trees_equal, path_to, plain_copy, target_of
 from tests.support.toy_models import llama, random_tree
 

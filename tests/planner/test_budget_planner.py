@@ -23,7 +23,7 @@ from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.plan_search import REVIEW_EVERY
 from eagle_ray.planner.planner import Planner, StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 from jobs.bench.simulated_costs import SimulatedPlanner, cpu, flat, h200
 from tests.support.toy_models import Roomy, run
 

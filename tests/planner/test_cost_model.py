@@ -30,7 +30,7 @@ from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.planner.cost_cache import adopt_costs, cache_path, cached_costs, costs_json, used_costs
 from eagle_ray.planner.cost_model import CostCurve, StepCosts, isotonic
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 from tests.support.toy_models import llama_engine
 
 

@@ -10,8 +10,8 @@ import importlib.util
 import pytest
 
 from eagle_ray.report.html import page
-from tests.support.browser import CHROMIUM, DRIVER, browser
 from tests.support.reports import SECTIONS, record, summary
+from tests.support.serving import CHROMIUM, DRIVER, browser
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None or importlib.util.find_spec("selenium") is None,

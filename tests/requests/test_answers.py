@@ -2,7 +2,7 @@
 
 import pytest
 
-from eagle_ray.api.prompts import prompt_requests
+from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.api.request_output import completion_of
 from eagle_ray.assembly.hub import download
 from eagle_ray.config import load_config

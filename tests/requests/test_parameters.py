@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_ray.api.prompts import prompt_requests
+from eagle_ray.api.python_arguments import prompt_requests
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest, parse_batch_line
@@ -18,7 +18,7 @@ DATA = {"prompt", "messages", "input", "text", "request_id"}  # names of columns
 NAMES = {*SAMPLING, *CHAT, *BODY, *REFUSED} - DATA
 OTHER_LISTS = {
     "api/llm.py": "the arguments of LLM.chat",
-    "api/python_config.py": "a job's spelling of what Python asks",
+    "api/python_arguments.py": "a job's spelling of what Python asks",
     "core/sequence.py": "parameters that name tokens",
     "requests/output_rows.py": "columns of an output row",
     "requests/responses.py": "keys of a response",

@@ -14,7 +14,7 @@ from eagle_ray.engine.reference import controlled_logits
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
 from eagle_ray.sampling.control_state import ControlState, ReasoningIds, WordIds, has_controls
-from eagle_ray.sampling.token_mask import pack_tokens, unpack_tokens
+from eagle_ray.sampling.grammar_state import pack_tokens, unpack_tokens
 
 VOCAB = 53
 Controls = tuple[SamplingParams, WordIds]

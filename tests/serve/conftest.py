@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
@@ -16,7 +17,7 @@ from tests.support.workers import ScriptedEngine
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    service = Service.start(load_serve_config(None, env={}, overrides=SETTINGS), threads=1)
+    service = Service.start(load_serve_config(None, env={}, overrides=SETTINGS), WorkerPlan())
     yield service
     service.close()
 
@@ -31,7 +32,7 @@ def qwen(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "qwen3.jinja"
     template.write_text(QWEN3)
     settings = SETTINGS | {"model.chat_template": str(template), "sampling.max_tokens": 400}
-    service = Service.start(load_serve_config(None, env={}, overrides=settings), threads=1)
+    service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
     yield service
     service.close()
 

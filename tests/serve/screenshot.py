@@ -12,10 +12,11 @@ import base64
 import tempfile
 from pathlib import Path
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.service import Service
-from tests.support.browser import browser, serving
+from tests.support.serving import browser, serving
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "serve_demo.yaml"
 QUESTION = "I need five tips for hiking."
@@ -28,7 +29,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=860)
     parser.add_argument("--height", type=int, default=640)
     asked = parser.parse_args()
-    service = Service.start(load_serve_config(CONFIG, env={}, sets=["speculative.budget=uniform"]), threads=2)
+    service = Service.start(
+        load_serve_config(CONFIG, env={}, sets=["speculative.budget=uniform"]), WorkerPlan(threads=2)
+    )
     try:
         with (
             serving(build_app(service)) as server,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from eagle_ray.assembly.engine_sizes import PREFILL_TOKENS
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.sampling import grammar
 from eagle_ray.serve import service as services
@@ -30,7 +31,9 @@ MAX_BODY_BYTES = 8 << 20
 def shared() -> Iterator[Service]:
     """A service that two clients share."""
     settings = SETTINGS | {"serving.max_body_bytes": MAX_BODY_BYTES}
-    service = Service.start(load_serve_config(None, env={}, overrides=settings), 1, ApiKeys.of(["alpha", "beta"]))
+    service = Service.start(
+        load_serve_config(None, env={}, overrides=settings), WorkerPlan(), ApiKeys.of(["alpha", "beta"])
+    )
     yield service
     service.close()
 
@@ -218,13 +221,13 @@ def test_an_endpoints_steps_compute_fewer_prompt_tokens_than_a_jobs_on_a_gpu(mon
     asked = []
 
     def build(*arguments: Any) -> None:
-        asked.append((arguments[2].prefill_tokens, arguments[-1]["cuda"]))
+        asked.append(arguments[2].prefill_tokens_on("cuda"))
         raise InterruptedError
 
     monkeypatch.setattr(services, "build_in_thread", build)
     for wanted in ("auto", 256):
         config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.prefill_tokens": wanted})
         with pytest.raises(InterruptedError):
-            Service.start(config, threads=1)
-    (own, most), (chosen, _) = asked
-    assert own == "auto" and most < PREFILL_TOKENS["cuda"] and chosen == 256
+            Service.start(config, WorkerPlan())
+    own, chosen = asked
+    assert own < PREFILL_TOKENS["cuda"] and chosen == 256

@@ -11,8 +11,7 @@ import pytest
 
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.app import build_app
-from tests.support.browser import CHROMIUM, DRIVER, browser, serving
-from tests.support.serving import FRANCE, get, post, request
+from tests.support.serving import CHROMIUM, DRIVER, FRANCE, browser, get, post, request, serving
 
 TIPS = "I need five tips for hiking."
 CODE = "I need a Python function that returns the average of the doubles of the numbers that are negative."

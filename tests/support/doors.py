@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from eagle_ray import LLM, SamplingParams
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.cli import main as cli
@@ -197,7 +198,7 @@ class Doors:
             limits = {"serving.slots": AT_ONCE, "serving.max_queued": 4096, "serving.max_body_bytes": 1 << 20}
             limits["serving.max_queued_tokens"] = 1 << 30
             settings = ENGINE | limits | {"model.device": "cpu", "model.chat_template": str(self._template)}
-            self._service = Service.start(load_serve_config(None, env={}, overrides=settings), threads=1)
+            self._service = Service.start(load_serve_config(None, env={}, overrides=settings), WorkerPlan())
         return self._service
 
     @property
@@ -212,7 +213,7 @@ class Doors:
     def worker(self) -> Worker:
         if self._worker is None:
             run = Run(StoragePath.of(str(self._directory / "out")), "run", 1, "hash")
-            self._worker = Worker(self._job("in.jsonl"), run, carried=[], threads=1)
+            self._worker = Worker(self._job("in.jsonl"), run, [], WorkerPlan())
         return self._worker
 
     def spell(self, token: int) -> str:

@@ -24,7 +24,7 @@ from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.planner.planner import Allocation, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.budget import Budget, best_of_batch
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
+from eagle_ray.tree.expand import PLAIN, DraftPlan
 from tests.support.checkpoints import published_head, zlab_config
 from tests.support.toy_models import LLAMA, head, llama, run
 

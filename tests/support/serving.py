@@ -1,7 +1,12 @@
-"""A client that talks to an ASGI application in this process, as a server would: it may read slowly, or leave.
+"""Clients of the endpoint, and servers of its application, in this process and in one of their own.
 
-answer = await post(app, "/v1/completions", {"prompt": "Hi"})
-answer.status, answer.json["choices"]
+    answer = await post(app, "/v1/completions", {"prompt": "Hi"})
+    answer.status, answer.json["choices"]
+    with serving(app) as server, browser(profile) as chromium:
+        chromium.get(server.url)
+
+The client in this process talks to an ASGI application as a server would: it may read slowly, or leave. The browser is
+Debian's chromium with its driver, or any others on the PATH, without a window.
 """
 
 from __future__ import annotations
@@ -10,18 +15,22 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import uvicorn
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.requests.row_schema import request_schema, table_of
@@ -154,7 +163,7 @@ def batch_rows(tmp_path, rows):
     pair |= {"model.target": "embedded:tiny", "model.draft": "embedded:tiny", "sampling.logprobs": True}
     config = small_job(tmp_path, rows, **pair)
     plan = plan_input(config)
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
     try:
         requests = table_of(list(request_rows(plan)), request_schema(plan.carried_fields))
         answers: pa.Table = asyncio.run(worker.answer(requests))
@@ -239,3 +248,64 @@ ADD = {
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "<é>"]}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "b": [2, "<é>"]}'
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "headless",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
+    "hide-scrollbars",
+)
+
+
+@dataclass
+class Serving:
+    url: str
+    server: uvicorn.Server
+    loop: asyncio.AbstractEventLoop
+
+    def cut(self) -> None:
+        """Break off every connection, in the middle of whatever it carries."""
+        for connection in list(self.server.server_state.connections):
+            self.loop.call_soon_threadsafe(connection.transport.abort)
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[Serving]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([listener]),))
+    thread.start()
+    try:
+        yield Serving(f"http://127.0.0.1:{listener.getsockname()[1]}/", server, loop)
+    finally:
+        server.should_exit = True
+        thread.join()
+        loop.close()
+
+
+@contextmanager
+def browser(profile: Any, width: int = 900, height: int = 1000, dark: bool = False) -> Iterator[Any]:
+    """profile: an empty directory of its own."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"user-data-dir={profile}", f"window-size={width},{height}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        yield driver
+    finally:
+        driver.quit()

@@ -34,11 +34,9 @@ from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.control_state import ReasoningIds, WordIds
 from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.tree.accept import VerifyResult
 from eagle_ray.tree.budget import ranks
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 from jobs.bench.simulated_costs import SimulatedPlanner
 
 EOS = 0

@@ -14,6 +14,7 @@ import psutil
 import pyarrow as pa
 import torch
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine
 from eagle_ray.batch.worker.worker import Worker
@@ -35,7 +36,7 @@ KILLER, ORPHAN, GREEDY = [7, 7, 7], [8, 8, 8], [9, 9, 9]  # prompts
 class FragileWorker(Worker):
     """The real one, but it dies as it loads for the first time, with its actor over one prompt, over others alone."""
 
-    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], plan: WorkerPlan):
         if config.name == TOO_LARGE:
             raise torch.OutOfMemoryError("CUDA out of memory")
         if config.name == TOO_SMALL:
@@ -47,7 +48,7 @@ class FragileWorker(Worker):
         if config.name == LOGS:
             logging.getLogger("eagle_ray").info(LOGGED)
         self._is_buggy = config.name == IS_BUGGY
-        super().__init__(config, run, carried, threads)
+        super().__init__(config, run, carried, plan)
 
     async def answer(self, requests: pa.Table) -> pa.Table:
         prompts = [row["prompt_token_ids"] for row in requests.to_pylist() if row["error_code"] is None]
@@ -95,7 +96,7 @@ def answers(config: JobConfig, batch_size: int = 100, backwards: bool = False) -
     requests = requests[::-1] if backwards else requests
     schema = request_schema(plan.carried_fields)
     batches = [table_of(requests[i : i + batch_size], schema) for i in range(0, len(requests), batch_size)]
-    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, threads=1)
+    worker = Worker(config, Run(StoragePath.of("out"), "run", 1, "hash"), plan.carried_fields, WorkerPlan())
 
     async def all_at_once() -> list[pa.Table]:
         return await asyncio.gather(*(worker.answer(batch) for batch in batches))
@@ -121,7 +122,7 @@ def batches_of(config: JobConfig, batch_size: int = 100) -> list[pa.Table]:
 
 def arguments_of(config: JobConfig) -> tuple:
     output = StoragePath.of(config.output.path)
-    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, 1
+    return config, Run(output, "run", 1, "hash"), plan_input(config).carried_fields, WorkerPlan()
 
 
 def answered(worker: EngineProcess, *batches: pa.Table) -> list:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.dflash.checkpoint import load_dflash

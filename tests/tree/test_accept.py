@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle_ray.tree.accept import accept_path
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, accept_path
 from tests.support.toy_models import random_tree
 
 

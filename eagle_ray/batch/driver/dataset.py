@@ -106,7 +106,7 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
     workers = plan_workers(config)
     batch_size = max(1, usual_slots(execution.slots, workers.num_gpus > 0) // 2)
     run = Run(StoragePath.of("dataset"), "dataset", 1, config_hash(config))
-    actor_args = (config, run, [INPUT_ROW], workers.threads, start_progress(workers.min_workers))
+    actor_args = (config, run, [INPUT_ROW], workers, start_progress(workers.min_workers))
     requests = dataset.map_batches(
         RequestMaker(request_columns(config.input.columns, template_of(config.input)), config.input, columns is None),
         batch_size=batch_size,

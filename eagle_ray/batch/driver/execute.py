@@ -64,7 +64,7 @@ def execute(claimed: Claim, missing: Completeness) -> None:
     log.info("loading %s in %s", config.model.target, workers.describe())
     requests = read_requests(plan.reader, plan.slices, missing.done, rows_per_block=batch_size)
     spare = None if workers.num_gpus else claimed.plan.spare.address  # its environment is not that of one of the GPUs
-    actor_args = (config, run, plan.carried_fields, workers.threads, progress, spare)
+    actor_args = (config, run, plan.carried_fields, workers, progress, spare)
     answers = map_engine(requests, batch_size, workers, actor_args, calls=calls)
     with ProgressMonitor(progress, run, num_rows, config.logging.progress_every_s, limits, workers):
         write_dataset(answers, sink, 1 if num_rows < ROWS_FOR_WRITERS else None)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from eagle_ray.assembly.worker_plan import usual_slots
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.driver.cluster import plan_workers
 from eagle_ray.batch.driver.input_index import ExpectedRows
 from eagle_ray.batch.driver.input_plan import InputPlan, requests_of
@@ -120,7 +120,7 @@ def check_in_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRo
     task = ray.remote(**workers.ray_options, max_retries=RETRIES)(check_chosen)
     try:
         with log_while_waiting("decoding them"):
-            return ray.get(task.remote(config, run, chosen, workers.threads))
+            return ray.get(task.remote(config, run, chosen, workers))
     except RayTaskError as error:
         fault = classify_error(error.cause)
         kind = ClusterError if fault.is_transient else WorkerDefect
@@ -130,9 +130,9 @@ def check_in_worker(config: JobConfig, run: Run, chosen: dict[str, list[ChosenRo
 
 
 def check_chosen(
-    config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], threads: int
+    config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], plan: WorkerPlan
 ) -> dict[str, dict[str, Any]]:
     with start_cache(run):
-        comparison = BaselineComparison(config, threads)
+        comparison = BaselineComparison(config, plan)
     checks = {"baseline_rows": comparison.measure, "verify_rows": comparison.verify}
     return {name: checks[name](rows) for name, rows in chosen.items()}

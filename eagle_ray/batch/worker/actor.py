@@ -21,7 +21,7 @@ import pyarrow as pa
 import ray
 from ray.actor import ActorHandle
 
-from eagle_ray.assembly.worker_plan import usual_slots
+from eagle_ray.assembly.worker_plan import WorkerPlan, usual_slots
 from eagle_ray.batch.worker.crash_isolation import CrashLog, Fault, Isolation, as_config_error, classify_error
 from eagle_ray.batch.worker.engine_process import EngineProcess, LogLine, ProcessEnded
 from eagle_ray.batch.worker.progress import JobMetrics, WorkerReport
@@ -52,11 +52,11 @@ class EngineActor:
         config: JobConfig,
         run: Run,
         carried: list[pa.Field],
-        threads: int,
+        plan: WorkerPlan,
         progress: ActorHandle,
         spare: str | None = None,
     ):
-        self._worker_arguments = (config, run, carried, threads)
+        self._worker_arguments = (config, run, carried, plan)
         self._spare = spare
         self._progress = ProgressClient(progress, ray.get_runtime_context().get_actor_id() or "")
         crash_log = self._progress.report_start()

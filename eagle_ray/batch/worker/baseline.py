@@ -4,7 +4,7 @@ The speed-up is measured fairly: both engines decode the same rows in the same s
 both warmed up, in turns of alternating order, so that a machine that slows down slows both. The prefix cache is
 reset between turns. The drafting engine starts untrained, as in a new worker, so its learning counts against it.
 
-    comparison = BaselineComparison(config, threads=2)
+    comparison = BaselineComparison(config, WorkerPlan(threads=2))
     comparison.measure(rows)["speed_up"]
 """
 
@@ -19,17 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from eagle_ray.assembly.assemble import plain_engine
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.worker import build_engine_bundle
 from eagle_ray.config import JobConfig
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence, new_controls
-from eagle_ray.core.tree_bounds import NO_TREE
-from eagle_ray.engine.engine import Engine
 from eagle_ray.evaluation.timing import Timing, total
-from eagle_ray.methods.drafter import NullDrafter
-from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch
-from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.report.comparison import id_of_turn
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.requests.request import Request
@@ -54,16 +51,11 @@ class ChosenRow:
 class BaselineComparison:
     """Loads the models. Raises as build_engine_bundle does."""
 
-    def __init__(self, config: JobConfig, threads: int):
-        bundle = build_engine_bundle(config, threads)
+    def __init__(self, config: JobConfig, plan: WorkerPlan):
+        bundle = build_engine_bundle(config, plan)
         self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
         self.draft_engine = bundle.engine
-        graphs = None if bundle.engine.graphs is None else CudaGraphRunner.of(self._target)
-        no_draft_planner = UniformPlanner(NO_TREE)
-        self.plain_engine = Engine(
-            self._target, NullDrafter(), no_draft_planner, bundle.engine.max_model_len, NO_TREE, graphs=graphs
-        )
-        self.plain_engine.grammars = self.draft_engine.grammars
+        self.plain_engine = plain_engine(bundle.engine)
         if config.execution.order == "auto":
             self.plain_engine.order_for_throughput()  # as build_engine_bundle does
 

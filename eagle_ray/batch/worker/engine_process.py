@@ -6,7 +6,7 @@ the parent needs neither torch nor its memory. Both ends of the pipe between the
 flight at a time. If the child ends, pending requests get an EngineError that says how it ended; if the parent ends, the
 child finds the pipe closed and ends too.
 
-    engine = EngineProcess(config, run, carried=[], threads=2)
+    engine = EngineProcess(config, run, [], WorkerPlan(threads=2), on_log=print)
     engine.wait_until_ready()
     table = await engine.answer(requests)
 """
@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.worker.crash_isolation import WorkerError, classify_error
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
@@ -107,7 +108,7 @@ class EngineProcess:
     """The parent's end. worker_id names the child, which holds the device.
 
     Args:
-        config, run, carried, threads: of the Worker.
+        config, run, carried, plan: of the Worker.
         on_log: called with each line that the child logs while it starts.
         child: the pipe to a child that runs already, and its process; None starts one.
     """
@@ -117,7 +118,7 @@ class EngineProcess:
         config: JobConfig,
         run: Run,
         carried: list[pa.Field],
-        threads: int,
+        plan: WorkerPlan,
         on_log: Callable[[LogLine], None],
         child: tuple[Connection, Any] | None = None,
     ):
@@ -134,7 +135,7 @@ class EngineProcess:
         self._listener = threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True)
         _, self._ready = self._register_request()
         self._listener.start()
-        self._send((config, run, carried, threads))
+        self._send((config, run, carried, plan))
 
     def wait_until_ready(self) -> None:
         """Wait for the start. Raises ConfigError if a model is missing, ProcessEnded, or WorkerError for other

@@ -10,7 +10,7 @@ output streams, and serves its pipe. Actors on other machines, and on machines w
         spare.start(config)
         ...                                  # start Ray
         spare.check_models()                 # raises ConfigError as hub.check_models does
-        EngineProcess(config, run, carried, threads, on_log, fork_engine(spare.address))
+        EngineProcess(config, run, carried, plan, on_log, fork_engine(spare.address))
 """
 
 from __future__ import annotations

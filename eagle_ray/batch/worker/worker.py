@@ -3,7 +3,7 @@
 A bad row becomes an error row. A row that holds a slot longer than its timeout becomes an error row too; the clock
 starts when the engine admits the sequence, so time in the queue does not count. Only a dead engine raises.
 
-    worker = Worker(config, run, carried=[], threads=2)
+    worker = Worker(config, run, [], WorkerPlan(threads=2))
     table = await worker.answer(requests)
 
 A StartCache keeps what a worker's start measured and compiled in the run's directory for the run's other starts:
@@ -35,6 +35,8 @@ import torch
 
 import eagle_ray
 from eagle_ray.assembly.assemble import EngineBundle, build_in_thread
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
 from eagle_ray.core.errors import EngineError, RequestError, one_line
@@ -88,14 +90,14 @@ log = logging.getLogger("eagle_ray")
 
 
 class Worker:
-    """carried: fields of the carried columns. threads: CPU threads for torch.
+    """carried: fields of the carried columns. plan: the GPUs and CPU threads that the worker has.
 
     Raises ConfigError if a model is missing, EngineError if target and head do not fit.
     """
 
-    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], threads: int):
+    def __init__(self, config: JobConfig, run: Run, carried: list[pa.Field], plan: WorkerPlan):
         with start_cache(run):
-            bundle = build_engine_bundle(config, threads)
+            bundle = build_engine_bundle(config, plan)
         self.worker_id = process_name(os.getpid())
         self._config, self.tokenizer = config, bundle.tokenizer
         self.engine = AsyncEngine(bundle.engine)
@@ -206,11 +208,11 @@ def _as_row_error(request: Request) -> Iterator[None]:
         raise RequestError("internal_error", f"{type(error).__name__}: {error}; please report it") from error
 
 
-def build_engine_bundle(config: JobConfig, threads: int) -> EngineBundle:
+def build_engine_bundle(config: JobConfig, plan: WorkerPlan) -> EngineBundle:
     """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does."""
     execution = config.execution
-    gpus = 1 if execution.gpus_per_actor == "auto" else max(1, int(execution.gpus_per_actor))
-    bundle = build_in_thread(config.model, config.speculative, execution, gpus, threads)
+    args = EngineArgs.of_worker(execution, plan.num_gpus)
+    bundle = build_in_thread(config.model, config.speculative, args, plan.threads, execution.require_kernels)
     if execution.order == "auto":
         bundle.engine.order_for_throughput()
     return bundle

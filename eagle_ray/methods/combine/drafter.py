@@ -35,15 +35,19 @@ from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
+from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
+from eagle_ray.methods.eagle.draft_buffers import DraftShape
 from eagle_ray.methods.method import draft_parts, parts_of
+from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
+from eagle_ray.models.supported_models import KVSpec
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Planner
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import Merged, extra_log_values, merge_trees
 
 
@@ -230,6 +234,25 @@ def layers_read(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ..
     """
     layers = [draft.feature_layers(num_layers) for draft in drafts]
     return tuple(dict.fromkeys(layer for each in layers for layer in each or ())) or None
+
+
+def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
+    """Return the numbers of a token's keys and values in the caches of the drafters; Medusa heads have none."""
+    specs: list[KVSpec | None] = [getattr(draft, "kv_spec", None) for draft in drafts]
+    return sum(s.num_layers * s.num_kv_heads * (s.key_dim + s.value_dim) for s in specs if s is not None)
+
+
+def slot_bytes(
+    drafts: Sequence[LoadedDraft], num_features: int, hidden_size: int, bounds: TreeBounds, itemsize: int
+) -> int:
+    """Return about the bytes that the drafters keep for a sequence: queued features, and one draft each.
+
+    Args:
+        num_features: numbers of a token's feature.
+        itemsize: bytes of a number.
+    """
+    draft = DraftShape(1, bounds.top_k, bounds.top_k, bounds.max_depth)
+    return len(drafts) * (QUEUE_WINDOW * num_features * itemsize + draft.num_bytes(hidden_size, itemsize))
 
 
 def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: nn.Module | None) -> Drafter:

@@ -49,8 +49,8 @@ from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.tree.expand import DraftPlan
 
 NUM_ROUNDS = 3  # measured ones
 STEPS_PER_TURN = 6  # counted ones: others wait meanwhile, and a head reads again what they decode, at most 128 tokens

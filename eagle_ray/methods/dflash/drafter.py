@@ -39,7 +39,7 @@ from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, Pen
 from eagle_ray.models.graphs import NARROW, NARROW_FROM
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
+from eagle_ray.tree.expand import DraftPlan
 
 SHORT = 4  # levels of the block that is recorded besides the longest
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import ConfigError
@@ -163,10 +163,6 @@ class DFlashRecipe(HeadRecipe):
         for k, name in enumerate(agreement_names(self.num_counts)):
             sums[name] = float(agreed[k]) / max(1.0, float(counts[k]))
         return Losses(total, sums)
-
-    def matrices(self) -> list[nn.Parameter]:
-        """Return all matrices but an lm_head, whose rows are classes."""
-        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)

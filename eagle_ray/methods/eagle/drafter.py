@@ -36,9 +36,8 @@ from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, Pen
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import unpack_ancestors
-from eagle_ray.tree.expand import Frontier, TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
 
 class EagleDrafter(PairDrafter):

@@ -29,8 +29,7 @@ from eagle_ray.methods.eagle.heads import DraftHead
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.tree.budget import Budget, static
-from eagle_ray.tree.draft_plan import PLAIN, DraftPlan
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import PLAIN, DraftPlan, TreeBuilder
 from eagle_ray.tree.static_tree import MC_SIM_7B_63, StaticTree, best_tree
 
 FIRST_REVIEW = 8  # steps; after it the time to the next review doubles, up to

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.core.errors import ConfigError
@@ -92,6 +92,7 @@ class EagleRecipe(HeadRecipe):
         start: head to train further; None draws a new one.
     """
 
+    trains_further = True
     head: EagleHead
 
     def __init__(
@@ -174,9 +175,6 @@ class EagleRecipe(HeadRecipe):
         }
         return self.loss.feature_weight * feature_loss + self.loss.token_weight * token_loss, parts
 
-    def matrices(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.head.parameters() if parameter.dim() == 2]
-
     def save(self, path: Path) -> None:
         save_head(self.head, self._raw_config, path)
         if not self._target.covers_all:
@@ -233,6 +231,7 @@ class Eagle3Recipe(HeadRecipe):
     """
 
     scales_features = True
+    trains_further = True
     head: Eagle3Head
 
     def __init__(
@@ -322,10 +321,6 @@ class Eagle3Recipe(HeadRecipe):
                 sums[f"agreement_{s + 1}"] = float(agreement.sum()) / max(1.0, float(counts[s]))
                 sums["token_loss"] += float(loss.detach()) if s == 0 else 0.0
         return Losses(total, sums | {"loss": float(total.detach())})
-
-    def matrices(self) -> list[nn.Parameter]:
-        """Return all matrices but the lm_head, whose rows are classes."""
-        return [p for name, p in self.head.named_parameters() if p.dim() == 2 and not name.startswith("lm_head")]
 
     def save(self, path: Path) -> None:
         head = copy.deepcopy(self.head)

@@ -36,8 +36,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.expand import Frontier, TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
 Children = list[tuple[int, float]]  # tokens and their probabilities, the likeliest first
 LONGEST_NGRAM = 4  # tokens of a context

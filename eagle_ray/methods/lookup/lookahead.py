@@ -32,8 +32,8 @@ from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.draft_plan import DraftPlan
 from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.expand import DraftPlan
 from eagle_ray.tree.tree_merge import extra_log_values, merge_trees, path_hashes
 
 MAX_CONTEXTS = 100_000  # in the pool; then it is reset

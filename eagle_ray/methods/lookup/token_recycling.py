@@ -24,8 +24,7 @@ from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.models.target import TargetModel
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.expand import TreeBuilder
+from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 
 class RecyclingDrafter(NullDrafter):

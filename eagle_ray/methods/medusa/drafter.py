@@ -26,9 +26,8 @@ from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
 from eagle_ray.models.target import PromptBatch, TargetModel
-from eagle_ray.tree.accept import VerifyResult
-from eagle_ray.tree.draft_plan import DraftPlan
-from eagle_ray.tree.expand import Frontier, TreeBuilder
+from eagle_ray.tree.draft_tree import VerifyResult
+from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
 
 class MedusaDrafter(NullDrafter):

@@ -19,7 +19,7 @@ import torch
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.assembly.hub import download
-from eagle_ray.assembly.placement import load_draft
+from eagle_ray.assembly.load_models import load_draft
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.config.head_training import EvaluationConfig, TrainConfig
 from eagle_ray.core import sequence as engine_sequence
@@ -27,7 +27,7 @@ from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.eagle.checkpoint import rewrite_for_sglang
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE
-from eagle_ray.methods.method import METHODS, trained_methods, training_of
+from eagle_ray.methods.method import METHODS, trained_methods
 from eagle_ray.models.loader import CausalLM
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.path import StoragePath
@@ -71,15 +71,16 @@ def load_start(config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
     """Return the head that head.start names, or None. Raises ConfigError if it cannot be trained further."""
     if config.head.start is None:
         return None
-    if not training_of(config.head.method).can_start:
-        names = [name for name in trained_methods() if training_of(name).can_start]
+    recipe = METHODS[config.head.method].recipe_class()
+    if not recipe.trains_further:
+        names = [name for name in trained_methods() if METHODS[name].recipe_class().trains_further]
         raise ConfigError(f"head.start: only {' and '.join(names)} heads are trained further")
     for key in ("draft_vocab_size", "intermediate_size"):
         if getattr(config.head, key) is not None:
             raise ConfigError(f"head.{key}: leave it out, since the head that head.start names has its own")
     try:
         path = download(config.head.start, "draft")
-        return METHODS[config.head.method].recipe.start_from(path, causal_lm.config.get_text_config(decoder=True))
+        return recipe.start_from(path, causal_lm.config.get_text_config(decoder=True))
     except (ConfigError, EngineError) as error:
         raise ConfigError(f"head.start: {str(error).removeprefix('model.draft: ')}") from error
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from eagle_ray.assembly.hub import load_tokenizer
-from eagle_ray.assembly.placement import load_target
+from eagle_ray.assembly.load_models import load_target
 from eagle_ray.config.head_training import NOT_COMPARED, TrainConfig, num_warmup_steps, peak_rate, schedule_kind
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.method import METHODS
@@ -102,7 +102,7 @@ class HeadTraining:
         self.device = input_embedding(self.causal_lm).weight.device
         self.dtype = _dtype(config.training.dtype, self.device)
         self.start = load_start(config, self.causal_lm)
-        self.kind: type[HeadRecipe] = METHODS[config.head.method].recipe
+        self.kind = METHODS[config.head.method].recipe_class()
         self.target = self._target()
         self.layers = self._layers()
         self.computed = ComputedFeatures(self.causal_lm, self.layers, config.data.max_length)

@@ -83,7 +83,7 @@ def settings_of(args: argparse.Namespace) -> GpuBenchSettings:
 
 
 def peer(args: argparse.Namespace, settings: GpuBenchSettings) -> dict[str, object]:
-    """One peer on one shape, in this process alone: see peer_requests.py."""
+    """One peer on one shape, in this process alone: see `gpu_run.run_peer`."""
     small, shape = embedded_pair(torch.float32, settings.device), SHAPES[args.peer_shape]
     model, _ = widen_pair(*small, shape, dtype=settings.dtype, device=settings.device)
     found = tokens_per_second(args.peer, model, embedded_prompts()[: args.peer_batch], PEER_TOKENS)

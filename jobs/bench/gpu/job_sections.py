@@ -131,13 +131,13 @@ def _question(row: dict[str, Any]) -> str:
 def real_engine(scale: Scale, method: str, slots: int, max_model_len: int, dtype: str | None = None) -> Engine:
     """Return the pair's engine as a worker builds it, its graphs captured and its costs measured."""
     from eagle_ray.assembly.assemble import build_in_thread
+    from eagle_ray.assembly.engine_sizes import EngineArgs
     from eagle_ray.config import ModelConfig, SpeculativeConfig
-    from eagle_ray.config.job import EnginesConfig
 
     draft = None if method in ("none", "suffix") else scale.draft
     name = dtype or str(scale.dtype).removeprefix("torch.")
     model = ModelConfig(target=scale.target, draft=draft, dtype=name, max_model_len=max_model_len)
-    return build_in_thread(model, SpeculativeConfig(method=method), EnginesConfig(slots=slots), 1, THREADS).engine
+    return build_in_thread(model, SpeculativeConfig(method=method), EngineArgs(slots), THREADS).engine
 
 
 def shaped_engine(

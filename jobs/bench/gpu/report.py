@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from eagle_ray.report.svg import Axis, Plot
+from eagle_ray.report.figures import Axis, Plot
 
 Found = dict[str, Any]
 ACCEPTANCE = "acceptance is the embedded toy pair's own, costs are the shape's"

@@ -7,7 +7,7 @@
     begin(engine, blocks, 1024, 256)                       # 256 slots whose sequences begin with 1,024 columns each
     engine.add(Sequence("a", in_context(ids, 1024), params))
 
-A widened pair's queries carry a positive number in their anchor (`models/embedding_map.py`); a key with a large
+A widened pair's queries carry a positive number in their anchor (`jobs/bench/embedding_map.py`); a key with a large
 negative number there gets the probability exp(-hundreds), which is 0. So what is generated, and how much of it the head
 foresees, is the prompt's alone, while every pass reads the whole context at its full cost. Values are 0: heads that no
 number of the small model uses attend evenly. A synthetic pair's picks depend on no key at all.

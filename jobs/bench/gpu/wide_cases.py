@@ -21,7 +21,7 @@ from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.models.target import TargetModel
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.sampler import sample
-from eagle_ray.tree.accept import VerifyResult
+from eagle_ray.tree.draft_tree import VerifyResult
 from jobs.bench.embedding_map import ModelShape
 from jobs.bench.gpu import cases
 from jobs.bench.gpu.cases import Cell, figures, judged, steady

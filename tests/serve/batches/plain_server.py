@@ -10,6 +10,7 @@ import sys
 
 import uvicorn
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.config import load_serve_config
 from eagle_ray.serve.app import build_app
 from eagle_ray.serve.batches.batch_runner import BatchRunner
@@ -20,7 +21,7 @@ from tests.support.serving import SETTINGS
 
 async def main(port: int, path: str) -> None:
     config = load_serve_config(None, env={}, overrides=SETTINGS | {"serving.batches.max_open": 2})
-    service, store = Service.start(config, threads=1), BatchStore.open(path)
+    service, store = Service.start(config, WorkerPlan()), BatchStore.open(path)
 
     async def respond(owner: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
         return await service.answer_line(0, endpoint, body)

@@ -18,9 +18,9 @@ from torch import nn
 
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_checkpoint
-from eagle_ray.gguf.smollm2_wheel import INSTALL, gguf_file
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import cache_home, made_once
+from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
@@ -63,8 +63,8 @@ def target_directory() -> Path:
 
 
 def _converted(source: Path) -> Path:
-    found = source.stat()
-    digest = _digest(source, found.st_size, found.st_mtime_ns)
+    status = source.stat()
+    digest = _digest(source, status.st_size, status.st_mtime_ns)
     directory = cache_home() / "models" / f"smollm2-{CONVERTER_VERSION}-{digest[:DIGEST_CHARS]}"
 
     def convert(temporary: Path) -> None:
@@ -94,17 +94,17 @@ def check_target(directory: Path) -> None:
     model = load_causal_lm(directory, torch.float32, "cpu")
     expected = {tokenizer.render_chat([{"role": "user", "content": QUESTION}]): ANSWER} | CONTINUATIONS
     for prompt, answer in expected.items():
-        found = _greedy_answer(model, tokenizer, prompt, answer)
-        if found != answer:
-            raise EngineError(f"the converted target continues {prompt!r} with {found!r}, not with {answer!r}")
+        output = _greedy_answer(model, tokenizer, prompt, answer)
+        if output != answer:
+            raise EngineError(f"the converted target continues {prompt!r} with {output!r}, not with {answer!r}")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Check that texts survive encoding and decoding. Raises EngineError if one does not."""
     for text in ROUND_TRIPS:
-        found = tokenizer.decode_with_special(tokenizer.encode(text))
-        if found != text:
-            raise EngineError(f"the converted tokenizer turns {text!r} into {found!r}")
+        output = tokenizer.decode_with_special(tokenizer.encode(text))
+        if output != text:
+            raise EngineError(f"the converted tokenizer turns {text!r} into {output!r}")
     if len(tokenizer.encode(DIGITS)) != len(DIGITS):
         raise EngineError(f"the converted tokenizer does not split the digits of {DIGITS}")
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from eagle_ray.report.svg import Axis, Plot, percent, plain, sparkline
+from eagle_ray.report.figures import Axis, Plot, percent, plain, sparkline
 
 
 @pytest.mark.parametrize(

