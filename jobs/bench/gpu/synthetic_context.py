@@ -47,7 +47,7 @@ class ContextBlocks(BlockManager):
         self.reset_prefix_cache()
         self.num_aside = self.blocks_for(columns)
         self._references[: self.num_aside] = [1] * self.num_aside  # of ours, so that they are never free
-        self._free = list(range(self.num_aside, self.num_blocks))
+        self.free_blocks = list(range(self.num_aside, self.num_blocks))
 
     def begin_with(self, columns: int, num_slots: int) -> None:
         """What the first num_slots slots begin with; whole blocks, 0 for nothing. Raises EngineError without room."""
