@@ -127,7 +127,6 @@ class Watched:
 SENDERS = (
     "core.device",
     "attention.prefill_metadata",
-    "methods.eagle.drafter",
     "methods.pair_drafter",
     "engine.scheduler",
     "kv.block_manager",
