@@ -67,7 +67,7 @@ class SimulatedEngine:
         blocks = BlockManager(SLOTS, 2048, num_blocks=None)
         if kv_tokens is not None:
             blocks = BlockManager(SLOTS, 2048, num_blocks=kv_tokens // blocks.size)
-        self._scheduler = Scheduler(blocks, PREFILL_TOKENS, tree_columns=1)
+        self._scheduler = Scheduler(blocks, PREFILL_TOKENS, tree_positions=1)
         if order != "input":
             self._scheduler.order_for_throughput()
         self.clock = 0.0
