@@ -48,7 +48,7 @@ class Push:
 def top_k(
     logits: Float[Tensor, "B F V"], k: int, push: Push | None = None
 ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-    """Log-probabilities by which the best k are ranked, their places, and their own without a push. k: MOST at most."""
+    """Log-probabilities by which the best k are ranked, their places, and their own unpushed. k: at most MAX_K."""
     shape, vocab = logits.shape[:-1], logits.shape[-1]
     logits = logits.reshape(-1, vocab)
     num_rows, num_parts = len(logits), triton.cdiv(vocab, BLOCK)

@@ -88,6 +88,6 @@ def test_a_head_that_overflows_offers_nothing(coupling, monkeypatch):
 
 
 def test_what_is_too_wide_goes_the_portable_way(monkeypatch):
-    portable = children(logits_of(90), kernel.MOST + 1)
+    portable = children(logits_of(90), kernel.MAX_K + 1)
     monkeypatch.setenv("EAGLE_RAY_KERNELS", "triton")
-    same(children(logits_of(90), kernel.MOST + 1), portable)
+    same(children(logits_of(90), kernel.MAX_K + 1), portable)
