@@ -117,7 +117,7 @@ class RecordedGraph:
 class RecordedGraphRunner(CudaGraphRunner):
     """Replays RecordedGraphs."""
 
-    def _try_capture(
+    def try_capture(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | RecordedGraph:
         return RecordedGraph(function, inputs)
