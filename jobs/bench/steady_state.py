@@ -37,6 +37,7 @@ from eagle_ray.engine.verify import VerifyStepOutput
 from eagle_ray.methods.drafter import Drafter, NullDrafter
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.drafter import EagleDrafter
+from eagle_ray.methods.pair_drafter import Spans
 from eagle_ray.models.graphs import CudaGraphRunner, EagerGraph, InputBuffers, tensors_of
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.models.packed_linear import pack_linears
@@ -141,9 +142,7 @@ class RecordedTarget(TargetModel):
 class RecordedEagleDrafter(EagleDrafter):
     """A drafter that reads prompts at no cost."""
 
-    def _read_spans(
-        self, slots: list[int], columns: list[int], counts: list[int], tokens: Tensor, features: Tensor
-    ) -> None:
+    def _read_spans(self, spans: Spans, tokens: Tensor, features: Tensor) -> None:
         pass
 
 
