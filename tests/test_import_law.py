@@ -228,6 +228,16 @@ def test_the_engine_runs_without_ray_and_pydantic():
             assert not others, f"{path}: {others}"
 
 
+def test_the_engine_and_the_drafters_reach_no_configuration():
+    """They run where pydantic is not installed; what trains heads reads the configuration of that."""
+    engine = {name for name in IMPORTED if name.split(".")[0] in ENGINE_PACKAGES and not name.endswith(".recipe")}
+    reached, new = set(), engine
+    while new:
+        reached |= new
+        new = {other for name in new for other in IMPORTED.get(name, ())} - reached
+    assert not {name for name in reached if name.split(".")[0] in ("config", "batch", "serve", "assembly")}
+
+
 @pytest.mark.parametrize("place", NO_TORCH)
 def test_no_torch_where_only_tables_and_settings_live(place):
     files = [PACKAGE / place] if place.endswith(".py") else (PACKAGE / place).rglob("*.py")

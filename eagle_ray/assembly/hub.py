@@ -21,12 +21,12 @@ from eagle_ray.assembly.engine_sizes import ModelLimits
 from eagle_ray.assembly.smollm2 import SMOLLM2, target_directory
 from eagle_ray.config import JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.job import EMBEDDED_NAMES
-from eagle_ray.config.models import ALL_TOKENS, check_num_drafts, is_url
+from eagle_ray.config.models import check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.combine.drafter import check_drafts
 from eagle_ray.methods.eagle.checkpoint import meta_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
-from eagle_ray.methods.method import draft_requirement, reads_draft
+from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
 from eagle_ray.models.supported_models import max_exact_position
 from eagle_ray.storage.cache_directory import cache_home

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 from eagle_ray.config.job import EMBEDDED_NAMES, JobConfig, ModelConfig, SpeculativeConfig
 from eagle_ray.config.serve import ServeConfig
 from eagle_ray.core.errors import ENCODING_BYTES, ConfigError, wide_encoding
-from eagle_ray.methods.method import HEAD, METHODS, draft_parts, draft_requirement, parts_of, reads_draft
+from eagle_ray.methods.method import ALL_TOKENS, HEAD, METHODS, draft_parts, draft_requirement, parts_of, reads_draft
 from eagle_ray.text.chat_format import TEMPLATE_NAMES
 
 NO_FILES = ("auto", "none", *TEMPLATE_NAMES)  # values of model.chat_template that are not file names
 Config = TypeVar("Config", JobConfig, ServeConfig)
-ALL_TOKENS = "all"  # as speculative.draft_vocab
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/].*")
 

@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.device import to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.calibration import Calibration, Offered, Offers, TargetPath
 from eagle_ray.methods.coupling import LARGE_NOISE, NUM_CUT, Coupling
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.supported_models import LogitsOf
 from eagle_ray.sampling.sampler import gumbel_noise
 from eagle_ray.tree.draft_tree import VerifyResult
@@ -248,7 +248,7 @@ class CandidateRanker:
         return torch.ones(num, dtype=torch.int64, device=self.feedback.lengths.device)
 
 
-def corrections(speculative: SpeculativeConfig, device: torch.device) -> tuple[Calibration | None, Coupling | None]:
+def corrections(speculative: DraftSettings, device: torch.device) -> tuple[Calibration | None, Coupling | None]:
     """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither."""
     depth = speculative.max_depth
     calibration = None if speculative.ranking == "published" else Calibration(depth, device)

@@ -18,13 +18,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from eagle_ray.core.tree_bounds import TreeBounds
 
 HEAD = "an EAGLE head"
 HEAD_3 = "an EAGLE-3 head"
 ANY_DRAFT = "a head or draft model of any kind"
 AUTO = "auto"
+ALL_TOKENS = "all"  # as speculative.draft_vocab
 MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
+
+
+class DraftSettings(Protocol):
+    """What drafters and planners read of the `speculative` section, whose keys these are."""
+
+    method: str
+    max_nodes: int
+    max_depth: int
+    top_k: int
+    datastore: str | None
+    draft_vocab: str | None
+    draft_vocab_size: int | None
+
+    @property
+    def ranking(self) -> str: ...
+
+    @property
+    def tree_bounds(self) -> TreeBounds: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +107,11 @@ class Method:
         """Return the draft in a directory, in fp32. Raises EngineError if it cannot be read or does not fit."""
         return self.function(self.load)(path, target)
 
-    def make_drafter(self, speculative: Any, target: Any, weights: Any) -> Any:
+    def make_drafter(self, speculative: DraftSettings, target: Any, weights: Any) -> Any:
         """Return the drafter over a TargetModel. weights: what `load_draft` returned, or None."""
         return self.function(self.drafter)(speculative, target, weights)
 
-    def make_planner(self, speculative: Any, drafter: Any) -> Any | None:
+    def make_planner(self, speculative: DraftSettings, drafter: Any) -> Any | None:
         """Return the method's own planner, or None if speculative.budget decides."""
         return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 

@@ -31,7 +31,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
@@ -40,7 +39,7 @@ from eagle_ray.methods.calibration import levels_in_turn
 from eagle_ray.methods.combine.calibration import EnsembleCalibration
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, TokenSequence, VerifyOutput
 from eagle_ray.methods.eagle.draft_buffers import DraftShape
-from eagle_ray.methods.method import draft_parts, parts_of
+from eagle_ray.methods.method import DraftSettings, draft_parts, parts_of
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.supported_models import KVSpec
@@ -255,7 +254,7 @@ def slot_bytes(
     return len(drafts) * (QUEUE_WINDOW * num_features * itemsize + draft.num_bytes(hidden_size, itemsize))
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: nn.Module | None) -> Drafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: nn.Module | None) -> Drafter:
     """Return the drafter of a method; an ensemble if several are merged."""
     parts = parts_of(speculative.method)
     if len(parts) == 1:
@@ -271,7 +270,7 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: n
     return EnsembleDrafter(drafters, blend, features)
 
 
-def make_planner(speculative: SpeculativeConfig, drafter: Drafter) -> Planner | None:
+def make_planner(speculative: DraftSettings, drafter: Drafter) -> Planner | None:
     """Return the planner of a method that decides its tree, or None if speculative.budget does."""
     parts = parts_of(speculative.method)
     return parts[0].make_planner(speculative, drafter) if len(parts) == 1 else None

@@ -39,12 +39,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
 from eagle_ray.core.errors import EngineError
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.drafter import Draft, Drafter, LoadedDraft, NullDrafter, TokenSequence, VerifyOutput
-from eagle_ray.methods.method import METHODS
+from eagle_ray.methods.method import METHODS, DraftSettings
 from eagle_ray.models.graphs import CudaGraphRunner
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.planner.planner import Allocation, Planner, StepOutcome
@@ -314,7 +313,7 @@ def load(path: Path, target: PretrainedConfig) -> LoadedDraft:
     return METHODS[check(path, target).method].load_draft(path, target)
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: LoadedDraft | None) -> SwitchDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: LoadedDraft | None) -> SwitchDrafter:
     """Return a drafter of each method that auto can choose from here.
 
     On a GPU a drafter that steps cannot be replayed with is left out: all others would be slow for its sake.
@@ -326,5 +325,5 @@ def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: L
     return SwitchDrafter({name: drafter for name, drafter in drafters.items() if on_cpu or drafter.supports_graphs})
 
 
-def make_null_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> NullDrafter:
+def make_null_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> NullDrafter:
     return NullDrafter()

@@ -28,13 +28,9 @@ from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
 
-from eagle_ray.config.head_training import TrainConfig
-from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.dflash.heads import FULL, SLIDING, BlockShape, DFlashHead
 from eagle_ray.methods.head_files import (
     IGNORED_KEYS,
-    OF_TARGET,
-    PUBLISHED_ROPE_THETA,
     SPECULATORS,
     Named,
     Shape,
@@ -237,83 +233,3 @@ def layer_config(raw: Mapping[str, Any]) -> Qwen3Config:
         use_sliding_window=SLIDING in types,
         sliding_window=layers.get("sliding_window") if SLIDING in types else None,
     )
-
-
-def outputs_read(config: TrainConfig, num_layers: int) -> list[int]:
-    """Return the layers whose outputs a DFlash head reads.
-
-    They are head.target_layer_ids, or the published choice, or all of a target of few layers.
-    """
-    if num_layers < 2:
-        raise ConfigError(
-            f"head.method: dflash reads the outputs of layers before the last one, and {config.model.target} has one"
-        )
-    if named := config.head.target_layer_ids:
-        if len({*named}) < len(named) or max(named) > num_layers - 2:
-            raise ConfigError(
-                f"head.target_layer_ids: must be different layers of the target, 0 to {num_layers - 2} (its last "
-                f"layer's output is normed), got {named}"
-            )
-        return named
-    spread = spread_layers(num_layers, config.head.num_layers)
-    is_fit = len({*spread}) == len(spread) and min(spread) >= 0 and max(spread) < num_layers - 1
-    return spread if is_fit else list(range(num_layers - 1))
-
-
-def dflash_json(config: TrainConfig, target: Any, draft_vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the config.json of a DFlash head: z-lab's layout, or speculators' with a draft vocabulary.
-
-    target: the target's config. Raises ConfigError.
-    """
-    layers, outputs = _dflash_layers(config, target), outputs_read(config, target.num_hidden_layers)
-    own = {"block_size": config.head.block_size, "tie_word_embeddings": False, "dtype": "bfloat16"}
-    mask = {"mask_token_id": _mask_token(config, target)}
-    if draft_vocab_size is not None:
-        return {
-            "architectures": ["DFlashSpeculator"],
-            SPECULATORS: "dflash",
-            "transformer_layer_config": layers,
-            "draft_vocab_size": draft_vocab_size,
-            "aux_hidden_state_layer_ids": [i + 1 for i in outputs],
-            **mask,
-            **own,
-        }
-    causal = {"causal_head": True} if config.head.causal_head else {}
-    return {
-        "architectures": ["DFlashDraftModel"],
-        **layers,
-        "num_target_layers": target.num_hidden_layers,
-        "dflash_config": {**mask, "target_layer_ids": outputs, **causal},
-        **own,
-    }
-
-
-def _dflash_layers(config: TrainConfig, target: Any) -> dict[str, Any]:
-    """Return the shape of a DFlash head's layers, under the keys of a Qwen3 config."""
-    heads = target.num_attention_heads
-    rope = getattr(target, "rope_parameters", None) or {}
-    return {
-        "model_type": "qwen3",
-        **{key: getattr(target, key) for key in OF_TARGET},
-        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // heads,
-        "intermediate_size": config.head.intermediate_size or target.intermediate_size,
-        "hidden_act": "silu",
-        "num_hidden_layers": config.head.num_layers,
-        "layer_types": ["full_attention"] * config.head.num_layers,
-        "attention_bias": False,
-        "rope_theta": rope.get("rope_theta", PUBLISHED_ROPE_THETA),
-    }
-
-
-def _mask_token(config: TrainConfig, target: Any) -> int:
-    """Return head.mask_token, or the target's padding or end token. Raises ConfigError."""
-    token = config.head.mask_token
-    if token is not None and token >= target.vocab_size:
-        raise ConfigError(f"head.mask_token: must be a token of the target, 0 to {target.vocab_size - 1}, got {token}")
-    ends = target.eos_token_id
-    end = ends[0] if isinstance(ends, list) else ends
-    mask = next((each for each in (token, target.pad_token_id, end) if each is not None), None)
-    if mask is None:
-        raise ConfigError("head.mask_token: missing; the target has neither a padding nor an end token to take for it")
-    return mask

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from eagle_ray.attention.backend import tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
@@ -35,6 +34,7 @@ from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.dflash.heads import BlockDecoder, DFlashHead
 from eagle_ray.methods.drafter import idle_batch
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, NARROW_FROM
 from eagle_ray.models.target import TargetModel
@@ -176,7 +176,7 @@ class DFlashDrafter(PairDrafter):
         return positions - self.head.first_position
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: DFlashHead) -> DFlashDrafter:
     """Return the drafter over a loaded head."""
     calibration, coupling = corrections(speculative, target.device)
     return DFlashDrafter(weights, target, calibration=calibration, coupling=coupling)

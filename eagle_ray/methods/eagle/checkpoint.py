@@ -24,14 +24,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from eagle_ray.config.head_training import TrainConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.eagle.draft_vocab import head_vocab
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, NUM_FEATURES, Eagle3Head, EagleHead
 from eagle_ray.methods.head_files import (
     IGNORED_KEYS,
-    OF_TARGET,
-    PUBLISHED_ROPE_THETA,
     Named,
     Shape,
     attention_heads,
@@ -51,7 +48,6 @@ from eagle_ray.methods.head_files import (
     write_files,
 )
 
-OPTIONAL_OF_TARGET = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id")
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
@@ -257,27 +253,6 @@ def _check_shapes(head: EagleHead | Eagle3Head, shapes: Mapping[str, Shape]) -> 
     if isinstance(head, EagleHead):
         return check_tensors("an EAGLE-1/2 head", head, shapes)
     check_tensors("an EAGLE-3 head", head, shapes, {"t2d"} if head.token_ids is not None else {"t2d", "d2t"})
-
-
-def head_json(architecture: str, config: TrainConfig, target: Any) -> dict[str, Any]:
-    """Return the config.json of a new EAGLE head. target: the target's config."""
-    values = {key: getattr(target, key) for key in OF_TARGET}
-    values |= {key: value for key in OPTIONAL_OF_TARGET if (value := getattr(target, key, None)) is not None}
-    return {
-        "architectures": [architecture],
-        "model_type": "llama",
-        **values,
-        "intermediate_size": config.head.intermediate_size or target.intermediate_size,
-        "hidden_act": "silu",
-        "num_hidden_layers": 1,
-        "attention_bias": False,
-        "bias": False,
-        "mlp_bias": False,
-        "rope_theta": PUBLISHED_ROPE_THETA,
-        "rope_parameters": {"rope_type": "default", "rope_theta": PUBLISHED_ROPE_THETA},
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
 
 
 def rewrite_for_sglang(directory: Path, embedding: Float[Tensor, "V H"]) -> None:

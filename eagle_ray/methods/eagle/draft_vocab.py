@@ -19,10 +19,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
-from eagle_ray.config.models import ALL_TOKENS
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.methods.eagle.heads import DraftHead, EagleHead
+from eagle_ray.methods.method import ALL_TOKENS, DraftSettings
 from eagle_ray.models.target import TargetModel
 
 KEY = "speculative.draft_vocab"
@@ -32,7 +31,7 @@ FREQUENT = 32_768  # tokens of a large vocabulary that are offered unless a file
 log = logging.getLogger("eagle_ray")
 
 
-def offered_tokens(speculative: SpeculativeConfig, target: TargetModel, head: DraftHead) -> Int[Tensor, " Dv"] | None:
+def offered_tokens(speculative: DraftSettings, target: TargetModel, head: DraftHead) -> Int[Tensor, " Dv"] | None:
     """Return the tokens that a head may offer that reads the target's lm_head; None is all, or the head's own."""
     name = speculative.draft_vocab
     if not isinstance(head, EagleHead) or name == ALL_TOKENS:

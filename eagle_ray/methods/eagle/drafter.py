@@ -22,7 +22,6 @@ from torch import Tensor
 from eagle_ray.attention.backend import prefill_metadata, tree_metadata
 from eagle_ray.attention.metadata import AttentionMetadata
 from eagle_ray.attention.triton_attention import uses_triton
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import PaddedInput, SamplingBatch
 from eagle_ray.methods.calibration import Calibration
@@ -32,6 +31,7 @@ from eagle_ray.methods.drafter import idle_batch
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape, PaddedDraft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
 from eagle_ray.methods.eagle.heads import DraftHead, head_forward
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.methods.pair_drafter import QUEUE_WINDOW, Grown, PairDrafter, PendingPairs, Spans
 from eagle_ray.models.graphs import NARROW, CudaGraphRunner
 from eagle_ray.models.target import TargetModel
@@ -327,7 +327,7 @@ def _descend(seen: TreeMask | None, frontier: Frontier, depth: int) -> TreeMask:
     return TreeMask(ancestors, torch.cat([seen.depths, depths]), depth)
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
     """Return the drafter over a loaded head."""
     calibration, coupling = corrections(speculative, target.device)
     token_ids = offered_tokens(speculative, target, weights)

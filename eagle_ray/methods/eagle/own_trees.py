@@ -17,15 +17,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.candidate_ranker import corrections
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.methods.eagle.draft_vocab import offered_tokens
-from eagle_ray.methods.eagle.drafter import EagleDrafter, make_drafter
+from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.eagle.heads import DraftHead
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.planner.planner import Allocation, StepOutcome, UniformPlanner
 from eagle_ray.tree.budget import Budget, static
@@ -183,12 +183,12 @@ def _expected(levels: list[Float[Tensor, "B _"]], max_nodes: int) -> Float[Tenso
     return values.topk(min(max_nodes, values.shape[1]), dim=1).values.sum(1)
 
 
-def make_published_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+def make_published_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
     """Return a drafter for rules that are published over the head's own probabilities."""
-    return make_drafter(speculative.model_copy(update={"ranking": "published"}), target, weights)
+    return EagleDrafter(weights, target, token_ids=offered_tokens(speculative, target, weights))
 
 
-def make_sequoia_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: DraftHead) -> EagleDrafter:
+def make_sequoia_drafter(speculative: DraftSettings, target: TargetModel, weights: DraftHead) -> EagleDrafter:
     """Return a drafter that measures the acceptance of each rank, from which `sequoia_planner` makes its trees."""
     width = min(speculative.top_k, target.vocab_size)
     acceptance = RankAcceptance(speculative.max_depth, width, target.device)
@@ -197,23 +197,23 @@ def make_sequoia_drafter(speculative: SpeculativeConfig, target: TargetModel, we
     return EagleDrafter(weights, target, calibration=acceptance, coupling=coupling, token_ids=token_ids)
 
 
-def eagle1_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> StaticPlanner:
+def eagle1_planner(speculative: DraftSettings, drafter: EagleDrafter) -> StaticPlanner:
     """Return the planner of EAGLE-1's published tree within the limits."""
     return StaticPlanner(MC_SIM_7B_63.truncate(speculative.tree_bounds))
 
 
-def sequoia_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> SequoiaPlanner:
+def sequoia_planner(speculative: DraftSettings, drafter: EagleDrafter) -> SequoiaPlanner:
     """Return the planner of the best tree for what the drafter measures."""
     acceptance = drafter.ranking.calibration
     assert isinstance(acceptance, RankAcceptance), "`make_sequoia_drafter` gives the drafter one"
     return SequoiaPlanner(acceptance, speculative.max_nodes)
 
 
-def ddd_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> RulePlanner:
+def ddd_planner(speculative: DraftSettings, drafter: EagleDrafter) -> RulePlanner:
     """Return the planner of Dynamic Depth Decoding."""
     return RulePlanner(speculative.tree_bounds, ddd_stops)
 
 
-def opt_tree_planner(speculative: SpeculativeConfig, drafter: EagleDrafter) -> RulePlanner:
+def opt_tree_planner(speculative: DraftSettings, drafter: EagleDrafter) -> RulePlanner:
     """Return the planner of OPT-Tree."""
     return RulePlanner(speculative.tree_bounds, opt_tree_stops(speculative.max_nodes))

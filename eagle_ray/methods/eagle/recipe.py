@@ -43,10 +43,10 @@ from torch import Tensor
 
 from eagle_ray.config.head_training import TrainConfig, num_passes
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.methods.eagle.checkpoint import head_config, head_json, load_head
+from eagle_ray.methods.eagle.checkpoint import head_config, load_head
 from eagle_ray.methods.eagle.draft_vocab import HEAD_FILE, head_vocab, write_draft_vocab
 from eagle_ray.methods.eagle.heads import MIN_TARGET_LAYERS, Eagle3Head, EagleHead
-from eagle_ray.methods.head_files import read_config, save_head
+from eagle_ray.methods.head_files import OF_TARGET, PUBLISHED_ROPE_THETA, read_config, save_head
 from eagle_ray.training.frozen_target import FeatureBatch, FrozenTarget
 from eagle_ray.training.optimization import (
     HeadRecipe,
@@ -59,6 +59,7 @@ from eagle_ray.training.optimization import (
 )
 from eagle_ray.training.packing import UnrolledAttention
 
+OPTIONAL_OF_TARGET = ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id")
 ARCHITECTURE = "EagleLlamaForCausalLM"  # vLLM's name; no bias in fc, which vLLM's loader refuses
 ARCHITECTURE_3 = "LlamaForCausalLMEagle3"  # SGLang's and vLLM's name, with draft_vocab_size
 PUBLISHED_DRAFT_VOCAB = 32_000  # tokens of published EAGLE-3 heads
@@ -377,3 +378,24 @@ def unroll(
         embeddings = target.embed(ids[pairs.rows_after(1 + s)])
         hidden = head(embeddings[None], hidden[None], pairs.positions[None] + s, attention)[0]
         yield hidden
+
+
+def head_json(architecture: str, config: TrainConfig, target: Any) -> dict[str, Any]:
+    """Return the config.json of a new EAGLE head. target: the target's config."""
+    values = {key: getattr(target, key) for key in OF_TARGET}
+    values |= {key: value for key in OPTIONAL_OF_TARGET if (value := getattr(target, key, None)) is not None}
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        **values,
+        "intermediate_size": config.head.intermediate_size or target.intermediate_size,
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "attention_bias": False,
+        "bias": False,
+        "mlp_bias": False,
+        "rope_theta": PUBLISHED_ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": PUBLISHED_ROPE_THETA},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }

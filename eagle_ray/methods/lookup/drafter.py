@@ -30,11 +30,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
 
@@ -269,5 +269,5 @@ class NgramCursor:
         return NgramCursor(self.counts, (*self.tail, token)[-LONGEST_NGRAM:])
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookupDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
     return LookupDrafter(NgramIndex(), Calibration(speculative.max_depth))

@@ -25,12 +25,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.lookup.drafter import LONGEST_NGRAM, Counts, LookupDrafter, NgramCursor, count_ngrams
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.draft_tree import DraftTree
 from eagle_ray.tree.expand import DraftPlan
@@ -192,5 +192,5 @@ class LookaheadDrafter(NullDrafter):
                 window.chains[i] = run[1:]
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookaheadDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookaheadDrafter:
     return LookaheadDrafter(speculative.max_depth, Calibration(speculative.max_depth))

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.methods.calibration import Calibration
 from eagle_ray.methods.lookup.drafter import Children, LookupDrafter, interpolate
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 
 ROOT = 0
@@ -170,5 +170,5 @@ class SuffixCursor:
             length = self.automaton.longest[state] if state >= 0 else 0
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> LookupDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> LookupDrafter:
     return LookupDrafter(SuffixIndex(), Calibration(speculative.max_depth))

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration, Offers
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import TargetModel
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
@@ -98,6 +98,6 @@ class RecyclingDrafter(NullDrafter):
         self._is_empty, self._is_untaught = True, False
 
 
-def make_drafter(speculative: SpeculativeConfig, target: TargetModel, weights: None) -> RecyclingDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None) -> RecyclingDrafter:
     calibration = Calibration(speculative.max_depth, target.device)
     return RecyclingDrafter(target.vocab_size, speculative.top_k, target.device, calibration)

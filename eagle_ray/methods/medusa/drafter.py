@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from eagle_ray.config import SpeculativeConfig
 from eagle_ray.core.decode_batch import DecodeSlots
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.methods.calibration import Calibration
@@ -25,6 +24,7 @@ from eagle_ray.methods.candidate_ranker import CandidateRanker, corrections
 from eagle_ray.methods.coupling import Coupling
 from eagle_ray.methods.drafter import Draft, NullDrafter, TokenSequence, VerifyOutput
 from eagle_ray.methods.medusa.heads import HydraHeads, MedusaHeads
+from eagle_ray.methods.method import DraftSettings
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.tree.draft_tree import VerifyResult
 from eagle_ray.tree.expand import DraftPlan, Frontier, TreeBuilder
@@ -114,8 +114,6 @@ class MedusaDrafter(NullDrafter):
         return torch.cat([path.gather(1, parents), self._target.embed_tokens(frontier.tokens)[:, :, None]], 2)
 
 
-def make_drafter(
-    speculative: SpeculativeConfig, target: TargetModel, weights: MedusaHeads | HydraHeads
-) -> MedusaDrafter:
+def make_drafter(speculative: DraftSettings, target: TargetModel, weights: MedusaHeads | HydraHeads) -> MedusaDrafter:
     """Return the drafter over loaded heads."""
     return MedusaDrafter(weights, target, *corrections(speculative, target.device))
