@@ -69,7 +69,7 @@ SMALL: set[str] = set()  # modules of fewer lines that one other imports; this o
 FAMILIES = [  # modules with functions of one name and meaning, of which another picks one
     r"storage\.(local|remote|s3)",
     r"(kernels|attention)\.\w+|sampling\.sampler|methods\.coupling",  # a kernel, and its form in torch
-    r"methods\.\w+\.(checkpoint|drafter|switch|parts|ngram|suffix|rest|token_recycling|lookahead)",
+    r"methods\.\w+\.(checkpoint|drafter|switch|suffix|rest|token_recycling|lookahead)",
     r"cli\.main|lm_eval",
 ]
 HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks

@@ -137,7 +137,7 @@ def _read(path: Path) -> str:
 
 
 def software() -> list[Finding]:
-    """Yield the versions of eagle_ray and Python, then of packages."""
+    """Return the versions of eagle_ray and Python, then of packages."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     about = Finding("eagle_ray", f"{__version__}, Python {python}", {"eagle_ray": __version__, "python": python})
     try:

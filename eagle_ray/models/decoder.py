@@ -11,7 +11,7 @@ A layer is four matrix products and three small operations between them:
     normed = RMSNorm(hidden += out @ W_o)
     hidden += (SiLU(gate) * up) @ W_down   where gate and up are one product too
 
-Weights are those of the transformers modules: merged projections share their memory (see linear.joined), so the module
+Weights are those of the transformers modules: merged projections share their memory (`packed_linear`), so the module
 tree stays what it was and serves as the oracle. The draft heads run on the same layer.
 """
 

@@ -115,7 +115,7 @@ def _rotations(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 EXAMINED = "eagle_ray_examined"
 CLOSE = 0.01  # of the largest logit: the two are the same operations on the same hidden states
-HANDLED_KWARGS = ("scaling", "sliding_window", "softcap", "s_aux")  # what attention.py reads
+HANDLED_KWARGS = ("scaling", "sliding_window", "softcap", "s_aux")  # what `attention.metadata` reads
 IGNORED_KWARGS = (
     "dropout",
     "position_ids",

@@ -177,7 +177,7 @@ class Worker:
             return table_of(self._rows.of_error(request, error), self._schema)
 
     async def _generate(self, sequences: list[Sequence]) -> None:
-        """Return all samples of a row. If one fails or times out, the others are aborted."""
+        """Run all samples of a row. If one fails or times out, the others are aborted."""
         limit = self._config.execution.row_timeout_s
         tasks = [asyncio.ensure_future(with_timeout(self.engine.generate(s), s, limit)) for s in sequences]
         try:

@@ -286,7 +286,7 @@ class EagleDrafter(PairDrafter):
     def _grow(
         self, builder: TreeBuilder, features: Float[Tensor, "B F H"], frontier: Frontier | None, width: int
     ) -> None:
-        """Return the ranked children of a frontier, or of the roots if it is None."""
+        """Add the ranked children of a frontier, or of the roots if it is None."""
         children = self.ranking.children(features, frontier, width)
         builder.grow(children.log_probs, children.tokens, children.draft_log_probs)
 
