@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver import verification
 from eagle_ray.batch.driver.claim import count_done
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows
@@ -112,7 +113,9 @@ def test_stored_turns_are_verified_and_half_a_conversation_is_not_done(make_job,
     assert count_done(plan.rows, OutputIndex.read(run.data)).done.tolist() == [True, True]
 
     monkeypatch.setattr(
-        verification, "check_in_worker", lambda job, run, chosen: verification.check_chosen(job, run, chosen, 1)
+        verification,
+        "check_in_worker",
+        lambda job, run, chosen: verification.check_chosen(job, run, chosen, WorkerPlan()),
     )
     found = verification.run_checks(config, plan, run, {"verify_rows": 9})["verify_rows"]
     assert found["identical"] == found["rows"] == 4 and found["differing"] == []
