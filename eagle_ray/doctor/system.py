@@ -150,14 +150,14 @@ def software() -> list[Finding]:
 
 def packages(wanted: list[Requirement]) -> Finding:
     """Check the packages' versions against the required ones."""
-    versions = {each.name: _version(each.name) for each in wanted}
+    versions = {each.name: installed_version(each.name) for each in wanted}
     wrong = [each for each in wanted if not _satisfies(versions[each.name], each)]
     says = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     problem = f"pip install {' '.join(repr(str(each)) for each in wrong)}" if wrong else None
     return Finding("packages", says, dict(versions), problem)
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from eagle_ray.core.tree_bounds import TreeBounds
 
@@ -30,6 +30,7 @@ ALL_TOKENS = "all"  # as speculative.draft_vocab
 MAX_WARMUP_SHARE = 0.05  # of a run: the published numbers are those of 800,000 steps
 
 
+@runtime_checkable
 class DraftSettings(Protocol):
     """What drafters and planners read of the `speculative` section, whose keys these are."""
 

@@ -57,9 +57,9 @@ class Spans:
 
     def rows(self, device: torch.device | str) -> Int[Tensor, "2 R"]:
         """Return the slot and the position of each pair."""
-        positions = [torch.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
-        slots = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.counts))
-        return copy_to_device(torch.stack([slots, torch.cat(positions)]), device)
+        positions = [np.arange(start, start + n) for start, n in zip(self.starts, self.counts, strict=True)]
+        slots = np.repeat(self.slots, self.counts)
+        return copy_to_device(torch.from_numpy(np.stack([slots, np.concatenate(positions)])), device)
 
 
 @dataclass(frozen=True, slots=True)

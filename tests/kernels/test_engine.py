@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_ray.assembly.worker_plan import PREFILL_TOKENS
 from eagle_ray.attention import prefill_metadata
 from eagle_ray.attention.backend import num_gathered
 from eagle_ray.attention.metadata import AttentionParams
@@ -29,6 +28,7 @@ from tests.support.kernels import DEVICE, compile_fails
 from tests.support.operations import WatchCopies, WatchOperations
 from tests.support.toy_models import llama_engine, run
 
+PREFILL_TOKENS = 4096  # as in a job on a GPU
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14], list(range(20, 60))]
 PARAMS = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=t, seed=7) for t in (0.0, 0.8, 0.0)]
 
@@ -93,7 +93,7 @@ def gathered_positions(shared: int, length: int, num_questions: int, monkeypatch
     capacity = shared + length + 64
     blocks = BlockManager(num_questions, capacity, num_blocks=capacity // BLOCK_SIZE + 3 * num_questions)
     cache = KVCache(blocks, 1, 1, 8, torch.float32, "cpu")
-    scheduler = Scheduler(blocks, PREFILL_TOKENS["cuda"], 1, num_gathered=partial(num_gathered, cache))
+    scheduler = Scheduler(blocks, PREFILL_TOKENS, 1, num_gathered=partial(num_gathered, cache))
     prefix = [i % 90 for i in range(shared)]
     for i in range(num_questions):
         scheduler.add(Sequence(str(i), prefix + [i] * length, SamplingParams(max_tokens=1)))
