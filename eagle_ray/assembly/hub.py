@@ -24,7 +24,6 @@ from eagle_ray.config.job import EMBEDDED_NAMES
 from eagle_ray.config.models import check_num_drafts, is_url
 from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.methods.combine.drafter import check_drafts
-from eagle_ray.methods.eagle.checkpoint import meta_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
 from eagle_ray.models.loader import load_config
@@ -178,21 +177,17 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_datastore(speculative.datastore)
     if not reads_draft(speculative.method, model.drafts):
         return
+    paths, target = draft_paths(model, speculative), _target_config(model)
     try:
-        check_drafts(speculative.method, draft_paths(model, speculative), _target_config(model))
+        drafts = check_drafts(speculative.method, paths, target)
     except EngineError as error:
         raise ConfigError(f"model.draft: {error} (the target is {model.target})") from error
     if speculative.draft_vocab is not None and speculative.draft_vocab != ALL_TOKENS:
-        _check_draft_vocab(model, speculative, speculative.draft_vocab)
-
-
-def _check_draft_vocab(model: ModelConfig, speculative: SpeculativeConfig, file: str) -> None:
-    target = _target_config(model)
-    if meta_head(draft_paths(model, speculative)[0], target).method == "eagle3":
-        raise ConfigError(
-            f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
-        )
-    read_draft_vocab(file, speculative.draft_vocab_size, target.vocab_size)
+        if drafts[0].method == "eagle3":
+            raise ConfigError(
+                f"speculative.draft_vocab: of no use: {model.draft} has an lm_head and a vocabulary of its own"
+            )
+        read_draft_vocab(speculative.draft_vocab, speculative.draft_vocab_size, target.vocab_size)
 
 
 def unavailable_models(model: ModelConfig, speculative: SpeculativeConfig) -> dict[str, ModelUnavailable]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from eagle_ray.assembly.engine_sizes import USUAL_TOKENS, EngineArgs, EngineSizes, SequenceLengths
 from eagle_ray.assembly.memory_plan import KV_MARGIN, DeviceMemory, MemoryPlan
-from eagle_ray.assembly.worker_plan import PREFILL_TOKENS, usual_slots
+from eagle_ray.assembly.worker_plan import usual_slots
 from eagle_ray.config import JobConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
@@ -108,8 +108,8 @@ def plan_checkpoint(
     sizes = EngineSizes.of(shape, parts, speculative, dtype.itemsize, on_gpu, explicit_scores)
     of_pass = None
     if on_gpu:
-        tokens = PREFILL_TOKENS["cuda"] if execution.prefill_tokens == "auto" else execution.prefill_tokens
-        of_pass = _estimated_pass(shape, dtype.itemsize, tokens)
+        args = EngineArgs.of_worker(execution, num_gpus=1)
+        of_pass = _estimated_pass(shape, dtype.itemsize, args.prefill_tokens_on("cuda"))
     else:
         target_bytes += _packed_copy(target, shape, dtype)
     plan = MemoryPlan.of(sizes, lengths, target_bytes, draft_bytes, of_pass, memory, process)

@@ -26,6 +26,11 @@ from eagle_ray.models.supported_models import logits_postprocessor
 from eagle_ray.models.target import PromptBatch, TargetModel
 from eagle_ray.training.packing import PackedBatch
 
+PASS_TOKENS = 2048  # of one pass of the target: enough for its matrix products to be efficient
+MAX_SLOTS = 64  # documents of one pass
+LOGIT_ROWS = 512  # whose logits over the whole vocabulary are in memory at a time
+UNKNOWN = -1  # greedy id of a row whose prediction no loss reads
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenTarget:
@@ -117,12 +122,6 @@ def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
     return features.float().square().mean(0).clamp(min=1e-12).rsqrt().log2().round().exp2()
 
 
-PASS_TOKENS = 2048  # of one pass of the target: enough for its matrix products to be efficient
-MAX_SLOTS = 64  # documents of one pass
-LOGIT_ROWS = 512  # whose logits over the whole vocabulary are in memory at a time
-UNKNOWN = -1  # greedy id of a row whose prediction no loss reads
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
     """A packed batch and what the target computes for it.
@@ -155,9 +154,8 @@ class ComputedFeatures:
     """
 
     def __init__(self, causal_lm: CausalLM, feature_layers: tuple[int, ...] | None, max_length: int):
-        slots = min(MAX_SLOTS, PASS_TOKENS)
-        kv_tokens = max(PASS_TOKENS, max_length) + 64 * slots
-        self._target = TargetModel(causal_lm, slots, max_length + 1, kv_tokens, feature_layers)
+        kv_tokens = max(PASS_TOKENS, max_length) + 64 * MAX_SLOTS
+        self._target = TargetModel(causal_lm, MAX_SLOTS, max_length + 1, kv_tokens, feature_layers)
         self.shares_hidden = feature_layers is None
         self.feature_size = self._target.feature_size
         self.hidden_size = self._target.hidden_size
