@@ -288,7 +288,7 @@ def _confidence_counts(
 
 
 def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
-    """Return the `most` likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
+    """Return the num_tops likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
     if not num_tops:
         return [[] for _ in range(len(logits))]
     return paired(*(values.tolist() for values in likeliest(logits, num_tops)))

@@ -14,9 +14,9 @@ from contextlib import suppress
 import duckdb
 import pytest
 
-from eagle_ray.batch.driver import run as driver
+from eagle_ray.batch.driver import auto_restart as driver
+from eagle_ray.batch.driver.auto_restart import delay_s
 from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.run import delay_s
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config.job import RestartsConfig
 from eagle_ray.runs.job_errors import TRANSIENT, RunResult

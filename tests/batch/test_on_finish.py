@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from eagle_ray.batch.driver.run import tell
+from eagle_ray.batch.driver.on_finish import tell
 from eagle_ray.cli import main as cli
 from eagle_ray.config import JobConfig, load_config
 from eagle_ray.runs.job_errors import BUSY, DONE, RunResult

@@ -1,0 +1,140 @@
+"""on_finish: tell a command or a web server how a run ended.
+
+Whatever fails here is one warning: it never changes the exit code. A webhook's URL may hold secrets, so only its scheme
+and host are ever shown.
+
+    tell(config, ending)      # the RunResult of run_job
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from eagle_ray import __version__
+from eagle_ray.batch.driver.signals import accept_interrupt
+from eagle_ray.config import JobConfig
+from eagle_ray.runs.job_errors import RunResult
+
+log = logging.getLogger("eagle_ray")
+VARIABLE = "EAGLE_RAY_"  # before the name of each fact, in the command's environment
+
+
+def tell(config: JobConfig, ending: RunResult) -> None:
+    """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
+    hooks, facts = config.on_finish, facts_of(config, ending)
+    if hooks.command is not None:
+        _attempt(f"command {hooks.command[0]!r}", partial(_run, hooks.command, facts, hooks.timeout_s))
+    if hooks.webhook is not None:
+        _attempt(f"webhook {shown(hooks.webhook)}", partial(_post, hooks.webhook, facts, hooks.timeout_s))
+
+
+def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:
+    """Return what is told. A fact that is not known is null, and empty in the environment."""
+    return {"name": config.name, "output": config.output.path} | ending.as_json()
+
+
+def shown(url: str) -> str:
+    """Return the scheme and host of a URL: its user, path and query may be secrets."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}"
+
+
+def _attempt(name: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except KeyboardInterrupt:
+        accept_interrupt()
+        log.warning("on_finish: the %s was interrupted", name)
+    except Exception as error:  # of whatever kind: the run has ended as it has
+        log.warning("on_finish: the %s failed: %s", name, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, without parts that may repeat a URL or an argument."""
+    if isinstance(error, HTTPError):
+        return f"HTTP status {error.code}"
+    if isinstance(error, URLError):
+        return str(error.reason)
+    if isinstance(error, HookError):
+        return str(error)
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+class HookError(Exception):
+    """A hook that ended badly or took too long."""
+
+
+def _run(command: list[str], facts: dict[str, Any], timeout_s: float) -> None:
+    """Run the command with the facts in its environment and on its stdin; its output goes to stderr."""
+    variables = {VARIABLE + name.upper(): "" if value is None else str(value) for name, value in facts.items()}
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=2, env=os.environ | variables, text=True, start_new_session=True
+    )
+    try:
+        process.communicate(json.dumps(facts), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise HookError(f"it did not end within {timeout_s:g} s and was killed") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        raise HookError(f"exit code {process.returncode}")
+
+
+def _post(url: str, facts: dict[str, Any], timeout_s: float) -> None:
+    """POST the facts as JSON. A thread does it, since urllib's own timeout is for each read, not for all of it."""
+    failed: list[Exception] = []
+
+    def send() -> None:
+        try:
+            opener = urllib.request.build_opener(NoRedirect)
+            opener.open(_request(url, facts), timeout=timeout_s).close()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send, name="eagle-ray-webhook", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or any(_is_timeout(error) for error in failed):
+        raise HookError(f"no answer within {timeout_s:g} s")
+    if failed:
+        raise failed[0]
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Return whether urllib gave up waiting: it wraps what happened while it connects."""
+    return isinstance(error.reason if isinstance(error, URLError) else error, TimeoutError)
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would send the credentials to the other host, and a GET without the facts."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _request(url: str, facts: dict[str, Any]) -> urllib.request.Request:
+    """Return the request, with user and password of the URL as a header, since urllib does not read them."""
+    parts = urlsplit(url)
+    user_info, _, host = parts.netloc.rpartition("@")
+    headers = {"Content-Type": "application/json", "User-Agent": f"eagle-ray/{__version__}"}
+    if user_info:
+        headers["Authorization"] = f"Basic {base64.b64encode(unquote(user_info).encode()).decode()}"
+    return urllib.request.Request(
+        urlunsplit(parts._replace(netloc=host)), json.dumps(facts).encode(), headers, method="POST"
+    )
