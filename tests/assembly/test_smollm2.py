@@ -74,6 +74,7 @@ def test_the_locked_version_is_the_advised_one():
         ["compare", "-i", "embedded:prompts", "--methods", "suffix", "--set", "speculative.method=suffix"],
     ],
 )
+@pytest.mark.usefixtures("ray_session")
 def test_without_the_wheel_a_command_ends_with_the_line_that_gets_it(command, missing, tmp_path, capsys):
     arguments = [str(tmp_path / "out") if argument == "OUT" else argument for argument in command]
     assert cli.main([*arguments, "--set", "model.target=embedded:smollm2"]) == 2

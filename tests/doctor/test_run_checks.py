@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from transformers import LlamaConfig
 
@@ -160,7 +159,6 @@ def test_a_target_whose_tokenizer_cannot_be_read_is_a_problem(tmp_path):
 def test_a_pair_that_is_none_and_a_cluster_that_is_gone_are_named():
     finding, here = pair_here(job(**{"model.target": str(PAIR / "target"), "model.draft": "embedded:tiny"}))
     assert here is None and "they are not a pair" in finding.problem
-    ray.shutdown()  # a session that this process is in would answer
     config = job(**{"execution.ray_address": "127.0.0.1:1"})
     finding, planned = workers(config.execution, config.model.device)
     assert planned is None and "nothing answers at '127.0.0.1:1'" in finding.problem
