@@ -24,6 +24,8 @@ import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
 from safetensors.numpy import save_file
 
+from eagle_ray.gguf.blocks import BlockValues, GGUFError, read_blocks
+
 RUN_DTYPE = "bfloat16"
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 LM_HEAD = "output.weight"  # missing if the lm_head is tied to the embedding
@@ -52,10 +54,6 @@ ROLES = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-
-
-class GGUFError(ValueError):
-    """A file that is not GGUF, is cut off, or holds a target that cannot be converted."""
 
 
 class GGUFFile:
@@ -89,6 +87,10 @@ class GGUFFile:
             return dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
             raise GGUFError(f"tensor {name} cannot be read: {error}") from error
+
+    def blocks(self, name: str) -> BlockValues:
+        """Return a quantised matrix without dequantising it. Raises KeyError, GGUFError if it is of another type."""
+        return read_blocks(self.tensors[name])
 
 
 class _BoundedReader(GGUFReader):
