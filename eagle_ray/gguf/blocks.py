@@ -14,9 +14,9 @@ Codes are unsigned. A code of 5 or 6 bits takes a whole byte, as one of 8 bits d
     Q5_K          256             32      8    d sc     -dmin m     fp32
     Q6_K          256             16      8    d sc     -32 d sc    fp32
 
-Here d, m and dmin are fp16 numbers of a block. In Q4_K and Q5_K, sc and m are integers of 6 bits for each group; in Q6_K,
-sc is one of 8 bits. Every product has at most 24 significant bits, which fp32 holds exactly. Hence scale * code + offset
-in fp32 has the same bits as gguf's own dequantize.
+Here d, m and dmin are fp16 numbers of a block. In Q4_K and Q5_K, sc and m are integers of 6 bits for each group; in
+Q6_K, sc is one of 8 bits. Every product has at most 24 significant bits, which fp32 holds exactly. Hence
+scale * code + offset in fp32 has the same bits as gguf's own dequantize.
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ class BlockValues:
     scale: Array
     offset: Array
     bits: int
-
-
-def is_dense(tensor: ReaderTensor) -> bool:
-    """Return whether the tensor holds floating-point numbers and no blocks."""
-    return tensor.tensor_type.name in DENSE
 
 
 def read_blocks(tensor: ReaderTensor) -> BlockValues:
