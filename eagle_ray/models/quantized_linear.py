@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Float8e4m3fn, Int, UInt8
 from torch import Tensor, nn
 
 BLOCK = 32  # inputs of a row that share a scale
@@ -29,15 +29,18 @@ class QuantizedWeight:
     """The weight of a linear layer: scale * codes + offset.
 
     Attributes:
-        codes: unsigned, below 2 ** bits, in the order of the inputs.
+        codes: unsigned, below 2 ** bits.
         scale, offset: of each group of I / G inputs of an output.
         bits: 4 or 8.
+        order: the input that each code belongs to, so that the layer reads inputs[..., order]; None if codes are in the
+            order of the inputs. GPTQ with desc_act groups inputs by their activations.
     """
 
     codes: UInt8[Tensor, "O I"]
     scale: Float[Tensor, "O G"]
     offset: Float[Tensor, "O G"]
     bits: int
+    order: Int[Tensor, " I"] | None = None
 
     @property
     def group_size(self) -> int:
@@ -45,19 +48,48 @@ class QuantizedWeight:
         return self.codes.shape[1] // self.scale.shape[1]
 
     def dequantize(self) -> Float[Tensor, "O I"]:
-        """Return the weight in fp32."""
+        """Return the weight in fp32, in the order of the inputs."""
         groups = self.codes.unflatten(1, (-1, self.group_size)).float()
-        return (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
+        weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
-        return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits)
+        return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits, self.order)
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return the outputs of several weights of one kind over the same inputs, one after the other."""
+        """Return the outputs of several weights of one kind over the same inputs, one after the other.
+
+        Raises ValueError if their inputs are in different orders.
+        """
+        first = parts[0]
+        if not all(_is_same_order(part.order, first.order) for part in parts):
+            raise ValueError("weights whose inputs are in different orders have no common order. Compute them apart")
         joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "offset"))
-        return cls(*joined, parts[0].bits)
+        return cls(*joined, first.bits, first.order)
+
+
+def _is_same_order(order: Int[Tensor, " I"] | None, other: Int[Tensor, " I"] | None) -> bool:
+    if order is None or other is None:
+        return order is other
+    return torch.equal(order, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The weight of a linear layer in 8-bit floats: scale * values.
+
+    Attributes:
+        scale: of each output, or one of all.
+    """
+
+    values: Float8e4m3fn[Tensor, "O I"]
+    scale: Float[Tensor, "O 1"] | Float[Tensor, "1 1"]
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        """Return the weight in fp32."""
+        return self.values.float() * self.scale
 
 
 class QuantizedLinear(nn.Module):
