@@ -69,7 +69,8 @@ def load_target(
     path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
-        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device)
+        dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
+        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device, dequantize)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))

@@ -47,6 +47,11 @@ class QuantizedWeight:
     order: Int[Tensor, " I"] | None = None
 
     @property
+    def shape(self) -> torch.Size:
+        """Return [O, I]."""
+        return self.codes.shape
+
+    @property
     def group_size(self) -> int:
         """Return the number of inputs that share a scale."""
         return self.codes.shape[1] // self.scale.shape[1]
@@ -90,6 +95,11 @@ class Fp8Weight:
 
     values: Float8e4m3fn[Tensor, "O I"]
     scale: Float[Tensor, "O 1"] | Float[Tensor, "1 1"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return [O, I]."""
+        return self.values.shape
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""
