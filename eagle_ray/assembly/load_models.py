@@ -35,7 +35,7 @@ from eagle_ray.models.loader import (
     load_config,
     set_eos_ids,
 )
-from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.packed_linear import WARM_ROWS, layer_bytes, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -144,7 +144,7 @@ def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> Gramma
 def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) -> None:
     """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
-    num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
+    num_bytes = sum(layer_bytes(layer) for layer in layers)
     if num_bytes >= MIN_HUGE_PAGE_BYTES:  # a pass is bound by reading them
         use_huge_pages()
     tune_malloc()
