@@ -35,7 +35,15 @@ from eagle_ray.models.loader import (
     load_config,
     set_eos_ids,
 )
-from eagle_ray.models.packed_linear import WARM_ROWS, layer_bytes, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.packed_linear import (
+    WARM_ROWS,
+    layer_bytes,
+    linear_layers,
+    pack_linears,
+    run_linears,
+    warm_up_kernels,
+)
+from eagle_ray.models.quantized_linear import holds_quantized, quantize_linears
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -97,6 +105,8 @@ def load_draft(
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
         weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
+        if holds_quantized(causal_lm):
+            quantize_linears(weights)
         pack_linears(weights)
     return weights
 

@@ -25,8 +25,9 @@ from eagle_ray.core.errors import ConfigError, EngineError, UnfitDevice
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
-from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
+from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
+from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel
 
@@ -97,7 +98,7 @@ def plan_checkpoint(
         EngineError: a file of weights cannot be read.
     """
     execution, speculative = config.execution, config.speculative
-    target_bytes = loaded_bytes(target, dtype if quantisation_of(shape) is None else None)
+    target_bytes = loaded_bytes(target, dtype if quantization_of(shape) is None else None)
     of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
     if target_bytes is None or None in of_drafts:
         return None
