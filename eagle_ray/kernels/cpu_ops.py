@@ -5,6 +5,7 @@
         cpu_ops.rotate_and_write(qkv, ...)                            # rotary embedding; keys and values to the cache
         out = cpu_ops.attend(rows, query, keys, values, shape)        # ragged rows of many sequences in one call
         out = cpu_ops.silu_mul(gate_up)                               # SiLU(gate) * up
+        out = cpu_ops.quantized_matmul(inputs, weight, bias)          # a weight of 4 or 8 bits (quantized_matmul.cpp)
 
 The library is built once for each of LEVELS that the compiler knows; the best one that this processor runs is loaded.
 Where none was built, or EAGLE_RAY_CPU_OPS=off, `available` is False and the callers use torch instead.
@@ -47,7 +48,18 @@ class _Heads(Structure):
     ]
 
 
+class _Weight(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("inputs", "outputs", "group_size", "bits")),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("has_half_scales", c_int32),
+        ("path", c_int32),
+    ]
+
+
 SIGNATURES = {
+    "quantized_matmul": [c_void_p] * 3 + [POINTER(_Weight), c_int64, c_int],
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "rotate_and_write": [c_void_p] * 8 + [c_float] + [c_int64] * 4 + [c_int],
@@ -56,9 +68,9 @@ SIGNATURES = {
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this module's functions work for tensors of this device and dtype."""
+    """Return whether this module's functions work for tensors of this device and dtype, and for a cache of this dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
-    return is_host and dtype in DTYPES and functions_for(dtype) is not None
+    return is_host and dtype in DTYPES and best_library() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,39 @@ class ScoreRule:
     sinks: Float[Tensor, " heads"] | None = None
 
 
+TILE = 16  # outputs whose codes lie together
+BLOCK = 32  # inputs of a row that are rounded together
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight of 4 or 8 bits as quantized_matmul.cpp reads it.
+
+    Attributes:
+        codes: of tiles of TILE outputs; in a tile, of blocks of BLOCK inputs. A vector of 64 bytes has 4 successive inputs
+            of each output. With 4 bits, its low halves are those of vector j and its high halves those of vector j + 4.
+        scales: TILE scales and TILE offsets for each group of inputs, in fp16 or fp32.
+        num_outputs: without those that fill the last tile.
+    """
+
+    codes: UInt8[Tensor, "tiles blocks vectors 64"]
+    scales: Float[Tensor, "tiles groups 2 16"]
+    num_outputs: int
+    _weight: _Weight = field(init=False, repr=False)
+
+    @property
+    def bits(self) -> int:
+        return self.codes.shape[2]
+
+    def __post_init__(self) -> None:
+        assert self.codes.is_contiguous() and self.scales.is_contiguous()
+        inputs = self.codes.shape[1] * BLOCK
+        sizes = (inputs, self.num_outputs, inputs // self.scales.shape[1], self.bits)
+        pointers = (self.codes.data_ptr(), self.scales.data_ptr())
+        weight = _Weight(*sizes, *pointers, self.scales.dtype is torch.float16, quantized_path())
+        object.__setattr__(self, "_weight", weight)
+
+
 def add_rms_norm(
     residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
 ) -> Float[Tensor, "R H"]:
@@ -115,6 +160,26 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     out = gate_up.new_empty(rows, size)
     _run("silu_mul", gate_up.dtype, out.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
     return out
+
+
+def quantized_matmul(
+    inputs: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
+) -> Float[Tensor, "R O"]:
+    """Return inputs @ weight.T + bias, where each block of inputs is rounded to 8 bits.
+
+    Inputs must be contiguous. A row with a number that is not finite is NaN.
+    """
+    out = inputs.new_empty(len(inputs), weight.num_outputs)
+    pointers = (out.data_ptr(), inputs.data_ptr(), None if bias is None else bias.data_ptr())
+    _run("quantized_matmul", inputs.dtype, *pointers, weight._weight, len(inputs), torch.get_num_threads())
+    return out
+
+
+@cache
+def quantized_path() -> int:
+    """Return which instructions multiply quantised weights: the number of a Path in quantized_matmul.cpp."""
+    library = best_library()
+    return 0 if library is None else library.quantized_matmul_path()
 
 
 def rotate_and_write(
@@ -137,7 +202,7 @@ def rotate_and_write(
     tensors = (qkv, keys, values, slot_mapping, cosine, sine, q_norm, k_norm)
     pointers = (None if x is None else x.data_ptr() for x in tensors)
     sizes = (len(qkv), heads, kv_heads, dim, torch.get_num_threads())
-    _run("rotate_and_write", qkv.dtype, *pointers, eps, *sizes)
+    _run("rotate_and_write", _pair(qkv, keys), *pointers, eps, *sizes)
 
 
 def attend(
@@ -158,29 +223,28 @@ def attend(
     shape = _Heads(*sizes, rule.scaling, rule.softcap or 0.0, torch.get_num_threads())
     sinks = None if rule.sinks is None else rule.sinks.data_ptr()
     pointers = (query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), sinks)
-    _run("attend", query.dtype, seen._rows, shape, *pointers)
+    _run("attend", _pair(query, keys), seen._rows, shape, *pointers)
     return out
 
 
-def _run(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    functions = functions_for(dtype)
-    assert functions is not None, "the library was found when the backend was chosen"
-    function = functions[name]
-    function(*arguments)
+def _pair(rows: Tensor, cache: Tensor) -> str:
+    """Return the suffix of functions over rows and a cache, whose dtypes may differ."""
+    suffix = DTYPES[rows.dtype]
+    return suffix if rows.dtype == cache.dtype else f"{suffix}_{DTYPES[cache.dtype]}"
+
+
+def _run(name: str, suffix: torch.dtype | str, *arguments: object) -> None:
+    function_for(name, suffix if isinstance(suffix, str) else DTYPES[suffix])(*arguments)
 
 
 @cache
-def functions_for(dtype: torch.dtype) -> dict[str, ctypes._CFuncPtr] | None:
-    """Return the library's functions for a dtype, by name, or None if there is no library."""
+def function_for(name: str, suffix: str) -> ctypes._CFuncPtr:
+    """Return a function of the library for the dtypes that its suffix names."""
     library = best_library()
-    if library is None:
-        return None
-    loaded = {}
-    for name, signature in SIGNATURES.items():
-        function = getattr(library, f"{name}_{DTYPES[dtype]}")
-        function.argtypes, function.restype = signature, None
-        loaded[name] = function
-    return loaded
+    assert library is not None, "the library was found when the backend was chosen"
+    function = getattr(library, f"{name}_{suffix}")
+    function.argtypes, function.restype = SIGNATURES[name], None
+    return function
 
 
 @cache
