@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
+from eagle_ray.models.gpu_linears import Fp8Linear
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
@@ -105,8 +106,8 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Return whether this is a plain linear layer, packed or not."""
-    return isinstance(module, PackedLinear | OutputSlice) or _plain_weight(module) is not None
+    """Return whether this is a plain linear layer, packed or not, or one in FP8."""
+    return isinstance(module, PackedLinear | OutputSlice | Fp8Linear) or _plain_weight(module) is not None
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
@@ -120,6 +121,9 @@ def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
         isinstance(part, OutputSlice) and part.whole is first.whole for part in parts
     ):
         return first.whole
+    in_fp8 = [part for part in parts if isinstance(part, Fp8Linear)]
+    if len(in_fp8) == len(parts):
+        return Fp8Linear.merged(in_fp8)
     plain = [part for part in parts if isinstance(part, nn.Linear) and _plain_weight(part) is not None]
     return _merge_plain(plain) if len(plain) == len(parts) else SideBySideLinear(parts)
 

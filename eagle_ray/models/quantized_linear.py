@@ -60,6 +60,23 @@ class QuantizedWeight:
         return cls(*joined, parts[0].bits)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The weight of a linear layer in FP8: scale * values.
+
+    Attributes:
+        values: float8_e4m3fn.
+        scale: fp32, of each output.
+    """
+
+    values: Float[Tensor, "O I"]
+    scale: Float[Tensor, "O 1"]
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        """Return the weight in fp32."""
+        return self.values.float() * self.scale
+
+
 class QuantizedLinear(nn.Module):
     """Computes inputs @ weight.T + bias over inputs that are rounded to 8 bits in blocks of BLOCK.
 
