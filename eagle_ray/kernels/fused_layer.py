@@ -113,7 +113,8 @@ def rotate_and_write(
 ) -> None:
     """Norm and rotate the query heads of each row in place; write its keys, normed and rotated, and values.
 
-    qkv: query heads, then key heads, then value heads. q_norm, k_norm: both or neither.
+    qkv: query heads, then key heads, then value heads. keys, values: in its dtype or in FP8. q_norm, k_norm: both or
+    neither.
     """
     kv_heads, dim = keys.shape[1:]
     num_heads = qkv.shape[1] // dim
@@ -208,13 +209,6 @@ def _rotate_and_write(
     source = qkv + row * qkv_row + head * (2 * HALF) + place
     lower = tl.load(source, mask=real, other=0.0)
     upper = tl.load(source + HALF, mask=real, other=0.0)
-    target = source
-    if head >= HEADS + KV_HEADS:
-        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS - KV_HEADS
-        target = values + index * (2 * HALF) + place
-    elif head >= HEADS:
-        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + head - HEADS
-        target = keys + index * (2 * HALF) + place
     if head < HEADS + KV_HEADS:
         a, b = lower.to(tl.float32), upper.to(tl.float32)
         if q_norm is not None:
@@ -228,8 +222,21 @@ def _rotate_and_write(
         s = tl.load(sine + row * HALF + place, mask=real, other=0.0)
         lower = (a * c - b * s).to(qkv.dtype.element_ty)
         upper = (b * c + a * s).to(qkv.dtype.element_ty)
-    tl.store(target, lower, mask=real)
-    tl.store(target + HALF, upper, mask=real)
+    if head < HEADS:
+        tl.store(source, lower, mask=real)
+        tl.store(source + HALF, upper, mask=real)
+    else:
+        is_value = head >= HEADS + KV_HEADS
+        own = head - HEADS - KV_HEADS if is_value else head - HEADS
+        index = tl.load(slot_mapping + row).to(tl.int64) * KV_HEADS + own
+        target = (values if is_value else keys) + index * (2 * HALF) + place
+        tl.store(target, _as_stored(lower, keys.dtype.element_ty), mask=real)
+        tl.store(target + HALF, _as_stored(upper, keys.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _as_stored(numbers, DTYPE: tl.constexpr):
+    return _to_fp8(numbers.to(tl.float32)) if DTYPE.is_fp8e4nv() else numbers.to(DTYPE)
 
 
 def commit(

@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 import torch
 from eagle_ray.kernels import fused_layer
+from eagle_ray.kernels.fp8 import FP8
 from eagle_ray.methods.eagle.draft_buffers import DraftBuffers, DraftShape
 from eagle_ray.kernels.topk_topp import cut_floor
 from eagle_ray.kernels.draft_level import append_level
@@ -41,6 +42,7 @@ for call in (
         lambda: fused_layer.add_rms_norm_fp8(rows, rows, rows[0], 1e-5),
         lambda: fused_layer.add_rms_norm_fp8(wide[:, :8192], wide[:, :8192], wide[0], 1e-5),
         lambda: fused_layer.scaled_rows(rows),
+        lambda: rotate_and_write(qkv, cells.to(FP8), cells.to(FP8), whole, angles, angles),
         *(lambda width=width: fused_layer.silu_mul_fp8(wide[:, :2 * width]) for width in (9728, 14336, 28672)),
     )),
     lambda: rotate_and_write(qkv, cells, cells, whole, angles, angles),

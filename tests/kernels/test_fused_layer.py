@@ -94,11 +94,20 @@ def test_rotate_and_write(heads, kv_heads, dim, has_norm, dtype):
     rotary = Rotary(angles.cos(), angles.sin())
     norms = (random(dim, dtype=dtype), random(dim + 1, dtype=dtype)[1:], 1e-6) if has_norm else ()
     expected = AttentionShape(0, heads, kv_heads, dim, 1.0, None, *norms).split(qkv, rotary)
+    given = qkv.clone()
     keys, values = (torch.full((11, kv_heads, dim), 5.0, device=DEVICE, dtype=dtype) for _ in range(2))
     fused_layer.rotate_and_write(qkv, keys, values, cells, rotary.cosine, rotary.sine, *norms)
     found = qkv.view(rows, -1, dim)[:, :heads], keys[cells], values[cells]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    rounded = [torch.full((11, kv_heads, dim), 5.0, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    given[0, -1] = 1000.0
+    fused_layer.rotate_and_write(given, *rounded, cells, rotary.cosine, rotary.sine, *norms)
+    for ours, theirs in zip(rounded, found[1:], strict=True):
+        bound = theirs.clone().float()
+        bound[0, -1, -1] = 448.0 if theirs is found[2] else bound[0, -1, -1]
+        torch.testing.assert_close(ours[cells].float(), bound, atol=2**-9, rtol=FP8_STEP / 2 + ROUNDING[dtype])
+    assert torch.equal(given.view(rows, -1, dim)[:, :heads], found[0])
     others = [1, 4, 5, 6, 8, 10]
     assert keys[others].eq(5).all() and values[others].eq(5).all()
 
