@@ -35,7 +35,7 @@ from eagle_ray.models.loader import (
     load_config,
     set_eos_ids,
 )
-from eagle_ray.models.packed_linear import WARM_ROWS, linear_layers, pack_linears, run_linears, warm_up_kernels
+from eagle_ray.models.packed_linear import WARM_ROWS, layer_bytes, linear_layers, pack_linears, run_linears, warm_up_kernels
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
 from eagle_ray.sampling.grammar import GrammarCompiler
@@ -69,7 +69,8 @@ def load_target(
     path = download(model.target, "target")
     dtype = _dtype(model.dtype, device, path)
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
-        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device)
+        dequantize = model.dtype == "float32"  # asks for what the stored weights stand for, at its full precision
+        causal_lm = load_causal_lm(path, dtype, "cpu" if is_spread else device, dequantize)
     if tokenizer is not None and tokenizer.eos_ids:
         if added := tokenizer.token_strings(sorted(tokenizer.eos_ids - eos_ids(causal_lm))):
             log.info("an answer also ends at the tokenizer's EOS, %s, which no config names", " and ".join(added))
@@ -144,7 +145,7 @@ def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> Gramma
 def prepare_cpu(models: list[nn.Module | None], max_rows: int, start: StartLog) -> None:
     """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
-    num_bytes = sum(layer.in_features * layer.out_features * layer.weight.dtype.itemsize for layer in layers)
+    num_bytes = sum(layer_bytes(layer) for layer in layers)
     if num_bytes >= MIN_HUGE_PAGE_BYTES:  # a pass is bound by reading them
         use_huge_pages()
     tune_malloc()

@@ -26,7 +26,7 @@ from eagle_ray.kernels.availability import use_triton
 from eagle_ray.methods.combine.drafter import check_drafts, drafts_of, layers_read
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.loader import CausalLM, input_embedding, quantisation_of
-from eagle_ray.models.packed_linear import MIN_WEIGHTS, PackedLinear
+from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
 from eagle_ray.models.supported_models import kv_elements_per_token
 from eagle_ray.models.target import PromptBatch, TargetModel
 
@@ -178,8 +178,8 @@ def _estimated_pass(shape: Any, itemsize: int, num_tokens: int) -> int:
 def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     """Return the bytes of a model's weights, packed ones included. outside: only those that are not on this device."""
     sizes = [p.nbytes for p in model.parameters() if p.device != outside]
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    return sum(sizes) + sum(m.in_features * m.out_features * m.weight.itemsize for m in packed if outside is None)
+    packed = [module for module in linear_layers(model) if not isinstance(module, nn.Linear)]
+    return sum(sizes) + sum(layer_bytes(module) for module in packed if outside is None)
 
 
 def loaded_bytes(path: Path, dtype: torch.dtype | None) -> int | None:

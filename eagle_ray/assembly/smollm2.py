@@ -1,15 +1,19 @@
-"""embedded:smollm2: SmolLM2-135M-Instruct from its wheel, converted once into the cache directory.
+"""Targets in GGUF files: any file, and embedded:smollm2, which is SmolLM2-135M-Instruct from its wheel.
 
-    target_directory()      # PosixPath('/home/me/.cache/eagle_ray/models/smollm2-1-5b3c...')
+    target_directory()                          # PosixPath('/home/me/.cache/eagle_ray/models/smollm2-2-5b3c...')
+    gguf_directory(Path("llama-8b-Q4_K_M.gguf"))
 
-The directory's name holds the converter's version and the GGUF file's hash. It appears under its name only when it is
-complete and its answers are right.
+The directory has config.json, the tokenizer's files and a link to the GGUF file, whose blocks are read as they are. Its
+name holds the writer's version and the file's hash. It appears under its name only when it is complete, and for
+embedded:smollm2 when its answers are right.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,16 +21,17 @@ import torch
 from torch import nn
 
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, write_metadata
 from eagle_ray.models.loader import load_causal_lm
 from eagle_ray.storage.cache_directory import cache_home, made_once
-from eagle_ray.storage.model_files import INSTALL, gguf_file
+from eagle_ray.storage.model_files import INSTALL, NAME_CHARS, gguf_file
 from eagle_ray.text.tokenizer import Tokenizer
 
 log = logging.getLogger("eagle_ray")
 
 SMOLLM2 = "embedded:smollm2"
-CONVERTER_VERSION = 1  # raise it when converted files change
+WRITER_VERSION = 2  # raise it when the files of a directory change
+LINK = "model.gguf"
 DIGEST_CHARS = 16  # of the GGUF file's SHA-256, in directory names
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris.<|im_end|>"
@@ -40,39 +45,70 @@ DIGITS = "2024"  # every digit is a token
 
 
 def target_directory() -> Path:
-    """Return the target's directory in transformers' layout, converting it first if it is not in the cache.
+    """Return the directory of embedded:smollm2, which is made first if it is not in the cache.
 
-    Raises ConfigError naming model.target if the wheel is missing, its file cannot be converted, or the cache
-    directory cannot be written.
+    Raises ConfigError naming model.target if the wheel is missing, its file cannot be read, or the cache directory
+    cannot be written.
     """
     source = gguf_file()
     if source is None:
         raise ConfigError(f"model.target: {SMOLLM2} is not installed. Run `{INSTALL}` on every machine of the job")
     try:
-        return _converted(source)
+        return _directory_of(source, "smollm2", check_target)
     except (GGUFError, EngineError) as error:
         raise ConfigError(
             f"model.target: {SMOLLM2} cannot be made from {source}: {one_line(error)}. "
             f"Run `{INSTALL} --force-reinstall`"
         ) from error
     except OSError as error:
+        raise ConfigError(_unwritable(SMOLLM2, error)) from error
+
+
+def gguf_directory(source: Path) -> Path:
+    """Return a directory that serves as a target with the weights of a GGUF file, which is made first if need be.
+
+    Raises ConfigError naming model.target.
+    """
+    try:
+        return _directory_of(source, source.stem[:NAME_CHARS], lambda directory: None)
+    except (GGUFError, EngineError) as error:
         raise ConfigError(
-            f"model.target: {SMOLLM2} cannot be converted into {cache_home()}: {one_line(error)}. "
-            "Set EAGLE_RAY_CACHE to a directory with 300 MB free"
+            f"model.target: {source} cannot be read: {one_line(error)}. If only its metadata or its tokenizer is the "
+            "matter, put the file into a directory with the model's config.json and tokenizer.json, and name that"
         ) from error
+    except OSError as error:
+        raise ConfigError(_unwritable(str(source), error)) from error
 
 
-def _converted(source: Path) -> Path:
+def _unwritable(name: str, error: OSError) -> str:
+    return (
+        f"model.target: the files of {name} cannot be written into {cache_home()}: {one_line(error)}. "
+        "Set EAGLE_RAY_CACHE to a directory with 10 MB free"
+    )
+
+
+def _directory_of(source: Path, name: str, check: Callable[[Path], None]) -> Path:
     status = source.stat()
     digest = _digest(source, status.st_size, status.st_mtime_ns)
-    directory = cache_home() / "models" / f"smollm2-{CONVERTER_VERSION}-{digest[:DIGEST_CHARS]}"
+    directory = cache_home() / "models" / f"{name}-{WRITER_VERSION}-{digest[:DIGEST_CHARS]}"
 
-    def convert(temporary: Path) -> None:
-        log.info("converting %s into %s", source, directory)
-        write_checkpoint(GGUFFile.open(source), temporary)
-        check_target(temporary)
+    def write(temporary: Path) -> None:
+        log.info("writing the config and the tokenizer of %s into %s", source, directory)
+        write_metadata(GGUFFile.open(source), temporary)
+        (temporary / LINK).symlink_to(source.resolve())
+        check(temporary)
 
-    return made_once(directory, convert, f"another process converts {source}")
+    made_once(directory, write, f"another process reads {source}")
+    _renew_link(directory / LINK, source.resolve())
+    return directory
+
+
+def _renew_link(link: Path, source: Path) -> None:
+    """Let the link lead to the file again if the one that it leads to is gone: a file of the same content moved."""
+    if not link.is_file():
+        other = link.with_name(f".{LINK}.{os.getpid()}")
+        other.symlink_to(source)
+        other.replace(link)
 
 
 @lru_cache(maxsize=4)
@@ -86,7 +122,7 @@ def _digest(path: Path, size: int, modified_ns: int) -> str:
 
 
 def check_target(directory: Path) -> None:
-    """Check that the converted target gives known answers. Raises EngineError if it does not."""
+    """Check that the target gives known answers. Raises EngineError if it does not."""
     tokenizer = Tokenizer.load(directory)
     if tokenizer is None:
         raise EngineError(f"{directory} has no tokenizer")
@@ -96,7 +132,7 @@ def check_target(directory: Path) -> None:
     for prompt, answer in expected.items():
         output = _greedy_answer(model, tokenizer, prompt, answer)
         if output != answer:
-            raise EngineError(f"the converted target continues {prompt!r} with {output!r}, not with {answer!r}")
+            raise EngineError(f"the target continues {prompt!r} with {output!r}, not with {answer!r}")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -104,9 +140,9 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
     for text in ROUND_TRIPS:
         output = tokenizer.decode_with_special(tokenizer.encode(text))
         if output != text:
-            raise EngineError(f"the converted tokenizer turns {text!r} into {output!r}")
+            raise EngineError(f"the tokenizer turns {text!r} into {output!r}")
     if len(tokenizer.encode(DIGITS)) != len(DIGITS):
-        raise EngineError(f"the converted tokenizer does not split the digits of {DIGITS}")
+        raise EngineError(f"the tokenizer does not split the digits of {DIGITS}")
 
 
 @torch.inference_mode()

@@ -1,16 +1,22 @@
-"""Convert a Llama target from GGUF to transformers' layout.
+"""Read a Llama, Mistral, Qwen2 or Qwen3 target of a GGUF file by transformers' names.
 
-    write_checkpoint(GGUFFile.open(path), directory)    # config.json, model.safetensors, tokenizer.json, ...
+    file = GGUFFile.open(path)
+    config = llama_config(file)               # the content of config.json
+    tensor_names(config)                      # [("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"), ...]
+    write_checkpoint(file, directory)         # config.json, model.safetensors, tokenizer.json, ...
 
-The package `gguf` reads the file. Here stand the names of Llama's tensors, the order of their rows, and the byte-level
-BPE tokenizer.
+The package `gguf` reads the file. Here stand the names of tensors, the order of their rows, and the byte-level BPE
+tokenizer. Mistral's files call their architecture llama.
 
 Weights are stored in fp16 and config.json names bf16 as the dtype to run in. Q4_1 and Q8_0 values are products and
 sums of fp16 numbers: fp16, with 11 significant bits, keeps them eight times as precisely as bf16 with 8. The model was
 trained in bf16, whose range its activations may need, so a GPU should run it in bf16.
 
-GGUF stores the rows of q_proj and k_proj so that a rotary pair is adjacent (0, 1), (2, 3), ...; transformers pairs
-row i of a head with row i + head_dim / 2.
+GGUF stores the rows of a Llama's q_proj and k_proj so that a rotary pair is adjacent (0, 1), (2, 3), ...; transformers
+pairs row i of a head with row i + head_dim / 2, and so do GGUF files of Qwen.
+
+Llama 3.1 and later divide rotary frequencies by factors that the file holds as a tensor. The factors of LLAMA3_ROPES
+are recognised by their values.
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
 from safetensors.numpy import save_file
+
+from eagle_ray.gguf.blocks import DENSE, BlockValues, GGUFError, read_blocks
 
 RUN_DTYPE = "bfloat16"
 TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -38,7 +46,18 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-UNSUPPORTED = ("llama.rope.scaling.type", "llama.expert_count")  # keys of models that compute something else
+QKV_BIASES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+ROPE_FACTORS = "rope_freqs.weight"
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ADJACENT_PAIRS = ("llama", "mistral")  # model types whose q_proj and k_proj have other rows than in transformers
+# keys of models that compute something else
+UNSUPPORTED = ("rope.scaling.type", "expert_count", "attention.sliding_window", "logit_scale", "attention.scale")
+DEFAULT_THETA = 10000.0  # of files that do not say it
+LLAMA3_ROPES = [  # of Llama 3.1 and 3.3, and of Llama 3.2
+    {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for factor in (8.0, 32.0)
+]
 
 PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "smollm": [
@@ -46,16 +65,13 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     ]
 }
+OWN_TOKENIZER = "Put the model's own config.json and tokenizer.json into the directory of the file"
 ROLES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-
-
-class GGUFError(ValueError):
-    """A file that is not GGUF, is cut off, or holds a target that cannot be converted."""
 
 
 class GGUFFile:
@@ -90,6 +106,14 @@ class GGUFFile:
         except NotImplementedError as error:
             raise GGUFError(f"tensor {name} cannot be read: {error}") from error
 
+    def is_dense(self, name: str) -> bool:
+        """Return whether a tensor holds floating-point numbers and no blocks. Raises KeyError."""
+        return self.tensors[name].tensor_type.name in DENSE
+
+    def blocks(self, name: str) -> BlockValues:
+        """Return a quantised matrix without dequantising it. Raises KeyError, GGUFError if it is of another type."""
+        return read_blocks(self.tensors[name])
+
 
 class _BoundedReader(GGUFReader):
     """A reader that refuses to read past the end of the file. It also opens SmolLM2 four times as fast as its base,
@@ -106,7 +130,7 @@ class _BoundedReader(GGUFReader):
 
 
 def write_checkpoint(file: GGUFFile, directory: Path) -> None:
-    """Write the target's files into an existing directory. Raises GGUFError if the file is no plain Llama."""
+    """Write the target's files into an existing directory. Raises GGUFError as llama_config and tokenizer_json do."""
     config = llama_config(file)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     contents = {
@@ -124,45 +148,93 @@ def write_checkpoint(file: GGUFFile, directory: Path) -> None:
 
 
 def llama_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the content of config.json. Raises GGUFError if a key is missing or the model is no plain Llama."""
+    """Return the content of config.json. Raises GGUFError if a key is missing, or the model is of another family or
+    computes something else.
+    """
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise GGUFError(f"general.architecture is {architecture!r}. Only 'llama' can be converted")
-    if unsupported := [key for key in UNSUPPORTED if key in metadata]:
-        raise GGUFError(f"{unsupported[0]} is set, which the conversion does not support")
+    if architecture not in CLASSES:
+        raise GGUFError(f"general.architecture is {architecture!r}. Use a file of {', '.join(CLASSES)}")
+    if unsupported := [key for key in UNSUPPORTED if f"{architecture}.{key}" in metadata]:
+        raise GGUFError(f"{architecture}.{unsupported[0]} is set, which is not supported. Use a model without it")
     try:
-        return _config_of(metadata, tied=LM_HEAD not in file.tensors)
+        config = _config_of(file, architecture)
     except KeyError as error:
         raise GGUFError(f"the metadata lacks {error}") from error
+    check_names(file, config)
+    return config
 
 
-def _config_of(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
-    heads = metadata["llama.attention.head_count"]
-    hidden_size = metadata["llama.embedding_length"]
+def _config_of(file: GGUFFile, architecture: str) -> dict[str, Any]:
+    metadata = file.metadata
+    heads = metadata[f"{architecture}.attention.head_count"]
+    hidden_size = metadata[f"{architecture}.embedding_length"]
+    head_dim = metadata.get(f"{architecture}.attention.key_length", hidden_size // heads)
+    theta = _shortest(metadata.get(f"{architecture}.rope.freq_base", DEFAULT_THETA))
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
         "dtype": RUN_DTYPE,
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "head_dim": hidden_size // heads,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
+        "head_dim": head_dim,
+        "intermediate_size": metadata[f"{architecture}.feed_forward_length"],
+        "num_hidden_layers": metadata[f"{architecture}.block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "max_position_embeddings": metadata["llama.context_length"],
-        "rms_norm_eps": _shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_parameters": {"rope_type": "default", "rope_theta": _shortest(metadata["llama.rope.freq_base"])},
+        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", heads),
+        "max_position_embeddings": metadata[f"{architecture}.context_length"],
+        "rms_norm_eps": _shortest(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]),
+        "rope_parameters": _rope_parameters(file, head_dim, theta),
         "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": LM_HEAD not in file.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "use_cache": True,
     }
+
+
+def _rope_parameters(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:
+    if ROPE_FACTORS not in file.tensors:
+        return {"rope_type": "default", "rope_theta": theta}
+    factors = file.tensor(ROPE_FACTORS)
+    for rope in LLAMA3_ROPES:
+        expected = llama3_factors(head_dim, theta, **rope)
+        if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-5, atol=0):
+            return {"rope_type": "llama3", "rope_theta": theta, **rope}
+    raise GGUFError(
+        f"tensor {ROPE_FACTORS}: these are not the factors of Llama 3.1, 3.2 or 3.3. "
+        "Put the model's own config.json into the directory of the file"
+    )
+
+
+def llama3_factors(
+    head_dim: int,
+    theta: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """Return what Llama 3 divides each rotary frequency by: 1 for short wavelengths, `factor` for long ones."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    turns = original_max_position_embeddings * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one."""
+    expected = {source for source, _ in tensor_names(config)}
+    if missing := sorted(expected - file.tensors.keys()):
+        raise GGUFError(f"the file lacks tensor {missing[0]}. Download it again")
+    rope_type = (config.get("rope_parameters") or {}).get("rope_type", "default")
+    allowed = {ROPE_FACTORS} if rope_type == "llama3" else set()
+    tied = {LM_HEAD} if config["tie_word_embeddings"] else set()
+    if others := sorted(file.tensors.keys() - expected - allowed - tied):
+        raise GGUFError(f"tensor {others[0]} is part of no {config['model_type']} that is supported. Use another model")
 
 
 def _shortest(value: float) -> float:
@@ -173,29 +245,45 @@ def _shortest(value: float) -> float:
 def llama_weights(file: GGUFFile, config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return all weights in fp16 by transformers' names. Raises GGUFError if one is missing or exceeds fp16."""
     try:
-        return {name: _to_fp16(name, _weight(file, source, config)) for source, name in _names(config)}
+        return {name: _to_fp16(name, _weight(file, source, config)) for source, name in tensor_names(config)}
     except KeyError as error:
         raise GGUFError(f"the file lacks tensor {error}") from error
 
 
-def _names(config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of a tensor's name in the file and in transformers."""
+def tensor_names(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs of a tensor's name in the file and in transformers.
+
+    config: the content of config.json; its model_type is llama, mistral, qwen2 or qwen3.
+    """
     names = list(TOP_NAMES.items())
     if not config["tie_word_embeddings"]:
         names.append((LM_HEAD, "lm_head.weight"))
+    kind = config["model_type"]
+    weights = LAYER_NAMES | (QK_NORMS if kind == "qwen3" else {})
+    biases = QKV_BIASES if kind == "qwen2" else {}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        names += [(f"blk.{layer}.{a}.weight", f"{prefix}.{b}.weight") for a, b in LAYER_NAMES.items()]
+        names += [(f"blk.{layer}.{a}.weight", f"{prefix}.{b}.weight") for a, b in weights.items()]
+        names += [(f"blk.{layer}.{a}.bias", f"{prefix}.{b}.bias") for a, b in biases.items()]
     return names
+
+
+def row_order(source: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
+    """Return the file's row for each row of transformers; None if they are in one order.
+
+    source: the name of a weight in the file.
+    """
+    heads = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
+    key = heads.get(source.rpartition("blk.")[2].partition(".")[2])
+    if key is None or config["model_type"] not in ADJACENT_PAIRS:
+        return None
+    return unpermute(np.arange(num_rows)[:, None], config[key])[:, 0]
 
 
 def _weight(file: GGUFFile, source: str, config: dict[str, Any]) -> np.ndarray:
     weight = file.tensor(source)
-    if source.endswith("attn_q.weight"):
-        return unpermute(weight, config["num_attention_heads"])
-    if source.endswith("attn_k.weight"):
-        return unpermute(weight, config["num_key_value_heads"])
-    return weight
+    order = row_order(source, len(weight), config)
+    return weight if order is None else weight[order]
 
 
 def unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -269,14 +357,14 @@ def special_ids(metadata: dict[str, Any]) -> list[int]:
 def _vocabulary(metadata: dict[str, Any]) -> tuple[list[str], list[str]]:
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise GGUFError(f"tokenizer.ggml.model is {kind!r}. Only 'gpt2' (byte-level BPE) can be converted")
+        raise GGUFError(f"tokenizer.ggml.model is {kind!r}. Known: 'gpt2' (byte-level BPE). {OWN_TOKENIZER}")
     return metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
 
 
 def _pre_tokenizers(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     name = metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
-        raise GGUFError(f"tokenizer.ggml.pre is {name!r}. Known: {', '.join(PRE_TOKENIZERS)}")
+        raise GGUFError(f"tokenizer.ggml.pre is {name!r}. Known: {', '.join(PRE_TOKENIZERS)}. {OWN_TOKENIZER}")
     return PRE_TOKENIZERS[name]
 
 

@@ -5,6 +5,7 @@
         cpu_ops.rotate_and_write(qkv, ...)                            # rotary embedding; keys and values to the cache
         out = cpu_ops.attend(rows, query, keys, values, shape)        # ragged rows of many sequences in one call
         out = cpu_ops.silu_mul(gate_up)                               # SiLU(gate) * up
+        out = cpu_ops.quantized_matmul(inputs, weight, bias)          # a weight of 4 or 8 bits (quantized_matmul.cpp)
 
 The library is built once for each of LEVELS that the compiler knows; the best one that this processor runs is loaded.
 Where none was built, or EAGLE_RAY_CPU_OPS=off, `available` is False and the callers use torch instead.
@@ -47,7 +48,18 @@ class _Heads(Structure):
     ]
 
 
+class _Weight(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("inputs", "outputs", "group_size", "bits")),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("has_half_scales", c_int32),
+        ("path", c_int32),
+    ]
+
+
 SIGNATURES = {
+    "quantized_matmul": [c_void_p] * 3 + [POINTER(_Weight), c_int64, c_int],
     "add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "silu_mul": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "rotate_and_write": [c_void_p] * 8 + [c_float] + [c_int64] * 4 + [c_int],
@@ -98,6 +110,39 @@ class ScoreRule:
     sinks: Float[Tensor, " heads"] | None = None
 
 
+TILE = 16  # outputs whose codes lie together
+BLOCK = 32  # inputs of a row that are rounded together
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight of 4 or 8 bits as quantized_matmul.cpp reads it.
+
+    Attributes:
+        codes: of tiles of TILE outputs; in a tile, of blocks of BLOCK inputs. A vector of 64 bytes has 4 successive inputs
+            of each output. With 4 bits, its low halves are those of vector j and its high halves those of vector j + 4.
+        scales: TILE scales and TILE offsets for each group of inputs, in fp16 or fp32.
+        num_outputs: without those that fill the last tile.
+    """
+
+    codes: UInt8[Tensor, "tiles blocks vectors 64"]
+    scales: Float[Tensor, "tiles groups 2 16"]
+    num_outputs: int
+    _weight: _Weight = field(init=False, repr=False)
+
+    @property
+    def bits(self) -> int:
+        return self.codes.shape[2]
+
+    def __post_init__(self) -> None:
+        assert self.codes.is_contiguous() and self.scales.is_contiguous()
+        inputs = self.codes.shape[1] * BLOCK
+        sizes = (inputs, self.num_outputs, inputs // self.scales.shape[1], self.bits)
+        pointers = (self.codes.data_ptr(), self.scales.data_ptr())
+        weight = _Weight(*sizes, *pointers, self.scales.dtype is torch.float16, quantized_path())
+        object.__setattr__(self, "_weight", weight)
+
+
 def add_rms_norm(
     residual: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, weight: Float[Tensor, " H"], eps: float
 ) -> Float[Tensor, "R H"]:
@@ -115,6 +160,26 @@ def silu_mul(gate_up: Float[Tensor, "R 2I"]) -> Float[Tensor, "R I"]:
     out = gate_up.new_empty(rows, size)
     _run("silu_mul", gate_up.dtype, out.data_ptr(), gate_up.data_ptr(), rows, size, torch.get_num_threads())
     return out
+
+
+def quantized_matmul(
+    inputs: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
+) -> Float[Tensor, "R O"]:
+    """Return inputs @ weight.T + bias, where each block of inputs is rounded to 8 bits.
+
+    Inputs must be contiguous. A row with a number that is not finite is NaN.
+    """
+    out = inputs.new_empty(len(inputs), weight.num_outputs)
+    pointers = (out.data_ptr(), inputs.data_ptr(), None if bias is None else bias.data_ptr())
+    _run("quantized_matmul", inputs.dtype, *pointers, weight._weight, len(inputs), torch.get_num_threads())
+    return out
+
+
+@cache
+def quantized_path() -> int:
+    """Return which instructions multiply quantised weights: the number of a Path in quantized_matmul.cpp."""
+    library = best_library()
+    return 0 if library is None else library.quantized_matmul_path()
 
 
 def rotate_and_write(

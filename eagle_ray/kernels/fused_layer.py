@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from eagle_ray.kernels.availability import launch
@@ -24,6 +24,7 @@ from eagle_ray.kernels.fp8 import FP8, FP8_MAX, ScaledRows
 LARGEST = tl.constexpr(FP8_MAX)
 SLICE = 1024  # numbers of a row of the MLP that one program computes
 CACHE_SLICE = 1024  # numbers of a position's keys or values that one program moves
+INT4_SLICE = 512  # inputs of a tile of outputs that one program dequantises
 NUMBERS_PER_WARP = 512
 
 
@@ -123,6 +124,39 @@ def rotate_and_write(
         HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
     )  # fmt: skip
+
+
+def dequantize_int4(
+    packed: Int32[Tensor, "tiles runs 32 words"], scales: Float[Tensor, "G O 2"]
+) -> Float[Tensor, "O I"]:
+    """Return the weight that models/gpu_linears.tile_packed packed, in the scales' dtype.
+
+    scales: a scale and a zero of each group of inputs of an output; the weight is (code - 8) * scale + zero.
+    """
+    num_tiles, num_runs, _, words = packed.shape
+    num_outputs, num_inputs = 8 * num_tiles, 32 * words * num_runs
+    out = scales.new_empty(num_outputs, num_inputs)
+    launch(_dequantize_int4, (num_tiles, triton.cdiv(num_inputs, INT4_SLICE)))(
+        packed, scales, out, scales.stride(0), num_inputs, num_inputs // len(scales), WORDS=words, BLOCK=INT4_SLICE
+    )
+    return out
+
+
+@triton.jit
+def _dequantize_int4(
+    packed, scales, out, scale_row, num_inputs, group_size, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    tile = tl.program_id(0).to(tl.int64)
+    output, place = tl.arange(0, 8)[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = place < num_inputs
+    run = tile * (num_inputs // (32 * WORDS)) + place // (32 * WORDS)
+    lane = output * 4 + place % 8 // 2
+    word = tl.load(packed + (run * 32 + lane) * WORDS + place % (32 * WORDS) // 32, mask=real, other=0)
+    code = (word >> (place % 32 // 8 * 4 + place % 2 * 16)) & 15
+    pair = scales + place // group_size * scale_row + (tile * 8 + output) * 2
+    scale, zero = tl.load(pair, mask=real, other=0.0), tl.load(pair + 1, mask=real, other=0.0)
+    weight = (code - 8).to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)
+    tl.store(out + (tile * 8 + output) * num_inputs + place, weight.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit

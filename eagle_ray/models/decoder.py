@@ -39,7 +39,7 @@ from eagle_ray.kernels import cpu_ops, layer_ops
 from eagle_ray.kernels.availability import use_triton
 from eagle_ray.kernels.fp8 import ScaledRows
 from eagle_ray.models.loader import decoder_layers
-from eagle_ray.models.packed_linear import is_dense, merge_linears
+from eagle_ray.models.packed_linear import is_projection, merge_linears
 
 CAUSAL_LMS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -236,7 +236,7 @@ def ops_for(weight: Tensor) -> ModuleType:
 
 
 def is_llama_shaped(model: PreTrainedModel) -> bool:
-    """Return whether Decoder computes what the model does: its family, dense weights of one dtype and device."""
+    """Return whether Decoder computes what the model does: its family, projections of one dtype and device."""
     if type(model).__name__ not in CAUSAL_LMS:
         return False
     kinds = {(parameter.device, parameter.dtype) for parameter in model.parameters()}
@@ -250,4 +250,4 @@ def is_llama_layer(module: nn.Module) -> bool:
     projections += [getattr(layer.mlp, name) for name in MLP_PROJECTIONS]
     has_hooks = bool(layer._forward_pre_hooks or layer._forward_hooks)
     is_silu = layer.mlp.config.hidden_act in ("silu", "swish")
-    return is_silu and not has_hooks and all(is_dense(projection) for projection in projections)
+    return is_silu and not has_hooks and all(is_projection(projection) for projection in projections)

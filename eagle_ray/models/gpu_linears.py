@@ -1,55 +1,95 @@
 """Frozen linear layers whose weights stay quantised on a GPU.
 
-    layer = Fp8Linear(fp8_weight(linear.weight), linear.bias)
-    outputs = layer(rows)                                     # one launch to round the rows, one product
-    outputs = layer(layer_ops.add_rms_norm_fp8(...))          # the norm has rounded them: one product
+    layer = gpu_linear(weight, bias, torch.bfloat16)          # of a QuantizedWeight or an Fp8Weight of a checkpoint
+    quantize_linears(model.base_model.layers)                 # dense layers, rounded to FP8
+    outputs = layer(rows)
 
-In FP8 both the weight and the rows are rounded, the weight with a scale for each output and the rows with a scale for
-each row, so a row's numbers do not depend on the batch. torch multiplies them with tensor cores of compute capability
-8.9 or later. Weights are buffers: they move with the module, and count as its memory.
+Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with a scale for each
+row, so a row's numbers do not depend on the batch. The operation before it rounds the rows if it can:
+
+    outputs = layer(layer_ops.add_rms_norm_fp8(...))          # one product, and no launch more
+
+Int4Linear multiplies up to INT4_ROWS rows by weights of 4 bits with torch's own kernel, whose sums have one order
+whatever the number of rows. For more rows it restores the weight in bf16 first.
+
+Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they move with the module,
+and count as its memory.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
+from typing import cast
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, UInt8
 from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.kernels.fp8 import FP8_MAX, ScaledRows, to_fp8
+from eagle_ray.kernels.fp8 import FP8_CAPABILITY, FP8_MAX, ScaledRows, to_fp8
 from eagle_ray.kernels.layer_ops import scaled_rows
-from eagle_ray.models.quantized_linear import Fp8Weight
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+
+log = logging.getLogger("eagle_ray")
 
 FP8_MULTIPLE = 16  # of in_features and out_features, which torch's product by rows asks for
+INT4_GROUPS = (256, 128, 64, 32)  # inputs of a scale that torch's kernel knows
+INT4_OUTPUTS = 8  # of a tile; the kernel multiplies one by 16 rows
+INT4_INPUTS = (128, 64, 32)  # of a run of tiles: 16 bytes of a lane, or 8, or 4
+INT4_ROWS = (
+    32  # an estimate: the kernel reads the rows again for each tile of outputs, so it is bound by them from 16 on
+)
 
 
-class Fp8Linear(nn.Module):
-    """Computes inputs @ weight.T + bias with inputs in FP8.
+class GpuLinear(nn.Module):
+    """A linear layer of this module. reads_fp8: whether the operation before it is to return ScaledRows."""
 
-    reads_fp8: tells the operation before it to return ScaledRows; other inputs are rounded here, in a launch more.
-    """
+    reads_fp8 = False
+    bias: Tensor | None
+
+    def __init__(self, out_features: int, in_features: int, bias: Float[Tensor, " O"] | None):
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        """Return whether `merged` takes these layers, of which this is one."""
+        return all(type(part) is type(self) and (part.bias is None) == (self.bias is None) for part in parts)
+
+    def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
+        """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Fp8Linear(GpuLinear):
+    """Computes inputs @ weight.T + bias with inputs in FP8; others are rounded here, in a launch more."""
 
     reads_fp8 = True
     values: Tensor
     scale: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Fp8Weight, bias: Float[Tensor, " O"] | None = None):
-        super().__init__()
-        self.out_features, self.in_features = weight.values.shape
+        super().__init__(*weight.values.shape, bias)
+        scale = weight.scale.float().expand(self.out_features, 1).contiguous()
         self.register_buffer("values", weight.values, persistent=False)
-        self.register_buffer("scale", weight.scale, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
 
-    @classmethod
-    def merged(cls, parts: Sequence[Fp8Linear]) -> Fp8Linear:
-        """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
-        values, scale = (_joined([getattr(part, name) for part in parts]) for name in ("values", "scale"))
-        biases = [part.bias for part in parts if part.bias is not None]
-        return cls(Fp8Weight(values, scale), _joined(biases) if biases else None)
+    def merged(self, parts: Sequence[GpuLinear]) -> Fp8Linear:
+        layers = cast(Sequence[Fp8Linear], parts)
+        values, scale = _joined([x.values for x in layers]), _joined([x.scale for x in layers])
+        return Fp8Linear(Fp8Weight(values, scale), _joined_biases(layers))
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder on the weight's device."""
+        return torch.empty(0, dtype=torch.bfloat16, device=self.values.device)
 
     def forward(self, inputs: Float[Tensor, "*rows I"] | ScaledRows) -> Float[Tensor, "*rows O"]:
         if isinstance(inputs, ScaledRows):
@@ -64,8 +104,127 @@ class Fp8Linear(nn.Module):
             rows.values, weight, rows.scale, by_row, scale, by_row, bias=self.bias, output_dtype=rows.dtype
         )
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+class Int4Linear(GpuLinear):
+    """Computes inputs @ weight.T + bias over weights of 4 bits, (code - 8) * scale + zero, with inputs in bf16.
+
+    Raises ValueError for a weight that `why_not_int4` refuses.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    order: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None):
+        if (reason := why_not_int4(weight)) is not None:
+            raise ValueError(reason)
+        super().__init__(*weight.codes.shape, None if bias is None else bias.to(torch.bfloat16))
+        self.register_buffer("packed", _pack(weight.codes), persistent=False)
+        self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
+        self.register_buffer("order", weight.order, persistent=False)
+
+    def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        layers = cast(Sequence[Int4Linear], parts)
+        return super().can_merge(parts) and all(
+            x.packed.shape[1:] == self.packed.shape[1:] and len(x.scales) == len(self.scales) and x.order is self.order
+            for x in layers
+        )
+
+    def merged(self, parts: Sequence[GpuLinear]) -> Int4Linear:
+        layers = cast(Sequence[Int4Linear], parts)
+        whole = Int4Linear.__new__(Int4Linear)
+        GpuLinear.__init__(whole, sum(x.out_features for x in layers), self.in_features, _joined_biases(layers))
+        scales = torch.cat([x.scales for x in layers], 1)
+        for part, view in zip(layers, scales.split([x.out_features for x in layers], 1), strict=True):
+            part.scales.data = view
+        whole.register_buffer("packed", _joined([x.packed for x in layers]), persistent=False)
+        whole.register_buffer("scales", scales, persistent=False)
+        whole.register_buffer("order", self.order, persistent=False)
+        return whole
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder with the dtype and device of inputs."""
+        return torch.empty(0, dtype=torch.bfloat16, device=self.packed.device)
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of inputs that share a scale."""
+        return self.in_features // len(self.scales)
+
+    def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
+        rows = inputs.reshape(-1, self.in_features)
+        rows = rows.contiguous() if self.order is None else rows[:, self.order]
+        if len(rows) > INT4_ROWS and knows_layout(rows.device):
+            return F.linear(rows, self.dequantize(), self.bias).view(*inputs.shape[:-1], -1)
+        outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
+        outputs = outputs if self.bias is None else outputs + self.bias
+        return outputs.view(*inputs.shape[:-1], -1)
+
+    def dequantize(self) -> Float[Tensor, "O I"]:
+        """Return the weight in bf16, with inputs in the order of the codes, in one launch."""
+        from eagle_ray.kernels.fused_layer import dequantize_int4
+
+        return dequantize_int4(self.packed, self.scales)
+
+
+def gpu_linear(
+    weight: QuantizedWeight | Fp8Weight, bias: Float[Tensor, " O"] | None, dtype: torch.dtype
+) -> GpuLinear | nn.Linear:
+    """Return a layer over a checkpoint's weight, on its device: quantised if a kernel takes it, else dense in `dtype`.
+
+    A reason why it is dense is logged once.
+    """
+    if isinstance(weight, Fp8Weight):
+        reason = _why_not_fp8(weight, dtype)
+        layer: GpuLinear | None = None if reason else Fp8Linear(weight, bias)
+    else:
+        reason = why_not_int4(weight) or (None if dtype is torch.bfloat16 else f"rows are {dtype}, not bfloat16")
+        layer = None if reason else Int4Linear(weight, bias)
+    if layer is not None:
+        return layer
+    _log_dense(str(reason))
+    with torch.device("meta"):
+        dense = nn.Linear(*weight.dequantize().shape[::-1], bias=bias is not None)
+    dense.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    dense.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+    return dense
+
+
+def why_not_int4(weight: QuantizedWeight) -> str | None:
+    """Return why torch's kernel of 4 bits does not multiply by this weight, or None."""
+    num_out, num_in = weight.codes.shape
+    if weight.bits != 4:
+        return f"codes have {weight.bits} bits, and the kernel reads 4"
+    if num_out % INT4_OUTPUTS or num_in % INT4_INPUTS[-1]:
+        return f"it is {num_out} x {num_in}, and the kernel takes multiples of {INT4_OUTPUTS} x {INT4_INPUTS[-1]}"
+    if weight.group_size % INT4_GROUPS[-1]:
+        return f"{weight.group_size} inputs share a scale, and the kernel takes multiples of {INT4_GROUPS[-1]}"
+    return None
+
+
+def _why_not_fp8(weight: Fp8Weight, dtype: torch.dtype) -> str | None:
+    num_out, num_in = weight.values.shape
+    if num_out % FP8_MULTIPLE or num_in % FP8_MULTIPLE:
+        return f"it is {num_out} x {num_in}, and products in FP8 take multiples of {FP8_MULTIPLE}"
+    if dtype is not torch.bfloat16:
+        return f"rows are {dtype}, and products in FP8 return bfloat16"
+    return why_no_fp8(weight.values.device)
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Return why a device does not compute in FP8, or None."""
+    if device.type != "cuda":
+        return f"{device} is no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        return None
+    return f"compute capability {capability[0]}.{capability[1]} is under {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}"
+
+
+@cache
+def _log_dense(reason: str) -> None:
+    log.warning("a quantised weight is restored to 16 bits, which takes more memory: %s", reason)
 
 
 def fp8_weight(weight: Float[Tensor, "O I"]) -> Fp8Weight:
@@ -96,6 +255,68 @@ def quantize_linears(module: nn.Module, device: torch.device | str | None = None
         parent, _, own = name.rpartition(".")
         quantised = Fp8Linear(fp8_weight(weight), None if bias is None else bias.detach().to(device))
         setattr(module.get_submodule(parent), own, quantised)
+
+
+def int4_product(
+    rows: Float[Tensor, "R I"],
+    packed: Int32[Tensor, "tiles runs 32 words"],
+    group_size: int,
+    scales: Float[Tensor, "G O 2"],
+) -> Float[Tensor, "R O"]:
+    """Return rows @ weight.T by torch's kernel, which is for CUDA alone."""
+    return torch.ops.aten._weight_int4pack_mm(rows, packed, group_size, scales)
+
+
+@cache
+def knows_layout(device: torch.device) -> bool:
+    """Return whether this torch packs weights as `tile_packed` does, which `dequantize` relies on; log if not."""
+    if device.type != "cuda":
+        return True
+    codes = torch.arange(64 * 128, device=device).mul(7).remainder(16).to(torch.uint8).view(64, 128)
+    knows = torch.equal(_pack(codes), tile_packed(codes))
+    if not knows:
+        log.warning("prompts are slower: torch %s packs weights of 4 bits in another layout", torch.__version__)
+    return knows
+
+
+def _pack(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
+    """Return codes in the layout of torch's kernel, packed by torch where it can."""
+    if codes.device.type != "cuda":
+        return tile_packed(codes)
+    pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _run_inputs(codes.shape[1]) // 16)
+
+
+def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
+    """Return codes as torch's kernel of 4 bits reads them: eight outputs in a tile, 32 lanes in a run of its inputs.
+
+    A word holds eight codes of one output, of 32 inputs of which four lanes hold a pair in each quarter. Lane
+    4 * output + pair has them in its bits from the lowest on: the even inputs of the four quarters, then the odd ones.
+    """
+    run = _run_inputs(codes.shape[1])
+    tiles = codes.view(len(codes) // 8, 8, -1, run // 32, 4, 4, 2)  # tile, output, run, word, quarter, pair, odd
+    nibbles = tiles.permute(0, 2, 1, 5, 3, 6, 4).flatten(5).long()  # tile, run, output, pair, word, (odd, quarter)
+    words = (nibbles << torch.arange(0, 32, 4, device=codes.device)).sum(-1)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return signed.flatten(2, 3).contiguous()
+
+
+def _run_inputs(num_inputs: int) -> int:
+    """Return the inputs of a run of tiles: the most that divide a row."""
+    return next(run for run in INT4_INPUTS if num_inputs % run == 0)
+
+
+def _scales_and_zeros(weight: QuantizedWeight) -> Float[Tensor, "G O 2"]:
+    """Return bf16 scales and zeros: scale * code + offset is scale * (code - 8) + zero. Large groups are divided."""
+    size = next(size for size in INT4_GROUPS if weight.group_size % size == 0)
+    scale = weight.scale.float()
+    both = torch.stack([scale, weight.offset.float() + 8 * scale], -1).to(torch.bfloat16)
+    return both.repeat_interleave(weight.group_size // size, 1).transpose(0, 1).contiguous()
+
+
+def _joined_biases(parts: Sequence[GpuLinear]) -> Tensor | None:
+    biases = [part.bias for part in parts if part.bias is not None]
+    return _joined(biases) if biases else None
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

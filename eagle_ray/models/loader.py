@@ -4,8 +4,8 @@
     dtype, reason = auto_dtype(config, path, "cpu")      # (torch.bfloat16, "the checkpoint's own; this CPU has ...")
 
 A checkpoint that lacks a tensor, or has one of another shape, is refused; transformers would initialize it at
-random. Quantised checkpoints (config.quantization_config: bitsandbytes, AWQ, GPTQ, fp8, ...) are loaded by
-transformers and the library that they name.
+random. Weights of GGUF files, AWQ, GPTQ, compressed-tensors and FP8 stay quantised (quantized_model); checkpoints of
+other quantisers, such as bitsandbytes, are loaded by transformers and the library that they name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import logging
 
 from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.models.quantized_checkpoint import reads
+from eagle_ray.models.quantized_model import build_model, quantization_of, quantized_checkpoint
 from eagle_ray.models.supported_models import check_config
-from eagle_ray.storage.model_files import check_files, check_weight_files
+from eagle_ray.storage.model_files import check_files, check_weight_files, gguf_in
 
 UNREADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 CausalLM = PreTrainedModel  # for packages that do not import transformers
@@ -41,16 +43,26 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrainedModel:
+def load_causal_lm(
+    path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False
+) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
 
-    dtype: "auto" is the checkpoint's own.
+    Args:
+        dtype: "auto" is the checkpoint's own.
+        dequantize: whether weights that this engine can run as they are become dense ones.
     """
     config = load_config(path)
+    checkpoint = quantized_checkpoint(path, config)
+    if checkpoint is not None:
+        own = checkpoint_dtype(config) if isinstance(dtype, str) else dtype
+        model = build_model(config, checkpoint, own, device, dequantize)
+        model.generation_config = _generation_config(path, model)
+        return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _check_complete, which ignores none
-    if quantisation_of(config) is not None or loads_to(device):
+    if quantization_of(config) is not None or loads_to(device):
         options |= {"device_map": {"": device}}  # quantised weights are laid out for a device when they are read
     try:
         with _no_progress_bars():
@@ -65,6 +77,13 @@ def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str) -> PreTrai
     return _freeze(model)
 
 
+def _generation_config(path: Path, model: PreTrainedModel) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    except OSError:
+        return model.generation_config
+
+
 def loads_to(device: str) -> bool:
     """Return whether weights are read straight to the device: to a GPU, if accelerate is installed.
 
@@ -73,10 +92,10 @@ def loads_to(device: str) -> bool:
     return torch.device(device).type != "cpu" and find_spec("accelerate") is not None
 
 
-def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the checkpoint's quantization config, or None."""
-    quantisation = getattr(config, "quantization_config", None)
-    return quantisation if quantisation is None or isinstance(quantisation, dict) else quantisation.to_dict()
+def keeps_quantized(path: Path, config: PretrainedConfig) -> bool:
+    """Return whether load_causal_lm keeps the directory's quantised weights as they are stored."""
+    quantization = quantization_of(config)
+    return gguf_in(path) is not None or (quantization is not None and reads(quantization))
 
 
 def _read_config(path: Path) -> PretrainedConfig:
@@ -91,8 +110,8 @@ def _check_quantiser(config: PretrainedConfig) -> None:
 
     A missing GPU is no error yet: the driver's machine may have none.
     """
-    quantisation = quantisation_of(config)
-    if quantisation is None:
+    quantisation = quantization_of(config)
+    if quantisation is None or reads(quantisation):
         return
     method = quantisation.get("quant_method")
     if quantisation.get("load_in_8bit") and quantisation.get("llm_int8_threshold", 6.0):
@@ -189,12 +208,15 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
         path: its directory; the sizes of its weight files are looked at.
         device: cpu or cuda.
     """
-    own = checkpoint_dtype(config)
+    own, unit = checkpoint_dtype(config), bf16_unit()
     if device != "cpu":
         return own, "the checkpoint's own"
+    if keeps_quantized(path, config):
+        if unit is None:
+            return torch.float32, "for activations: this CPU has neither AMX nor AVX512-BF16"
+        return torch.bfloat16, f"for activations, with quantised weights as they are stored; this CPU has {unit}"
     if own is not torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
         return torch.float32, "the checkpoint is not plain bf16"
-    unit = bf16_unit()
     if unit is None:
         return torch.float32, "this CPU has neither AMX nor AVX512-BF16"
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))

@@ -1,4 +1,7 @@
-"""PackedLinear: a frozen nn.Linear on a CPU with its weight in the layout of oneDNN's kernels.
+"""Projections: the linear layers that our own forward runs, dense, packed for a CPU, or quantised.
+
+A projection is any module of Projection's attributes. PackedLinear is a frozen nn.Linear on a CPU with its weight in the
+layout of oneDNN's kernels.
 
     pack_linears(model)             # once, before the model is used; layers that gain nothing stay as they are
     warm_up_kernels(model, 64)      # compile kernels for passes of up to 64 rows before requests wait for them
@@ -18,13 +21,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.gpu_linears import Fp8Linear
+from eagle_ray.models.gpu_linears import GpuLinear
+from eagle_ray.models.quantized_linear import QuantizedLinear
 
 MIN_PACKED_ROWS = 4  # the oneDNN kernels for one to three rows sum in another order
 TYPICAL_ROWS = 16  # the packing asks for a guess; its layout came out the same for 1 to 64
@@ -36,6 +41,22 @@ MERGED: dict[str, list[tuple[str, ...]]] = {
     **{f"{name}Attention": [("q_proj", "k_proj", "v_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
     **{f"{name}MLP": [("gate_proj", "up_proj")] for name in ("Llama", "Mistral", "Qwen2", "Qwen3")},
 }  # projections that read the same input, by the class of their module
+
+
+class Projection(Protocol):
+    """A linear layer over the last dimension.
+
+    Attributes:
+        weight: its dtype and its device are those of inputs and outputs; its values may be elsewhere.
+    """
+
+    in_features: int
+    out_features: int
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def __call__(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]: ...
 
 
 class PackedLinear(nn.Module):
@@ -85,7 +106,7 @@ class SideBySideLinear(nn.Module):
 class OutputSlice(nn.Module):
     """Outputs begin .. end - 1 of a merged layer: the outputs of one of its parts."""
 
-    def __init__(self, whole: PackedLinear, begin: int, end: int):
+    def __init__(self, whole: PackedLinear | QuantizedLinear, begin: int, end: int):
         super().__init__()
         self.whole, self._begin, self._end = whole, begin, end
         self.in_features, self.out_features = whole.in_features, end - begin
@@ -94,9 +115,16 @@ class OutputSlice(nn.Module):
         return self.whole(inputs)[..., self._begin : self._end]
 
 
-def linear_layers(model: nn.Module) -> list[PackedLinear | nn.Linear]:
+def linear_layers(model: nn.Module) -> list[PackedLinear | QuantizedLinear | nn.Linear]:
     """Return the linear layers that a packed model's passes run, merged ones once."""
-    return [module for module in model.modules() if isinstance(module, PackedLinear | nn.Linear)]
+    return [module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear | nn.Linear)]
+
+
+def layer_bytes(layer: PackedLinear | QuantizedLinear | nn.Linear) -> int:
+    """Return the bytes of a layer's weight, which a pass over few rows reads once."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.weight_bytes
+    return layer.in_features * layer.out_features * layer.weight.itemsize
 
 
 def run_linears(model: nn.Module, num_rows: int) -> None:
@@ -105,25 +133,26 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
         layer(torch.zeros(num_rows, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device))
 
 
-def is_dense(module: nn.Module) -> bool:
-    """Return whether this is a plain linear layer, packed or not, or one in FP8."""
-    return isinstance(module, PackedLinear | OutputSlice | Fp8Linear) or _plain_weight(module) is not None
+def is_projection(module: nn.Module) -> bool:
+    """Return whether our own forward runs this layer: a plain one, packed or not, or one of our quantised ones."""
+    ours = PackedLinear | QuantizedLinear | GpuLinear | OutputSlice
+    return isinstance(module, ours) or _plain_weight(module) is not None
 
 
 def merge_linears(parts: Sequence[nn.Module]) -> nn.Module:
     """Return one layer with the concatenated outputs of its parts, in the parts' own memory.
 
     Plain parts become views into the weight of the whole, so nothing is kept twice. Packed parts must have been
-    packed together (see pack_linears), or each separately.
+    packed together (see pack_linears), or each separately, as quantised ones.
     """
     first = parts[0]
     if isinstance(first, OutputSlice) and all(
         isinstance(part, OutputSlice) and part.whole is first.whole for part in parts
     ):
         return first.whole
-    in_fp8 = [part for part in parts if isinstance(part, Fp8Linear)]
-    if len(in_fp8) == len(parts):
-        return Fp8Linear.merged(in_fp8)
+    on_gpu = [part for part in parts if isinstance(part, GpuLinear)]
+    if len(on_gpu) == len(parts) and on_gpu[0].can_merge(on_gpu):
+        return on_gpu[0].merged(on_gpu)
     plain = [part for part in parts if isinstance(part, nn.Linear) and _plain_weight(part) is not None]
     return _merge_plain(plain) if len(plain) == len(parts) else SideBySideLinear(parts)
 
@@ -155,12 +184,13 @@ def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     """Replace the model's linear layers in place where that pays and this machine's torch supports it.
 
     The projections of a Llama-shaped layer that read the same input are packed as one, which our own forward runs;
-    each part stays in the module tree as a slice of its outputs.
+    each part stays in the module tree as a slice of its outputs. So do quantised projections that are alike.
 
     Args:
-        min_weights: smaller layers stay, as do quantised ones; None is MIN_WEIGHTS of their dtype. A weight tied
-            to an embedding stays, too.
+        min_weights: smaller layers stay, as do those of other quantisers; None is MIN_WEIGHTS of their dtype. A weight
+            tied to an embedding stays, too.
     """
+    _merge_quantized(model)
     can_pack = cache(_can_pack)  # tried once, not for every layer
     for site in list(_sites(model)):
         if site.is_worth(min_weights) and can_pack(*site.kind):
@@ -194,13 +224,26 @@ class Site:
         return _merge_plain(self.parts) if len(self.names) > 1 else self.parts[0]
 
     def pack(self) -> None:
-        packed, parts = PackedLinear(self.whole), self.parts
-        if len(parts) == 1:
+        packed = PackedLinear(self.whole)
+        if len(self.names) == 1:
             setattr(self.module, self.names[0], packed)
-            return
-        ends = list(accumulate(part.out_features for part in parts))
-        for name, part, end in zip(self.names, parts, ends, strict=True):
-            setattr(self.module, name, OutputSlice(packed, end - part.out_features, end))
+        else:
+            _slice_outputs(self.module, self.names, packed)
+
+
+def _slice_outputs(module: nn.Module, names: Sequence[str], whole: PackedLinear | QuantizedLinear) -> None:
+    """Replace a module's projections by slices of the outputs of their merged layer."""
+    sizes = [getattr(module, name).out_features for name in names]
+    for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+        setattr(module, name, OutputSlice(whole, end - size, end))
+
+
+def _merge_quantized(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for names in MERGED.get(type(module).__name__, ()):
+            parts = [getattr(module, name) for name in names]
+            if QuantizedLinear.can_merge(parts):
+                _slice_outputs(module, names, QuantizedLinear.merged(parts))
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -237,8 +280,10 @@ def warm_up_kernels(model: nn.Module, max_rows: int) -> None:
 def slice_rows(linear: nn.Module, rows: Int[Tensor, " D"]) -> nn.Module:
     """Return a layer with some of the outputs, in the given order, packed if the whole is.
 
-    Raises EngineError for a quantised layer, whose rows cannot be read one by one.
+    Raises EngineError for a layer of another library's quantiser, whose rows cannot be read one by one.
     """
+    if isinstance(linear, QuantizedLinear):
+        return linear.rows(rows)
     if isinstance(linear, PackedLinear):
         weight, bias = linear._weight.to_dense(), linear._bias
     elif isinstance(linear, nn.Linear) and _plain_weight(linear) is not None:

@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Float8e4m3fn, Int, UInt8
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-BLOCK = 32  # inputs of a row that share a scale
+from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.kernels.cpu_ops import BLOCK, TILE, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +33,23 @@ class QuantizedWeight:
     """The weight of a linear layer: scale * codes + offset.
 
     Attributes:
-        codes: unsigned, below 2 ** bits, in the order of the inputs.
+        codes: unsigned, below 2 ** bits.
         scale, offset: of each group of I / G inputs of an output.
         bits: 4 or 8.
+        order: the input that each code belongs to, so that the layer reads inputs[..., order]; None if codes are in the
+            order of the inputs. GPTQ with desc_act groups inputs by their activations.
     """
 
     codes: UInt8[Tensor, "O I"]
     scale: Float[Tensor, "O G"]
     offset: Float[Tensor, "O G"]
     bits: int
+    order: Int[Tensor, " I"] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return [O, I]."""
+        return self.codes.shape
 
     @property
     def group_size(self) -> int:
@@ -45,32 +57,49 @@ class QuantizedWeight:
         return self.codes.shape[1] // self.scale.shape[1]
 
     def dequantize(self) -> Float[Tensor, "O I"]:
-        """Return the weight in fp32."""
+        """Return the weight in fp32, in the order of the inputs."""
         groups = self.codes.unflatten(1, (-1, self.group_size)).float()
-        return (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
+        weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
-        return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits)
+        return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits, self.order)
 
     @classmethod
     def cat(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return the outputs of several weights of one kind over the same inputs, one after the other."""
+        """Return the outputs of several weights of one kind over the same inputs, one after the other.
+
+        Raises ValueError if their inputs are in different orders.
+        """
+        first = parts[0]
+        if not all(_is_same_order(part.order, first.order) for part in parts):
+            raise ValueError("weights whose inputs are in different orders have no common order. Compute them apart")
         joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale", "offset"))
-        return cls(*joined, parts[0].bits)
+        return cls(*joined, first.bits, first.order)
+
+
+def _is_same_order(order: Int[Tensor, " I"] | None, other: Int[Tensor, " I"] | None) -> bool:
+    if order is None or other is None:
+        return order is other
+    return torch.equal(order, other)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """The weight of a linear layer in FP8: scale * values.
+    """The weight of a linear layer in 8-bit floats: scale * values.
 
     Attributes:
-        values: float8_e4m3fn.
-        scale: fp32, of each output.
+        scale: of each output, or one of all.
     """
 
-    values: Float[Tensor, "O I"]
-    scale: Float[Tensor, "O 1"]
+    values: Float8e4m3fn[Tensor, "O I"]
+    scale: Float[Tensor, "O 1"] | Float[Tensor, "1 1"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return [O, I]."""
+        return self.values.shape
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""
@@ -80,14 +109,118 @@ class Fp8Weight:
 class QuantizedLinear(nn.Module):
     """Computes inputs @ weight.T + bias over inputs that are rounded to 8 bits in blocks of BLOCK.
 
+    A frozen layer on a CPU. Its tensors are laid out for `cpu_ops.quantized_matmul`; they are neither parameters nor
+    buffers, so that nothing converts or moves them.
+
     Args:
+        weight: whose inputs are whole blocks, and whose groups are whole blocks or halves of one.
         dtype: of inputs and outputs.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None, dtype=torch.float32):
+    def __init__(
+        self, weight: QuantizedWeight, bias: Float[Tensor, " O"] | None = None, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
-        self.quantized, self.bias, self.dtype = weight, bias, dtype
+        self.packed = pack(weight)
+        self.order, self.dtype = weight.order, dtype
+        self.bias = None if bias is None else bias.detach().to(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a placeholder with the dtype of inputs, which some models read."""
+        return torch.empty(0, dtype=self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes that a pass reads."""
+        return self.packed.codes.nbytes + self.packed.scales.nbytes
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
-        raise NotImplementedError
+        rows = inputs.reshape(-1, self.in_features)
+        if self.order is not None:
+            rows = rows[:, self.order]
+        multiply = cpu_ops.quantized_matmul if cpu_ops.available(rows.device, rows.dtype) else quantized_matmul
+        return multiply(rows.contiguous(), self.packed, self.bias).view(*inputs.shape[:-1], self.out_features)
+
+    def rows(self, index: Int[Tensor, " D"]) -> QuantizedLinear:
+        """Return a layer with some of the outputs, in the given order."""
+        bias = None if self.bias is None else self.bias[index]
+        return QuantizedLinear(self.quantized_weight().rows(index), bias, self.dtype)
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """Return the weight as it was given."""
+        return unpack(self.packed, self.order)
+
+    @classmethod
+    def merged(cls, parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+        """Return one layer with the outputs of several, one after the other. See `can_merge`."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        first = parts[0]
+        packs = [part.packed for part in parts]
+        codes, scales = (torch.cat([getattr(pack, name) for pack in packs]) for name in ("codes", "scales"))
+        layer.packed = PackedWeight(codes, scales, sum(pack.num_outputs for pack in packs))
+        layer.in_features, layer.out_features = first.in_features, layer.packed.num_outputs
+        layer.order, layer.dtype = first.order, first.dtype
+        layer.bias = None if first.bias is None else torch.cat([cast(Tensor, part.bias) for part in parts])
+        return layer
+
+    @staticmethod
+    def can_merge(parts: Sequence[nn.Module]) -> bool:
+        """Return whether these are quantised layers alike that fill whole tiles, but for the last one."""
+        layers = [part for part in parts if isinstance(part, QuantizedLinear)]
+        if len(layers) < len(parts) or any(part.out_features % TILE for part in layers[:-1]):
+            return False
+        kinds = {(_kind(part.packed), part.dtype, part.bias is None) for part in layers}
+        return len(kinds) == 1 and all(_is_same_order(part.order, layers[0].order) for part in layers)
+
+    def extra_repr(self) -> str:
+        weight = self.packed
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={weight.bits}"
+
+
+def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
+    """Return what weights must have in common that one product computes."""
+    return weight.codes.shape[1:], weight.scales.shape[1:], weight.scales.dtype
+
+
+def pack(weight: QuantizedWeight) -> PackedWeight:
+    """Return the weight in the layout of the CPU's kernel. Raises EngineError for inputs or groups of other sizes."""
+    num_outputs, num_inputs = weight.codes.shape
+    group_size = weight.group_size
+    if num_inputs % BLOCK or (group_size % BLOCK and group_size != BLOCK // 2):
+        raise EngineError(
+            f"a quantised weight of {num_inputs} inputs in groups of {group_size}: inputs must be a multiple of {BLOCK}, "
+            f"and so must be groups, or {BLOCK // 2}. Use a checkpoint with other groups"
+        )
+    missing = -num_outputs % TILE
+    tiles = pad(weight.codes, (0, 0, 0, missing)).view(-1, TILE, num_inputs // BLOCK, BLOCK // 4, 4)
+    codes = tiles.permute(0, 2, 3, 1, 4)  # tile, block, vector, output, input
+    if weight.bits == 4:
+        codes = codes[:, :, :4] | (codes[:, :, 4:] << 4)
+    is_half = weight.scale.dtype == weight.offset.dtype == torch.float16
+    parts = [x.to(torch.float16 if is_half else torch.float32) for x in (weight.scale, weight.offset)]
+    scales = torch.stack([pad(x, (0, 0, 0, missing)).view(-1, TILE, x.shape[1]) for x in parts], 1)
+    return PackedWeight(codes.flatten(3).contiguous(), scales.permute(0, 3, 1, 2).contiguous(), num_outputs)
+
+
+def unpack(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> QuantizedWeight:
+    """Return what was packed."""
+    codes = packed.codes.unflatten(3, (TILE, 4))
+    if packed.bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], 2)
+    outputs = codes.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[: packed.num_outputs]
+    scale, offset = packed.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : packed.num_outputs]
+    return QuantizedWeight(outputs, scale, offset, packed.bits, order)
+
+
+def quantized_matmul(
+    rows: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
+) -> Float[Tensor, "R O"]:
+    """Return what `cpu_ops.quantized_matmul` does, within fp32 rounding, by PyTorch's operations."""
+    blocks = rows.float().unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    rounded = (blocks * torch.where(largest > 0, 127 / largest, 0)).round() * (largest / 127)
+    outputs = rounded.flatten(1) @ unpack(weight).dequantize().T
+    return (outputs if bias is None else outputs + bias.float()).to(rows.dtype)

@@ -264,6 +264,19 @@ def _no_room(model: RemoteModel, directory: Path, free: int) -> StorageError:
     return error
 
 
+def gguf_in(directory: Path) -> Path | None:
+    """Return the GGUF file that holds a directory's weights, or None if they are in other files.
+
+    Raises EngineError if there are several GGUF files and nothing else.
+    """
+    if any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        return None
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) > 1:
+        raise EngineError(f"{directory} has {len(files)} GGUF files. Name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
 def gguf_file() -> Path | None:
     """Return the GGUF file of embedded:smollm2, or None if its wheel or the file is missing.
 

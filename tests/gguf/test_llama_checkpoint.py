@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, unpermute, write_checkpoint
+from eagle_ray.gguf.llama_checkpoint import (
+    LLAMA3_ROPES,
+    GGUFError,
+    GGUFFile,
+    llama3_factors,
+    llama_config,
+    unpermute,
+    write_checkpoint,
+)
 from eagle_ray.models.loader import eos_ids, load_causal_lm
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.gguf import F32, SlowReader, llama_logits, toy_metadata, toy_tensors, write_gguf
@@ -67,8 +77,12 @@ def test_rotary_pairs_become_halves():
         ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is set"),
         ({"llama.expert_count": 8}, "llama.expert_count is set"),
+        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is set"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
-        ({"tokenizer.ggml.pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'"),
+        (
+            {"tokenizer.ggml.pre": "qwen2"},
+            "tokenizer.ggml.pre is 'qwen2'.*Put the model's own config.json and tokenizer",
+        ),
     ],
 )
 def test_what_is_no_plain_llama_is_refused(tmp_path, changes, says):
@@ -88,6 +102,30 @@ def test_what_is_missing_is_named(tmp_path):
     del metadata["llama.block_count"]
     write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(GGUFError, match=r"llama\.block_count"):
+        llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("rope", LLAMA3_ROPES, ids=lambda rope: str(rope["factor"]))
+def test_the_rotary_factors_of_llama_3_are_recognised_and_others_refused(tmp_path, rope):
+    metadata = toy_metadata(**{"llama.rope.freq_base": 500000.0})
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
+    config.rope_parameters = {"rope_theta": 500000.0, "rope_type": "llama3", **rope}
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 500000.0 ** (-np.arange(0, 16, 2) / 16)
+    factors = (plain / frequencies.double().numpy()).astype(np.float32)
+    np.testing.assert_allclose(llama3_factors(16, 500000.0, **rope), factors, rtol=1e-6)
+    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors)})
+    assert llama_config(GGUFFile.open(tmp_path / "x.gguf"))["rope_parameters"] == config.rope_parameters
+    write_gguf(tmp_path / "x.gguf", metadata, toy_tensors(metadata) | {"rope_freqs.weight": (F32, factors * 1.01)})
+    with pytest.raises(GGUFError, match=r"tensor rope_freqs\.weight: .*Put the model's own config\.json"):
+        llama_config(GGUFFile.open(tmp_path / "x.gguf"))
+
+
+def test_a_tensor_of_another_model_is_named(tmp_path):
+    metadata = toy_metadata()
+    tensors = toy_tensors(metadata) | {"blk.1.attn_q.bias": (F32, np.zeros(64, np.float32))}
+    write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    with pytest.raises(GGUFError, match=r"tensor blk\.1\.attn_q\.bias is part of no llama"):
         llama_config(GGUFFile.open(tmp_path / "x.gguf"))
 
 

@@ -1,0 +1,521 @@
+// Products with weights of 4 and 8 bits on a CPU: out = inputs @ weight.T + bias, in fp32 and bf16.
+//
+// cpu_ops.py loads this file's library and says what the function computes. The weight of output o and input i is
+// scale[o][g] * code[o][i] + offset[o][g], where g is the group of i. Inputs are rounded to 8 bits: in each block of
+// BLOCK of a row, input i is about step * rounded[i].
+//
+// An output is summed in one order, whatever the processor and the other rows:
+//
+//     for each group, for each block (or half a block, if groups are smaller) of the group:
+//         partial = fma(step, sum of code * rounded, partial)         the inner sum is of integers: it has no order
+//     total = fma(partial, scale, total)
+//     total = fma(sum of the group's inputs, offset, total)
+//
+// Codes lie in tiles of TILE outputs. In a tile, a block takes 8 (4 bits: 4) vectors of 64 bytes; a vector holds 4
+// successive inputs of each output. With 4 bits, the low halves of vector j are inputs 4j .. 4j + 3 and the high halves
+// are inputs 4j + 16 .. 4j + 19.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__AVX2__)
+#include <immintrin.h>
+#define X86 1
+#endif
+#if defined(__linux__) && defined(__AVX512F__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// A packed weight. scales: of each tile and group, TILE scales and then TILE offsets, in fp16 or fp32.
+struct Weight {
+    int64_t inputs, outputs, group, bits;
+    const uint8_t *codes;
+    const void *scales;
+    int32_t half_scales;
+    int32_t path;  // one of Path; a processor that lacks it must not be asked for it
+};
+
+namespace {
+
+enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, AMX };
+
+constexpr int64_t TILE = 16, BLOCK = 32;
+constexpr int64_t PANEL = 128;        // rows whose rounded inputs stay in a cache
+constexpr int MIN_AMX_ROWS = 9;       // of 16 that a tile register takes
+constexpr int64_t SMALL = 1 << 16;    // multiplications below which starting threads costs more than they save
+
+inline float number(float x) { return x; }
+inline float number(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline void set(float &to, float x) { to = x; }
+inline void set(bf16 &to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    to.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 0x40;
+}
+
+// The rounded inputs of some rows: int8 numbers, the step of each block, and each group's sum of step * rounded.
+struct Inputs {
+    std::vector<int8_t> numbers;
+    std::vector<float> steps, sums;
+    int64_t size, blocks, groups, part, parts;  // part: inputs of a group or of a block, whichever is smaller
+
+    void resize(int64_t rows, const Weight &w) {
+        size = w.inputs, blocks = size / BLOCK, groups = size / w.group;
+        part = std::min(w.group, BLOCK), parts = size / part;
+        int64_t whole = (rows + 15) / 16 * 16;  // tile registers take 16 rows, whatever the last ones hold
+        numbers.resize(whole * size);
+        steps.resize(whole * blocks);
+        sums.resize(whole * groups);
+    }
+
+    template <typename T> void round(const T *from, int64_t row) {
+        int8_t *to = numbers.data() + row * size;
+        float *step = steps.data() + row * blocks, *sum = sums.data() + row * groups;
+        std::fill(sum, sum + groups, 0.0f);
+        int64_t group = size / groups;
+        for (int64_t b = 0; b < blocks; b++) {
+            float values[BLOCK], most = 0.0f, zero = 0.0f;  // zero: NaN if a value is not finite, and then the step is, too
+            for (int i = 0; i < BLOCK; i++)
+                values[i] = number(from[b * BLOCK + i]);
+            for (int i = 0; i < BLOCK; i++)
+                most = std::max(most, std::fabs(values[i]));
+            for (int i = 0; i < BLOCK; i++)
+                zero += values[i] * 0.0f;
+            step[b] = most / 127.0f + zero;
+            float inverse = most > 0.0f && zero == 0.0f ? 127.0f / most : 0.0f;
+            int32_t rounded[BLOCK];
+            for (int i = 0; i < BLOCK; i++)
+                rounded[i] = zero == 0.0f ? (int32_t)__builtin_rintf(values[i] * inverse) : 0;
+            for (int i = 0; i < BLOCK; i++)
+                to[b * BLOCK + i] = (int8_t)rounded[i];
+            for (int64_t i = 0; i < BLOCK; i += part) {
+                int32_t total = 0;
+                for (int64_t j = i; j < i + part; j++)
+                    total += rounded[j];
+                float &at = sum[(b * BLOCK + i) / group];
+                at = __builtin_fmaf(step[b], (float)total, at);
+            }
+        }
+    }
+};
+
+inline float half_number(uint16_t bits) {
+    _Float16 value;
+    memcpy(&value, &bits, 2);
+    return (float)value;
+}
+
+// The TILE scales of a group, or with `offset` its TILE offsets.
+inline float scale_of(const Weight &w, int64_t tile, int64_t group, int64_t lane, bool offset) {
+    int64_t at = ((tile * (w.inputs / w.group) + group) * 2 + offset) * TILE + lane;
+    return w.half_scales ? half_number(((const uint16_t *)w.scales)[at]) : ((const float *)w.scales)[at];
+}
+
+inline int32_t code_of(const Weight &w, const uint8_t *block, int64_t i, int64_t lane) {
+    if (w.bits == 8)
+        return block[i / 4 * 64 + lane * 4 + i % 4];
+    uint8_t pair = block[i / 4 % 4 * 64 + lane * 4 + i % 4];
+    return i < BLOCK / 2 ? pair & 15 : pair >> 4;
+}
+
+// The rows [row, row + count) of a tile's outputs: totals[r * TILE + lane].
+void portable(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
+    int64_t block_bytes = BLOCK * TILE * w.bits / 8;
+    const uint8_t *codes = w.codes + tile * in.blocks * block_bytes;
+    for (int r = 0; r < count; r++)
+        for (int64_t lane = 0; lane < TILE; lane++) {
+            const int8_t *numbers = in.numbers.data() + (row + r) * in.size;
+            float total = 0.0f;
+            for (int64_t g = 0; g < in.groups; g++) {
+                float partial = 0.0f;
+                for (int64_t first = g * w.group; first < (g + 1) * w.group; first += in.part) {
+                    int32_t whole = 0;
+                    for (int64_t i = first; i < first + in.part; i++)
+                        whole += code_of(w, codes + i / BLOCK * block_bytes, i % BLOCK, lane) * numbers[i];
+                    partial = __builtin_fmaf((float)whole, in.steps[(row + r) * in.blocks + first / BLOCK], partial);
+                }
+                total = __builtin_fmaf(partial, scale_of(w, tile, g, lane, false), total);
+                total = __builtin_fmaf(in.sums[(row + r) * in.groups + g], scale_of(w, tile, g, lane, true), total);
+            }
+            totals[r * TILE + lane] = total;
+        }
+}
+
+#if X86
+
+inline int32_t word(const int8_t *from) {
+    int32_t four;
+    memcpy(&four, from, 4);
+    return four;
+}
+
+// `half` of a tile: 8 outputs of COUNT rows. PARTS: groups of a block.
+template <int COUNT, int BITS, int PARTS>
+void avx2_half(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int half, float *totals) {
+    constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+    constexpr int STEPS = 8 / PARTS;
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const uint8_t *codes = w.codes + tile * in.blocks * BYTES + half * 32;
+    const int8_t *numbers = in.numbers.data() + row * in.size;
+    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
+    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE + half * 8;
+    __m256 total[COUNT];
+    for (int r = 0; r < COUNT; r++)
+        total[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < in.groups; g++, at += 2 * TILE) {
+        __m256 partial[COUNT];
+        for (int r = 0; r < COUNT; r++)
+            partial[r] = _mm256_setzero_ps();
+        int64_t first = g / PARTS * per_group, begin = g % PARTS * STEPS;
+        for (int64_t b = first; b < first + per_group; b++) {
+            __m256i whole[COUNT];
+            for (int r = 0; r < COUNT; r++)
+                whole[r] = _mm256_setzero_si256();
+            for (int64_t j = begin; j < begin + STEPS; j++) {
+                const uint8_t *from = codes + b * BYTES + (BITS == 8 ? j : j % 4) * 64;
+                __m256i code = _mm256_loadu_si256((const __m256i *)from);
+                if (BITS == 4)
+                    code = _mm256_and_si256(j < 4 ? code : _mm256_srli_epi16(code, 4), low);
+                for (int r = 0; r < COUNT; r++) {
+                    __m256i input = _mm256_set1_epi32(word(numbers + r * in.size + b * BLOCK + 4 * j));
+                    if (BITS == 4)  // the sums of two products take 12 bits, and those of a block 15
+                        whole[r] = _mm256_add_epi16(whole[r], _mm256_maddubs_epi16(code, input));
+                    else {  // with a sign, code - 128 and an input fit: pairs take 16 bits. 128 inputs are added again
+                        __m256i centred = _mm256_xor_si256(code, _mm256_set1_epi8((char)0x80));
+                        __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(centred), _mm256_sign_epi8(input, centred));
+                        __m256i inputs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), input);
+                        __m256i back = _mm256_slli_epi32(_mm256_madd_epi16(inputs, ones), 7);
+                        whole[r] = _mm256_add_epi32(whole[r], _mm256_add_epi32(_mm256_madd_epi16(pair, ones), back));
+                    }
+                }
+            }
+            for (int r = 0; r < COUNT; r++) {
+                __m256i sum = BITS == 4 ? _mm256_madd_epi16(whole[r], ones) : whole[r];
+                __m256 step = _mm256_set1_ps(steps[r * in.blocks + b]);
+                partial[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), step, partial[r]);
+            }
+        }
+        __m256 scale, offset;
+        if (w.half_scales) {
+            const uint16_t *scales = (const uint16_t *)w.scales + at;
+            scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
+            offset = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + TILE)));
+        } else {
+            scale = _mm256_loadu_ps((const float *)w.scales + at);
+            offset = _mm256_loadu_ps((const float *)w.scales + at + TILE);
+        }
+        for (int r = 0; r < COUNT; r++) {
+            total[r] = _mm256_fmadd_ps(partial[r], scale, total[r]);
+            total[r] = _mm256_fmadd_ps(_mm256_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+        }
+    }
+    for (int r = 0; r < COUNT; r++)
+        _mm256_storeu_ps(totals + r * TILE + half * 8, total[r]);
+}
+
+template <int BITS, int PARTS>
+void avx2(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
+    for (int half = 0; half < 2; half++) {
+        int r = 0;
+        for (; r + 4 <= count; r += 4)
+            avx2_half<4, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
+        for (; r < count; r++)
+            avx2_half<1, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
+    }
+}
+#endif
+
+#if defined(__AVX512F__)
+#define FOR_VNNI __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni")))
+#define FOR_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-int8")))
+
+inline void load_scales(const Weight &w, int64_t at, __m512 &scale, __m512 &offset) {
+    if (w.half_scales) {
+        const uint16_t *scales = (const uint16_t *)w.scales + at;
+        scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+        offset = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(scales + TILE)));
+    } else {
+        scale = _mm512_loadu_ps((const float *)w.scales + at);
+        offset = _mm512_loadu_ps((const float *)w.scales + at + TILE);
+    }
+}
+
+// A tile's outputs of COUNT rows. PARTS: groups of a block.
+template <int COUNT, int BITS, int PARTS>
+FOR_VNNI void vnni_rows(const Weight &w, const Inputs &in, int64_t tile, int64_t row, float *totals) {
+    constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
+    constexpr int STEPS = 8 / PARTS;
+    const __m512i low = _mm512_set1_epi8(15);
+    const uint8_t *codes = w.codes + tile * in.blocks * BYTES;
+    const int8_t *numbers = in.numbers.data() + row * in.size;
+    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
+    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE;
+    __m512 total[COUNT];
+    for (int r = 0; r < COUNT; r++)
+        total[r] = _mm512_setzero_ps();
+    for (int64_t b = 0, g = 0; b < in.blocks; b += per_group) {
+        for (int part = 0; part < PARTS; part++, g++, at += 2 * TILE) {
+            __m512 partial[COUNT];
+            for (int r = 0; r < COUNT; r++)
+                partial[r] = _mm512_setzero_ps();
+            for (int64_t c = b; c < b + per_group; c++) {
+                __m512i code[STEPS];
+                for (int j = 0; j < STEPS; j++) {
+                    int step = part * STEPS + j;
+                    code[j] = _mm512_loadu_si512(codes + c * BYTES + (BITS == 8 ? step : step % 4) * 64);
+                    if (BITS == 4)
+                        code[j] = _mm512_and_si512(step < 4 ? code[j] : _mm512_srli_epi16(code[j], 4), low);
+                }
+                for (int r = 0; r < COUNT; r++) {
+                    const int8_t *input = numbers + r * in.size + c * BLOCK + part * 4 * STEPS;
+                    __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+                    for (int j = 0; j < STEPS; j += 2) {
+                        even = _mm512_dpbusd_epi32(even, code[j], _mm512_set1_epi32(word(input + 4 * j)));
+                        odd = _mm512_dpbusd_epi32(odd, code[j + 1], _mm512_set1_epi32(word(input + 4 * j + 4)));
+                    }
+                    __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+                    partial[r] = _mm512_fmadd_ps(sum, _mm512_set1_ps(steps[r * in.blocks + c]), partial[r]);
+                }
+            }
+            __m512 scale, offset;
+            load_scales(w, at, scale, offset);
+            for (int r = 0; r < COUNT; r++) {
+                total[r] = _mm512_fmadd_ps(partial[r], scale, total[r]);
+                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+            }
+        }
+    }
+    for (int r = 0; r < COUNT; r++)
+        _mm512_storeu_ps(totals + r * TILE, total[r]);
+}
+
+template <int BITS, int PARTS>
+void vnni(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
+    int r = 0;
+    for (; r + 8 <= count; r += 8)
+        vnni_rows<8, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
+    for (; r + 4 <= count; r += 4)
+        vnni_rows<4, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
+    for (; r + 2 <= count; r += 2)
+        vnni_rows<2, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
+    for (; r < count; r++)
+        vnni_rows<1, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE);
+}
+
+// Tile registers: 0 holds sums [16 rows, TILE], 1 the inputs of 16 rows, 2 codes.
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Holds this thread's tile registers as this file needs them. Other libraries have theirs back afterwards.
+struct TileRegisters {
+    TileConfig before;
+    FOR_AMX explicit TileRegisters(int64_t part) {
+        TileConfig mine;
+        mine.rows[0] = mine.rows[1] = 16, mine.rows[2] = part / 4;
+        mine.row_bytes[0] = mine.row_bytes[2] = 64, mine.row_bytes[1] = part;
+        _tile_storeconfig(&before);
+        _tile_loadconfig(&mine);
+    }
+    FOR_AMX ~TileRegisters() {
+        if (before.palette)
+            _tile_loadconfig(&before);
+        else
+            _tile_release();
+    }
+};
+
+// A tile's outputs of 16 rows; `codes` takes a byte for each, whatever the bits.
+template <int PARTS>
+FOR_AMX void amx_rows(const Weight &w, const Inputs &in, const uint8_t *codes, int64_t tile, int64_t row,
+                      float *totals) {
+    constexpr int STEPS = 8 / PARTS;
+    alignas(64) int32_t whole[16 * TILE];
+    const int8_t *numbers = in.numbers.data() + row * in.size;
+    const float *steps = in.steps.data() + row * in.blocks, *sums = in.sums.data() + row * in.groups;
+    int64_t per_group = std::max<int64_t>(w.group / BLOCK, 1), at = tile * in.groups * 2 * TILE;
+    __m512 total[16];
+    for (int r = 0; r < 16; r++)
+        total[r] = _mm512_setzero_ps();
+    for (int64_t b = 0, g = 0; b < in.blocks; b += per_group)
+        for (int part = 0; part < PARTS; part++, g++, at += 2 * TILE) {
+            __m512 scale, offset;
+            load_scales(w, at, scale, offset);
+            if (per_group == 1) {
+                _tile_zero(0);
+                _tile_loadd(1, numbers + b * BLOCK + part * 4 * STEPS, in.size);
+                _tile_loadd(2, codes + b * BLOCK * TILE + part * STEPS * 64, 64);
+                _tile_dpbsud(0, 1, 2);
+                _tile_stored(0, whole, 64);
+                for (int r = 0; r < 16; r++) {
+                    __m512 step = _mm512_set1_ps(steps[r * in.blocks + b]);
+                    __m512 partial = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE)), step);
+                    total[r] = _mm512_fmadd_ps(partial, scale, total[r]);
+                    total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+                }
+                continue;
+            }
+            alignas(64) float partial[16 * TILE] = {};
+            for (int64_t c = b; c < b + per_group; c++) {
+                _tile_zero(0);
+                _tile_loadd(1, numbers + c * BLOCK, in.size);
+                _tile_loadd(2, codes + c * BLOCK * TILE, 64);
+                _tile_dpbsud(0, 1, 2);
+                _tile_stored(0, whole, 64);
+                for (int r = 0; r < 16; r++) {
+                    __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(whole + r * TILE));
+                    __m512 before = _mm512_load_ps(partial + r * TILE);
+                    _mm512_store_ps(partial + r * TILE, _mm512_fmadd_ps(sum, _mm512_set1_ps(steps[r * in.blocks + c]), before));
+                }
+            }
+            for (int r = 0; r < 16; r++) {
+                total[r] = _mm512_fmadd_ps(_mm512_load_ps(partial + r * TILE), scale, total[r]);
+                total[r] = _mm512_fmadd_ps(_mm512_set1_ps(sums[r * in.groups + g]), offset, total[r]);
+            }
+        }
+    for (int r = 0; r < 16; r++)
+        _mm512_storeu_ps(totals + r * TILE, total[r]);
+}
+
+// The codes of a tile with a byte for each.
+const uint8_t *bytes_of(const Weight &w, const Inputs &in, int64_t tile, std::vector<uint8_t> &scratch) {
+    constexpr int64_t BYTES = BLOCK * TILE;
+    if (w.bits == 8)
+        return w.codes + tile * in.blocks * BYTES;
+    scratch.resize(in.blocks * BYTES);
+    const __m512i low = _mm512_set1_epi8(15);
+    const uint8_t *from = w.codes + tile * in.blocks * BYTES / 2;
+    for (int64_t b = 0; b < in.blocks; b++)
+        for (int j = 0; j < 4; j++) {
+            __m512i pairs = _mm512_loadu_si512(from + b * BYTES / 2 + j * 64);
+            uint8_t *to = scratch.data() + b * BYTES + j * 64;
+            _mm512_storeu_si512(to, _mm512_and_si512(pairs, low));
+            _mm512_storeu_si512(to + BYTES / 2, _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low));
+        }
+    return scratch.data();
+}
+
+template <int BITS, int PARTS>
+FOR_AMX void amx(const Weight &w, const Inputs &in, int64_t tile, int64_t row, int count, float *totals) {
+    thread_local std::vector<uint8_t> scratch;
+    const uint8_t *codes = bytes_of(w, in, tile, scratch);
+    int r = 0;
+    {
+        TileRegisters registers(in.part);
+        for (; r + MIN_AMX_ROWS <= count; r += 16)
+            amx_rows<PARTS>(w, in, codes, tile, row + r, totals + r * TILE);
+    }
+    if (r < count)
+        vnni<BITS, PARTS>(w, in, tile, row + r, count - r, totals + r * TILE);
+}
+#endif
+
+using TileFunction = void (*)(const Weight &, const Inputs &, int64_t tile, int64_t row, int count, float *totals);
+
+template <template <int, int> class Choice> TileFunction chosen(const Weight &w) {
+    bool halved = w.group < BLOCK;
+    if (w.bits == 4)
+        return halved ? Choice<4, 2>::run : Choice<4, 1>::run;
+    return halved ? Choice<8, 2>::run : Choice<8, 1>::run;
+}
+
+#if X86
+template <int BITS, int PARTS> struct Avx2 {
+    static constexpr TileFunction run = avx2<BITS, PARTS>;
+};
+#endif
+#if defined(__AVX512F__)
+template <int BITS, int PARTS> struct Amx {
+    static constexpr TileFunction run = amx<BITS, PARTS>;
+};
+template <int BITS, int PARTS> struct Vnni {
+    static constexpr TileFunction run = vnni<BITS, PARTS>;
+};
+#endif
+
+TileFunction function_of(const Weight &w, int64_t rows) {
+#if defined(__AVX512F__)
+    if (w.path == AMX && rows >= MIN_AMX_ROWS)
+        return chosen<Amx>(w);
+    if (w.path >= AVX512_VNNI)
+        return chosen<Vnni>(w);
+#endif
+#if X86
+    if (w.path >= AVX2)
+        return chosen<Avx2>(w);
+#endif
+    return portable;
+}
+
+template <typename T>
+void multiply(T *out, const T *inputs, const T *bias, const Weight &w, int64_t rows, int threads) {
+    thread_local Inputs in;
+    TileFunction run = function_of(w, std::min(rows, PANEL));
+    int64_t tiles = (w.outputs + TILE - 1) / TILE;
+    for (int64_t first = 0; first < rows; first += PANEL) {
+        int64_t count = std::min(PANEL, rows - first);
+        in.resize(count, w);
+        Inputs &rounded = in;  // the caller's, not one of each thread
+#pragma omp parallel num_threads(threads) if (threads > 1 && count * w.inputs * w.outputs > SMALL)
+        {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < count; r++)
+                rounded.round(inputs + (first + r) * w.inputs, r);
+#pragma omp for schedule(static)
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                float totals[PANEL * TILE];
+                int64_t begin = tile * TILE, lanes = std::min(TILE, w.outputs - begin);
+                run(w, rounded, tile, 0, count, totals);
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t lane = 0; lane < lanes; lane++) {
+                        float total = totals[r * TILE + lane] + (bias ? number(bias[begin + lane]) : 0.0f);
+                        set(out[(first + r) * w.outputs + begin + lane], total);
+                    }
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// The best of Path that this processor and this library have. Asks the kernel for the use of AMX.
+extern "C" int quantized_matmul_path() {
+#if defined(__AVX512F__) && defined(__linux__)
+    bool has_amx = __builtin_cpu_supports("amx-int8") && __builtin_cpu_supports("amx-tile");
+    if (has_amx && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0)
+        return AMX;
+#endif
+#if defined(__AVX512F__)
+    if (__builtin_cpu_supports("avx512vnni"))
+        return AVX512_VNNI;
+#endif
+#if X86
+    return AVX2;
+#endif
+    return PORTABLE;
+}
+
+extern "C" void quantized_matmul_float32(float *out, const float *inputs, const float *bias, const Weight *weight,
+                                         int64_t rows, int threads) {
+    multiply(out, inputs, bias, *weight, rows, threads);
+}
+
+extern "C" void quantized_matmul_bfloat16(bf16 *out, const bf16 *inputs, const bf16 *bias, const Weight *weight,
+                                          int64_t rows, int threads) {
+    multiply(out, inputs, bias, *weight, rows, threads);
+}

@@ -1,0 +1,317 @@
+"""Read one linear layer's tensors in the layouts of AWQ, GPTQ, compressed-tensors and FP8.
+
+    weight = read_awq(LayerTensors("model.layers.0.mlp.up_proj", files), group_size=128)
+
+`I` inputs, `O` outputs, `G` groups of inputs. A word is an int32 of 8 codes of 4 bits or 4 of 8 bits, lowest bits
+first.
+
+    layout           tensors                                         zero point of a code
+    AWQ              qweight [I, O/8], qzeros [G, O/8],              qzeros
+                     scales [G, O]; AWQ_ORDER in every word
+    GPTQ             qweight [I/8, O], qzeros [G, O/8],              qzeros + 1, or qzeros (gptq_v2)
+                     scales [G, O], g_idx [I]
+    pack-quantized   weight_packed [O, I/8], weight_scale [O, G],    2 ** (bits - 1), or weight_zero_point
+                     weight_zero_point [O/8, G], weight_shape
+    int-quantized    weight [O, I] int8, weight_scale                the same for integers without a sign
+    FP8              weight [O, I] float8_e4m3fn, weight_scale       none
+
+    weight = scale * (code - zero point) = scale * code + offset
+
+Scale and offset are fp16 if the scale is and the offset is exact in it, else fp32. If scales are fp16 or bf16, the sum
+in fp32 has no rounding. If they are fp32, its error is at most 3 * 2 ** (bits - 24) * |scale|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Int32, UInt8
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from eagle_ray.core.errors import EngineError, one_line
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+from eagle_ray.storage.model_files import check_no_pointers, read_object
+
+INDEX = "model.safetensors.index.json"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word, lowest bits first
+DOWNLOAD = "Download the model again"
+Weight = QuantizedWeight | Fp8Weight | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorFiles:
+    """The tensors of a directory's safetensors files, each read when it is asked for. Use `open` to build it.
+
+    Attributes:
+        file_of: the file that holds a tensor, by its name.
+    """
+
+    directory: Path
+    file_of: dict[str, str]
+    opened: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path) -> SafetensorFiles:
+        """Read the names of tensors. Raises EngineError if the directory has no readable safetensors files."""
+        index = read_object(directory, INDEX)
+        if index:
+            weight_map = index.get("weight_map")
+            if not isinstance(weight_map, dict) or not all(_is_file_name(name) for name in weight_map.values()):
+                raise EngineError(f"{directory / INDEX}: weight_map must name files of the directory. {DOWNLOAD}")
+            return cls(directory, weight_map)
+        files = cls(directory, {})
+        for path in sorted(directory.glob("*.safetensors")):
+            files.file_of.update(dict.fromkeys(files.handle(path.name).keys(), path.name))
+        if not files.file_of:
+            raise EngineError(f"{directory}: holds no *.safetensors. Quantised weights are read from safetensors files")
+        return files
+
+    def handle(self, name: str) -> Any:
+        """Return an open file of the directory."""
+        if name not in self.opened:
+            path = self.directory / name
+            check_no_pointers([path])
+            try:
+                self.opened[name] = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise EngineError(f"{path}: cannot be read: {one_line(error)}. {DOWNLOAD}") from error
+        return self.opened[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor. Raises EngineError if there is none of this name."""
+        if name not in self.file_of:
+            raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
+        try:
+            return self.handle(self.file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise EngineError(f"tensor {name}: cannot be read: {one_line(error)}. {DOWNLOAD}") from error
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """The tensors of one linear layer.
+
+    Attributes:
+        name: of the layer, such as model.layers.0.mlp.up_proj.
+    """
+
+    name: str
+    files: SafetensorFiles
+
+    def has(self, suffix: str) -> bool:
+        """Return whether there is a tensor of this name below the layer's."""
+        return f"{self.name}.{suffix}" in self.files.file_of
+
+    def tensor(
+        self, suffix: str, dtypes: Sequence[torch.dtype] = (), shape: Sequence[int | None] | None = None
+    ) -> Tensor:
+        """Return a tensor of one of these dtypes and of this shape, in which None is any size. Raises EngineError."""
+        tensor = self.files.tensor(f"{self.name}.{suffix}")
+        if dtypes and tensor.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.fault(suffix, f"is {str(tensor.dtype).removeprefix('torch.')}, wanted {names}")
+        if shape is not None and not _fits(tensor.shape, shape):
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise self.fault(suffix, f"has shape {tuple(tensor.shape)}, wanted ({wanted})")
+        return tensor
+
+    def scale(self, suffix: str, shape: Sequence[int | None] | None = None) -> Float[Tensor, "..."]:
+        """Return a tensor of finite floating-point numbers. Raises EngineError."""
+        scale = self.tensor(suffix, FLOATS, shape)
+        if not scale.isfinite().all():
+            raise self.fault(suffix, "holds a number that is not finite")
+        return scale
+
+    def fault(self, suffix: str, message: str, remedy: str = DOWNLOAD) -> EngineError:
+        """Return the error of one of the tensors."""
+        return EngineError(f"tensor {self.name}.{suffix}: {message}. {remedy}")
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+WORDS = (torch.int32,)
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(size in (None, own) for own, size in zip(shape, wanted, strict=True))
+
+
+def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> QuantizedWeight:
+    """Return a weight of AutoAWQ's version "gemm". zero_point: whether qzeros must be there; without them it is 8."""
+    words = layer.tensor("qweight", WORDS, (None, None))
+    codes = _awq_codes(words).T.contiguous()
+    num_outputs, num_inputs = codes.shape
+    num_groups = _num_groups(layer, "qweight", num_inputs, group_size)
+    scale = layer.scale("scales", (num_groups, num_outputs))
+    zero = torch.full_like(scale, 8, dtype=torch.uint8)
+    if zero_point or layer.has("qzeros"):
+        zero = _awq_codes(layer.tensor("qzeros", WORDS, (num_groups, words.shape[1])))
+    return _grouped(codes, scale.T, zero.T, 4)
+
+
+def _awq_codes(words: Int32[Tensor, "R W"]) -> UInt8[Tensor, "R C"]:
+    inverse = torch.tensor(AWQ_ORDER).argsort()
+    return _codes(words, 4).unflatten(1, (-1, len(AWQ_ORDER)))[..., inverse].flatten(1)
+
+
+def read_gptq(layer: LayerTensors, bits: int, group_size: int, zero_shift: int, desc_act: bool) -> QuantizedWeight:
+    """Return a weight of AutoGPTQ or GPTQModel.
+
+    The zero point is the stored one plus zero_shift, which may be 2 ** bits, as in vLLM. If the inputs of a group are
+    apart, the codes are sorted by group, and the weight's order says which inputs they belong to.
+
+    Args:
+        desc_act: whether g_idx must be there; it is read if it is.
+        zero_shift: 1 for checkpoint_format gptq, 0 for gptq_v2.
+    """
+    words = layer.tensor("qweight", WORDS, (None, None))
+    codes = _codes(words.T, bits)
+    num_outputs, num_inputs = codes.shape
+    num_groups = _num_groups(layer, "qweight", num_inputs, group_size)
+    scale = layer.scale("scales", (num_groups, num_outputs))
+    zero_words = layer.tensor("qzeros", WORDS, (num_groups, -(-num_outputs * bits // 32)))
+    zero = _codes(zero_words, bits)[:, :num_outputs].int() + zero_shift
+    order = _input_order(layer, "g_idx", num_inputs, num_groups, desc_act)
+    return _grouped(codes, scale.T, zero.T, bits, order)
+
+
+def read_packed(layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool) -> QuantizedWeight:
+    """Return a weight of compressed-tensors' format pack-quantized.
+
+    Args:
+        group_size: -1 for all inputs.
+        actorder: whether weight_g_idx must be there; it is read if it is.
+    """
+    num_outputs, num_inputs = _stored_shape(layer)
+    words = layer.tensor("weight_packed", WORDS, (num_outputs, -(-num_inputs * bits // 32)))
+    codes = _codes(words, bits)[:, :num_inputs]
+    num_groups = _num_groups(layer, "weight_packed", num_inputs, group_size)
+    scale = _by_output(layer, "weight_scale", layer.scale("weight_scale"), num_outputs, num_groups)
+    zero = torch.full_like(scale, 1 << bits - 1)
+    if not symmetric:
+        packed = layer.tensor("weight_zero_point", WORDS, (-(-num_outputs * bits // 32), num_groups))
+        zero = _codes(packed.T, bits)[:, :num_outputs].T
+    order = _input_order(layer, "weight_g_idx", num_inputs, num_groups, actorder)
+    return _grouped(codes, scale, zero, bits, order)
+
+
+def _stored_shape(layer: LayerTensors) -> tuple[int, int]:
+    shape = layer.tensor("weight_shape", (torch.int32, torch.int64), (2,)).tolist()
+    if min(shape) < 1:
+        raise layer.fault("weight_shape", f"is {shape}, wanted two positive sizes")
+    return shape[0], shape[1]
+
+
+def read_integers(layer: LayerTensors, bits: int, group_size: int, symmetric: bool, actorder: bool) -> QuantizedWeight:
+    """Return a weight of compressed-tensors' format int-quantized, whose codes have a sign and a byte each.
+
+    Arguments are those of read_packed.
+    """
+    values = layer.tensor("weight", (torch.int8,), (None, None))
+    num_outputs, num_inputs = values.shape
+    half = 1 << bits - 1
+    if int(values.min()) < -half or int(values.max()) >= half:
+        raise layer.fault("weight", f"holds integers that do not fit into {bits} bits")
+    num_groups = _num_groups(layer, "weight", num_inputs, group_size)
+    scale = _by_output(layer, "weight_scale", layer.scale("weight_scale"), num_outputs, num_groups)
+    zero = torch.full_like(scale, half)
+    if not symmetric:
+        own = layer.tensor("weight_zero_point", (torch.int8, torch.int32, torch.int64, *FLOATS))
+        zero = _by_output(layer, "weight_zero_point", own.float(), num_outputs, num_groups) + half
+    order = _input_order(layer, "weight_g_idx", num_inputs, num_groups, actorder)
+    return _grouped((values.short() + half).to(torch.uint8), scale, zero, bits, order)
+
+
+def _by_output(
+    layer: LayerTensors, suffix: str, values: Tensor, num_outputs: int, num_groups: int
+) -> Float[Tensor, "O G"]:
+    """Return values of each output and group from those, or from one of each output, or from one of all."""
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(num_outputs, num_groups)
+    if values.ndim == 1:
+        values = values[:, None]
+    if values.shape != (num_outputs, num_groups):
+        raise layer.fault(suffix, f"has shape {tuple(values.shape)}, wanted ({num_outputs}, {num_groups})")
+    return values
+
+
+def read_fp8(layer: LayerTensors) -> Fp8Weight:
+    """Return a weight of 8-bit floats with a scale of each output, or one of all."""
+    values = layer.tensor("weight", (torch.float8_e4m3fn,), (None, None))
+    scale = layer.scale("weight_scale").float()
+    if scale.numel() == 1:
+        return Fp8Weight(values, scale.reshape(1, 1))
+    return Fp8Weight(values, _by_output(layer, "weight_scale", scale, len(values), 1))
+
+
+def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) -> Float[Tensor, "O I"]:
+    """Return a weight of 8-bit floats with a scale of each block, dequantised to fp32.
+
+    Args:
+        suffix: the name of the scales below the layer's.
+        block: outputs and inputs that share a scale; the last blocks may be smaller.
+    """
+    values = layer.tensor("weight", (torch.float8_e4m3fn,), (None, None))
+    shape = [-(-size // step) for size, step in zip(values.shape, block, strict=True)]
+    scale = layer.scale(suffix, shape).float()
+    scale = scale.repeat_interleave(block[0], 0)[: values.shape[0]]
+    scale = scale.repeat_interleave(block[1], 1)[:, : values.shape[1]]
+    return values.float() * scale
+
+
+def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:
+    """Return the codes of each row of words, lowest bits first."""
+    octets = words.flatten().view(torch.uint8).unflatten(0, (len(words), -1))
+    return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(1)
+
+
+def _num_groups(layer: LayerTensors, suffix: str, num_inputs: int, group_size: int) -> int:
+    size = num_inputs if group_size == -1 else group_size
+    if num_inputs % size:
+        raise layer.fault(suffix, f"has {num_inputs} inputs, which groups of {size} do not divide", OTHER_GROUPS)
+    return num_inputs // size
+
+
+OTHER_GROUPS = "Use a checkpoint with another group_size"
+
+
+def _input_order(
+    layer: LayerTensors, suffix: str, num_inputs: int, num_groups: int, required: bool
+) -> Int[Tensor, " I"] | None:
+    """Return the inputs by their groups; None if groups are in the order of the inputs or not used.
+
+    required: whether the tensor must be there.
+    """
+    if not (required or layer.has(suffix)):
+        return None
+    groups = layer.tensor(suffix, (torch.int32, torch.int64), (num_inputs,)).long()
+    expected = torch.arange(num_groups).repeat_interleave(num_inputs // num_groups)
+    if torch.equal(groups, expected) or (groups == -1).all():
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], expected):
+        raise layer.fault(suffix, f"must put {num_inputs // num_groups} inputs into each of {num_groups} groups")
+    return order
+
+
+def _grouped(
+    codes: UInt8[Tensor, "O I"],
+    scale: Float[Tensor, "O G"],
+    zero: Tensor,
+    bits: int,
+    order: Int[Tensor, " I"] | None = None,
+) -> QuantizedWeight:
+    """Return scale * (codes - zero), with codes in the given order of the inputs."""
+    codes = codes.contiguous() if order is None else codes[:, order]
+    offset = -(zero.float() * scale.float())
+    half = offset.half()
+    dtype = torch.float16 if scale.dtype is torch.float16 and torch.equal(half.float(), offset) else torch.float32
+    return QuantizedWeight(codes, scale.to(dtype).contiguous(), offset.to(dtype).contiguous(), bits, order)

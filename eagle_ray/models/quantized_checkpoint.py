@@ -1,0 +1,342 @@
+"""Quantised checkpoints: which weights load without being dequantised, and how a loader reads them.
+
+    if reads(quantization):                                       # quantization_config of config.json
+        checkpoint = QuantizedCheckpoint.open(directory, quantization)
+        checkpoint.projection("model.layers.0.mlp.up_proj")       # QuantizedWeight, Fp8Weight, or a dense Tensor
+        checkpoint.tensor("model.norm.weight")                    # biases, norms, the embedding
+
+    GGUFCheckpoint(GGUFFile.open(path), config)                   # the same of a GGUF file, by transformers' names
+
+    checkpoint                         weights that load                                    as
+    GGUF                               Q4_0, Q4_1, Q4_K                                     4 bits in groups
+                                       Q5_0, Q5_1, Q5_K, Q6_K, Q8_0                         8 bits in groups
+    awq                                version gemm, 4 bits                                 4 bits in groups
+    gptq                               gptq and gptq_v2, 4 and 8 bits, desc_act too         4 or 8 bits in groups
+    compressed-tensors                 pack-quantized (W4A16, W8A16)                        4 or 8 bits in groups
+                                       int-quantized (W8A8)                                 8 bits in groups
+                                       float-quantized (FP8) by output or whole             FP8
+                                       float-quantized (FP8) in blocks                      dense
+    fp8                                one scale for a weight                               FP8
+                                       weight_block_size                                    dense
+
+Only weights decide what is loaded. Activations are rounded by the layer that runs a weight, on a CPU in blocks of a
+row, even if the checkpoint was made for activations with one scale for each token. Static activation scales
+(input_scale) are ignored and named in the log: scales of each row fit it at least as closely, and vLLM's users expect
+such a checkpoint to run. Scales of a quantised KV cache are ignored too: the cache has the run's own dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.gguf.llama_checkpoint import LM_HEAD, GGUFError, GGUFFile, check_names, row_order, tensor_names
+from eagle_ray.models.packed_layouts import (
+    LayerTensors,
+    SafetensorFiles,
+    Weight,
+    read_awq,
+    read_fp8,
+    read_fp8_blocks,
+    read_gptq,
+    read_integers,
+    read_packed,
+)
+from eagle_ray.models.quantized_linear import QuantizedWeight
+
+log = logging.getLogger("eagle_ray")
+
+KEY = "quantization_config"
+MARKERS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # tensors of a quantised layer
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GPTQ_ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
+LINEAR, PATTERN = "Linear", "re:"  # what config_groups say in place of a name: a class, or the prefix of a pattern
+LayerReader = Callable[[LayerTensors], Weight]
+ReaderOf = Callable[[str], LayerReader | None]  # by a layer's name; None if it is dense
+
+
+def reads(quantization: dict[str, Any]) -> bool:
+    """Return whether checkpoints of this quant_method are read here. Others are transformers'.
+
+    quantization: the content of quantization_config.
+    """
+    return quantization.get("quant_method") in METHODS
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCheckpoint:
+    """A directory of safetensors files with quantised layers. Use `open` to build it."""
+
+    files: SafetensorFiles
+    reader_of: ReaderOf
+
+    @classmethod
+    def open(cls, path: Path, quantization: dict[str, Any]) -> QuantizedCheckpoint:
+        """Check the quantization_config and read the names of tensors. Raises EngineError naming a key or a file."""
+        method = _choice(quantization, "quant_method", METHODS)
+        files = SafetensorFiles.open(path)
+        reader_of = METHODS[method](quantization)
+        if any(name.endswith(".input_scale") for name in files.file_of):
+            log.info("%s: static activation scales are ignored; each row has scales of its own", path)
+        return cls(files, reader_of)
+
+    def names(self) -> list[str]:
+        """Return the layers with a quantised weight."""
+        layers = {name.rpartition(".") for name in self.files.file_of}
+        return sorted({layer for layer, _, suffix in layers if suffix in MARKERS})
+
+    def projection(self, name: str) -> Weight:
+        """Return the weight of a linear layer such as model.layers.0.mlp.up_proj; a dense one has its own dtype.
+
+        Raises EngineError naming the tensor that is missing, of a wrong shape, or broken.
+        """
+        layer = LayerTensors(name, self.files)
+        reader = self.reader_of(name)
+        if reader is not None and not (layer.has("weight") and not _is_quantized(layer)):
+            return reader(layer)
+        if _is_quantized(layer):
+            raise layer.fault("weight", "is quantised, but no config group targets it", f"Mend {KEY}.config_groups")
+        return layer.tensor("weight", FLOAT_DTYPES)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor as it is stored. Raises EngineError if there is none of this name."""
+        return self.files.tensor(name)
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of all stored tensors."""
+        return set(self.files.file_of)
+
+
+def _is_quantized(layer: LayerTensors) -> bool:
+    return any(layer.has(marker) for marker in MARKERS)
+
+
+def _fault(key: str, message: str, remedy: str) -> EngineError:
+    return EngineError(f"{KEY}.{key}: {message}. {remedy}")
+
+
+def _choice(settings: dict[str, Any], key: str, choices: Any, default: Any = None, prefix: str = "") -> Any:
+    """Return a setting that is one of some values. Raises EngineError. prefix: of the key in messages."""
+    value = settings.get(key, default)
+    value = value.lower() if isinstance(value, str) else value
+    if value not in choices:
+        allowed = ", ".join(map(str, choices))
+        raise _fault(prefix + key, f"is {value!r}, which is not read", f"Use a checkpoint with one of: {allowed}")
+    return value
+
+
+def _group_size(settings: dict[str, Any], key: str, prefix: str = "") -> int:
+    """Return a number of inputs, or -1 for all."""
+    size = settings.get(key, -1)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise _fault(prefix + key, f"must be a positive integer or -1, got {size!r}", "Mend config.json")
+    return size
+
+
+def _awq(quantization: dict[str, Any]) -> ReaderOf:
+    _choice(quantization, "version", ["gemm"], "gemm")
+    _choice(quantization, _first_key(quantization, "bits", "w_bit"), [4])
+    group_size = _group_size(quantization, _first_key(quantization, "group_size", "q_group_size"))
+    zero_point = _choice(quantization, "zero_point", [True, False], True)
+    reader = partial(read_awq, group_size=group_size, zero_point=zero_point)
+    return lambda name: reader
+
+
+def _first_key(settings: dict[str, Any], *keys: str) -> str:
+    """Return the first key that is set, or else the first."""
+    return next((key for key in keys if key in settings), keys[0])
+
+
+def _gptq(quantization: dict[str, Any]) -> ReaderOf:
+    bits = _choice(quantization, "bits", [4, 8])
+    layout = _choice(quantization, "checkpoint_format", GPTQ_ZERO_SHIFTS, "gptq")
+    group_size = _group_size(quantization, "group_size")
+    desc_act = _choice(quantization, "desc_act", [True, False], False)
+    zero_shift = GPTQ_ZERO_SHIFTS[layout]
+    reader = partial(read_gptq, bits=bits, group_size=group_size, zero_shift=zero_shift, desc_act=desc_act)
+    return lambda name: reader
+
+
+def _fp8(quantization: dict[str, Any]) -> ReaderOf:
+    if quantization.get("weight_block_size") is None:
+        return lambda name: read_fp8
+    block = _block(quantization, "weight_block_size")
+    _log_dense()
+    return lambda name: partial(read_fp8_blocks, suffix="weight_scale_inv", block=block)
+
+
+def _block(settings: dict[str, Any], key: str, prefix: str = "") -> tuple[int, int]:
+    block = settings.get(key)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise _fault(prefix + key, f"must be two positive integers, got {block!r}", "Mend config.json")
+    return block[0], block[1]
+
+
+def _log_dense() -> None:
+    log.info("FP8 weights with a scale for each block are dequantised: they take the memory of bf16")
+
+
+def _compressed_tensors(quantization: dict[str, Any]) -> ReaderOf:
+    """Return readers by the first group of config_groups that targets a layer which is not in the ignore list.
+
+    A name matches an entry that equals it, that is its class (Linear), or that is `re:` and a pattern of its beginning.
+    """
+    _choice(quantization, "quantization_status", ["compressed"], "compressed")
+    for key, inner in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+        if (quantization.get(key) or {}).get(inner) not in (None, "dense", {}):
+            raise _fault(key, "is set, which is not read", "Use a checkpoint without it")
+    if quantization.get("kv_cache_scheme") is not None:
+        log.info("%s.kv_cache_scheme is ignored: the KV cache has the run's own dtype", KEY)
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _fault("config_groups", f"must be a JSON object of groups, got {groups!r}", "Mend config.json")
+    is_ignored = _matcher(quantization.get("ignore") or [], "ignore")
+    readers = [_group_reader(quantization, key, group) for key, group in groups.items()]
+
+    def reader_of(name: str) -> LayerReader | None:
+        if is_ignored(name):
+            return None
+        return next((reader for is_targeted, reader in readers if is_targeted(name)), None)
+
+    return reader_of
+
+
+def _matcher(entries: object, key: str) -> Callable[[str], bool]:
+    """Return whether one of the entries matches the name of a linear layer."""
+    if not (isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)):
+        raise _fault(key, f"must be a list of names, got {entries!r}", "Mend config.json")
+    names = {entry for entry in entries if not entry.startswith(PATTERN)}
+    try:
+        patterns = [re.compile(entry.removeprefix(PATTERN)) for entry in entries if entry.startswith(PATTERN)]
+    except re.error as error:
+        raise _fault(key, f"holds an invalid pattern: {error}", "Mend config.json") from error
+    return lambda name: not names.isdisjoint((name, LINEAR)) or any(pattern.match(name) for pattern in patterns)
+
+
+def _group_reader(quantization: dict[str, Any], key: str, group: object) -> tuple[Callable[[str], bool], LayerReader]:
+    """Return what says whether a group of config_groups targets a layer, and what reads the layer."""
+    if not isinstance(group, dict):
+        raise _fault(f"config_groups.{key}", f"must be a JSON object, got {group!r}", "Mend config.json")
+    prefix = f"config_groups.{key}."
+    is_targeted = _matcher(group.get("targets"), f"{prefix}targets")
+    own = group.get("format")
+    layout = _choice(group if own else quantization, "format", CT_FORMATS, prefix=prefix if own else "")
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise _fault(f"{prefix}weights", f"must be a JSON object, got {weights!r}", "Use a checkpoint with weights")
+    prefix += "weights."
+    if layout == "float-quantized" or (layout == "naive-quantized" and weights.get("type") == "float"):
+        return is_targeted, _float_reader(weights, prefix)
+    read = read_packed if layout == "pack-quantized" else read_integers
+    return is_targeted, _integer_reader(weights, prefix, read)
+
+
+GROUPED_ACTORDERS = ("group", "dynamic", True)  # whose groups hold inputs that are apart
+ACTORDERS = (None, False, "weight", "static", *GROUPED_ACTORDERS)
+CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def _float_reader(weights: dict[str, Any], prefix: str) -> LayerReader:
+    _choice(weights, "type", ["float"], prefix=prefix)
+    _choice(weights, "num_bits", [8], prefix=prefix)
+    strategy = _choice(weights, "strategy", ["channel", "tensor", "block"], prefix=prefix)
+    if strategy != "block":
+        return read_fp8
+    _log_dense()
+    return partial(read_fp8_blocks, suffix="weight_scale", block=_block(weights, "block_structure", prefix))
+
+
+def _integer_reader(weights: dict[str, Any], prefix: str, read: Callable[..., QuantizedWeight]) -> LayerReader:
+    _choice(weights, "type", ["int"], "int", prefix=prefix)
+    bits = _choice(weights, "num_bits", [4, 8], prefix=prefix)
+    strategy = _choice(weights, "strategy", ["channel", "group", "tensor"], prefix=prefix)
+    symmetric = _choice(weights, "symmetric", [True, False], True, prefix=prefix)
+    group_size = _group_size(weights, "group_size", prefix) if strategy == "group" else -1
+    actorder = _choice(weights, "actorder", ACTORDERS, prefix=prefix)
+    options = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
+    return partial(read, **options, actorder=actorder in GROUPED_ACTORDERS)
+
+
+METHODS: dict[str, Callable[[dict[str, Any]], ReaderOf]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+}
+
+
+class GGUFCheckpoint:
+    """The tensors of a GGUF file by transformers' names, with rows in transformers' order.
+
+    A tied lm_head has the embedding's tensor. Raises GGUFError if the file's tensors are not those of the config.
+
+    Args:
+        config: the content of config.json; `llama_config` makes it of the file's own metadata.
+    """
+
+    def __init__(self, file: GGUFFile, config: dict[str, Any]):
+        check_names(file, config)
+        self.file, self.config = file, config
+        self.sources = {name: source for source, name in tensor_names(config)}
+        if config["tie_word_embeddings"]:
+            own = LM_HEAD in file.tensors
+            self.sources["lm_head.weight"] = LM_HEAD if own else self.sources["model.embed_tokens.weight"]
+
+    def names(self) -> list[str]:
+        """Return the layers with a quantised weight, the embedding among them."""
+        quantized = [name for name, source in self.sources.items() if not self.file.is_dense(source)]
+        return sorted(name.removesuffix(".weight") for name in quantized)
+
+    def projection(self, name: str) -> QuantizedWeight | Tensor:
+        """Return the weight of a layer such as model.layers.0.mlp.up_proj, or model.embed_tokens; a dense one in fp32.
+
+        Raises GGUFError naming a tensor of a type that is not read, or with broken blocks.
+        """
+        source = self._source(f"{name}.weight")
+        if self.file.is_dense(source):
+            return self.tensor(f"{name}.weight")
+        blocks = self.file.blocks(source)
+        arrays = (torch.from_numpy(array) for array in (blocks.codes, blocks.scale, blocks.offset))
+        weight = QuantizedWeight(*arrays, blocks.bits)
+        order = row_order(source, len(blocks.codes), self.config)
+        return weight if order is None else weight.rows(torch.from_numpy(order))
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor in fp32, dequantised if it is quantised. Raises GGUFError."""
+        source = self._source(name)
+        values = self.file.tensor(source)
+        order = row_order(source, len(values), self.config)
+        return torch.from_numpy(np.array(values) if order is None else values[order])
+
+    def tensor_names(self) -> set[str]:
+        """Return the names of all tensors."""
+        return set(self.sources)
+
+    def _source(self, name: str) -> str:
+        if name not in self.sources:
+            raise GGUFError(f"tensor {name}: the file has none that stands for it. Use another model")
+        return self.sources[name]
+
+
+def quantized_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, QuantizedWeight | Tensor]:
+    """Return all tensors of a GGUF file by transformers' names. GGUFCheckpoint reads one at a time.
+
+    config: the content of config.json.
+    """
+    checkpoint = GGUFCheckpoint(file, config)
+    layers = set(checkpoint.names())
+    tensors: dict[str, QuantizedWeight | Tensor] = {}
+    for name in sorted(checkpoint.tensor_names()):
+        layer = name.removesuffix(".weight")
+        tensors[name] = checkpoint.projection(layer) if layer in layers else checkpoint.tensor(name)
+    return tensors

@@ -1,0 +1,139 @@
+"""Build a causal LM whose projections stay as its checkpoint quantises them.
+
+    checkpoint = quantized_checkpoint(path, config)         # None for plain weights, and for other libraries' formats
+    model = build_model(config, checkpoint, torch.bfloat16, "cpu")
+
+The module tree is transformers', so that every part of this engine finds what it knows. Each quantised nn.Linear in it is
+replaced by a layer that computes with the stored codes. Weights are read one at a time: the host never holds a dense copy.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
+from eagle_ray.models.quantized_linear import BLOCK, Fp8Weight, QuantizedLinear, QuantizedWeight
+from eagle_ray.storage.model_files import gguf_in
+
+Weight = QuantizedWeight | Fp8Weight | Tensor
+
+
+class Checkpoint(Protocol):
+    """What a model is built from. Names are transformers'."""
+
+    def tensor_names(self) -> set[str]: ...
+
+    def names(self) -> list[str]:
+        """Return the layers with a quantised weight."""
+        ...
+
+    def projection(self, name: str) -> Weight: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def quantized_checkpoint(path: Path, config: PretrainedConfig) -> Checkpoint | None:
+    """Return the checkpoint in a directory if this engine reads its quantised weights itself. Raises EngineError."""
+    file = gguf_in(path)
+    if file is not None:
+        return GGUFCheckpoint(GGUFFile.open(file), config.to_dict())
+    quantization = quantization_of(config)
+    return QuantizedCheckpoint.open(path, quantization) if quantization is not None and reads(quantization) else None
+
+
+def quantization_of(config: PretrainedConfig) -> dict[str, object] | None:
+    """Return the checkpoint's quantization_config, or None."""
+    quantization = getattr(config, "quantization_config", None)
+    return quantization if quantization is None or isinstance(quantization, dict) else quantization.to_dict()
+
+
+def build_model(
+    config: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: str, dequantize: bool = False
+) -> PreTrainedModel:
+    """Return a frozen model on the device. Raises EngineError naming a tensor that is missing or of a wrong shape.
+
+    Args:
+        dtype: of everything that is not quantised, and of activations.
+        dequantize: whether all layers become dense ones.
+    """
+    model = _empty_model(config, dtype)
+    quantized = set(checkpoint.names())
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name in quantized:
+            weight = checkpoint.projection(name)
+            _check_shape(name, weight, module)
+            bias = checkpoint.tensor(f"{name}.bias").to(device, dtype) if module.bias is not None else None
+            model.set_submodule(name, _layer(weight, bias, dtype, device, dequantize))
+    _fill(model, checkpoint, dtype, device)
+    return model.eval().requires_grad_(False)
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model without memory for its parameters."""
+    plain = deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    with torch.device("meta"):
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(plain, dtype=dtype))
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+            if not name.endswith("rotary_emb"):
+                raise EngineError(f"{type(model).__name__}: a quantised checkpoint of this family is not read here")
+            model.set_submodule(name, type(module)(config=plain))
+    return model
+
+
+def _layer(
+    weight: Weight, bias: Tensor | None, dtype: torch.dtype, device: str, dequantize: bool
+) -> QuantizedLinear | nn.Linear:
+    """Return what computes with the weight on this device; a dense layer where nothing else does."""
+    if device == "cpu" and isinstance(weight, QuantizedWeight) and not dequantize and _fits_kernel(weight):
+        return QuantizedLinear(weight, bias, dtype)
+    dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+    with torch.device("meta"):
+        layer = nn.Linear(dense.shape[1], dense.shape[0], bias is not None)
+    layer.weight = nn.Parameter(dense.to(device, dtype), requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+def _fits_kernel(weight: QuantizedWeight) -> bool:
+    return weight.codes.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
+
+
+def _check_shape(name: str, weight: Weight, module: nn.Linear) -> None:
+    expected = (module.out_features, module.in_features)
+    if tuple(weight.shape) != expected:
+        raise EngineError(f"the target's {name}.weight is {tuple(weight.shape)}, and its config wants {expected}")
+
+
+def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    """Read every parameter that has no memory yet; tied ones are the embedding's."""
+    stored = checkpoint.tensor_names()
+    missing = []
+    for name, parameter in list(model.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        if name not in stored:
+            missing.append(name)
+            continue
+        value = checkpoint.tensor(name)
+        if value.shape != parameter.shape:
+            raise EngineError(f"the target's {name} is {tuple(value.shape)}, and its config wants {tuple(parameter.shape)}")
+        owner, _, attribute = name.rpartition(".")
+        own = nn.Parameter(value.to(device, dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), attribute, own)
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
+    if model.config.tie_word_embeddings and not isinstance(model.get_output_embeddings(), QuantizedLinear):
+        model.tie_weights()
+    missing = [name for name in missing if model.get_parameter(name).is_meta]
+    if missing:
+        raise EngineError(f"the target is not whole: missing {', '.join(missing)}")

@@ -1,0 +1,356 @@
+"""Quantised weights of checkpoints, against the values of slow readers."""
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.gguf.llama_checkpoint import GGUFError, GGUFFile, llama_config, write_checkpoint
+from eagle_ray.models.loader import load_causal_lm
+from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, quantized_tensors, reads
+from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedWeight
+from tests.support.gguf import F32, toy_metadata, toy_tensors, write_gguf
+from tests.support.quantised_files import (
+    PackedLayer,
+    awq_layer,
+    fp8_layer,
+    gptq_layer,
+    integer_layer,
+    packed_layer,
+    write_layers,
+)
+
+LAYER = "model.layers.0.self_attn.q_proj"
+AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+IN_ORDER = [i // 32 for i in range(96)]
+MIXED = torch.randperm(96, generator=torch.Generator().manual_seed(0)).div(32, rounding_mode="floor").tolist()
+
+
+def compressed(layout: str, ignore: Sequence[str] = (), targets: Sequence[str] = ("Linear",), **weights: Any) -> dict:
+    group = {"targets": list(targets), "weights": weights, "input_activations": None}
+    method = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return method | {"format": layout, "ignore": list(ignore), "config_groups": {"group_0": group}}
+
+
+def packed(bits: int = 4, symmetric: bool = True, **options: Any) -> dict:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 32}
+    return compressed("pack-quantized", **(weights | options))
+
+
+def channels(bits: int = 8, kind: str = "int", **options: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel"} | options
+
+
+def opened(directory, layer: PackedLayer | dict, quantization: dict, num_files: int = 1) -> QuantizedCheckpoint:
+    write_layers(directory, {LAYER: layer.tensors if isinstance(layer, PackedLayer) else layer}, num_files)
+    return QuantizedCheckpoint.open(directory, quantization)
+
+
+def weight(order: torch.Tensor | None = None) -> QuantizedWeight:
+    codes = torch.arange(24, dtype=torch.uint8).reshape(3, 8) % 16
+    scale = torch.tensor([[1.0, 100.0]]).repeat(3, 1)
+    return QuantizedWeight(codes, scale, torch.zeros(3, 2), 4, order)
+
+
+def test_an_order_says_which_input_each_code_belongs_to():
+    order = torch.tensor([3, 1, 0, 2, 7, 6, 5, 4])
+    inputs = torch.arange(8.0)
+    found = weight(order)
+    torch.testing.assert_close(found.dequantize() @ inputs, weight().dequantize() @ inputs[order])
+    assert torch.equal(found.rows(torch.tensor([2, 0])).dequantize(), found.dequantize()[[2, 0]])
+    assert torch.equal(QuantizedWeight.cat([found, found]).dequantize(), torch.cat([found.dequantize()] * 2))
+
+
+def test_weights_of_different_orders_are_not_joined():
+    with pytest.raises(ValueError, match="different orders"):
+        QuantizedWeight.cat([weight(), weight(torch.arange(8))])
+
+
+def test_an_fp8_weight_is_scaled_by_output_or_as_a_whole():
+    values = torch.tensor([[1.0, -2.0], [0.5, 448.0]]).to(torch.float8_e4m3fn)
+    assert Fp8Weight(values, torch.tensor([[2.0], [4.0]])).dequantize().tolist() == [[2.0, -4.0], [2.0, 1792.0]]
+    assert Fp8Weight(values, torch.tensor([[2.0]])).dequantize().tolist() == [[2.0, -4.0], [1.0, 896.0]]
+
+
+GROUPED = {
+    "awq": (lambda: awq_layer(16, 96, 32), AWQ),
+    "awq of 64": (lambda: awq_layer(8, 128, 64), {"quant_method": "awq", "w_bit": 4, "q_group_size": 64}),
+    "awq symmetric": (lambda: awq_layer(8, 64, 32, zero_point=False), AWQ | {"zero_point": False}),
+    "gptq": (lambda: gptq_layer(4, 16, IN_ORDER, 1), GPTQ | {"checkpoint_format": "gptq", "desc_act": False}),
+    "gptq of 8 bits": (lambda: gptq_layer(8, 12, IN_ORDER, 1), GPTQ | {"bits": 8}),
+    "gptq of all inputs": (lambda: gptq_layer(4, 8, [0] * 64, 1), GPTQ | {"group_size": -1}),
+    "gptq with desc_act": (lambda: gptq_layer(4, 16, MIXED, 1), GPTQ),
+    "gptq_v2": (lambda: gptq_layer(4, 16, IN_ORDER, 0), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "W4A16": (lambda: packed_layer(4, 10, IN_ORDER, True), packed()),
+    "W4A16 in fp16": (lambda: packed_layer(4, 10, IN_ORDER, True, torch.float16), packed()),
+    "W4A16 asymmetric": (lambda: packed_layer(4, 10, IN_ORDER, False), packed(symmetric=False)),
+    "W4A16 with actorder": (lambda: packed_layer(4, 8, MIXED, False), packed(symmetric=False, actorder="group")),
+    "W8A16": (lambda: packed_layer(8, 6, IN_ORDER, True), packed(8)),
+    "W8A16 by output": (lambda: packed_layer(8, 6, [0] * 50, True), compressed("pack-quantized", **channels())),
+    "W8A8": (lambda: integer_layer(6, 40, True), compressed("int-quantized", **channels())),
+    "W8A8 asymmetric": (lambda: integer_layer(6, 40, False), compressed("int-quantized", **channels(symmetric=False))),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_groups_have_the_values_of_a_slow_reader(tmp_path, kind):
+    make, quantization = GROUPED[kind]
+    layer = make()
+    checkpoint = opened(tmp_path, layer, quantization)
+    assert reads(quantization) and checkpoint.names() == [LAYER]
+    found = checkpoint.projection(LAYER)
+    assert found.codes.shape == layer.weight.shape and int(found.codes.max()) < 2**found.bits
+    assert torch.equal(found.dequantize(), layer.weight)
+    assert (found.order is not None) == (kind.endswith("desc_act") or kind.endswith("actorder"))
+
+
+def test_scales_stay_in_fp16_where_offsets_are_exact(tmp_path):
+    found = opened(tmp_path, packed_layer(4, 10, IN_ORDER, True, torch.float16), packed()).projection(LAYER)
+    assert found.scale.dtype is found.offset.dtype is torch.float16
+
+
+def test_a_scale_in_fp32_is_within_the_bound_that_is_said(tmp_path):
+    layer = packed_layer(8, 6, IN_ORDER, False, torch.float32)
+    layer.tensors["weight_scale"] *= 1 / 3
+    found = opened(tmp_path, layer, packed(8, False)).projection(LAYER)
+    scale = found.scale.double()
+    zero = (found.offset.double() / -scale).round()
+    scale, zero = (part.repeat_interleave(32, 1) for part in (scale, zero))
+    exact = (found.codes.double() - zero) * scale
+    assert ((found.dequantize().double() - exact).abs() <= 3 * 2.0**-16 * scale).all()
+
+
+WHOLE = channels(kind="float", strategy="tensor")
+FP8 = {
+    "by output": ((8, 40), torch.rand(8, 1), (1, 40), compressed("float-quantized", **channels(kind="float"))),
+    "whole": (
+        (8, 40),
+        torch.rand(1),
+        (8, 40),
+        compressed("naive-quantized", **WHOLE),
+    ),
+    "whole, of AutoFP8": ((8, 40), torch.rand(1), (8, 40), {"quant_method": "fp8", "activation_scheme": "static"}),
+}
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_has_its_values_and_static_scales_are_ignored(tmp_path, kind, caplog):
+    shape, scale, block, quantization = FP8[kind]
+    layer = fp8_layer(*shape, scale, block, "weight_scale")
+    with caplog.at_level(logging.INFO, "eagle_ray"):
+        found = opened(tmp_path, layer.tensors | {"input_scale": torch.ones(1)}, quantization).projection(LAYER)
+    assert isinstance(found, Fp8Weight) and torch.equal(found.dequantize(), layer.weight)
+    assert "static activation scales are ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("suffix", "quantization"),
+    [
+        ("weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [16, 32]}),
+        (
+            "weight_scale",
+            compressed("float-quantized", **channels(kind="float", strategy="block", block_structure=[16, 32])),
+        ),
+    ],
+)
+def test_fp8_in_blocks_is_dequantised_and_said(tmp_path, suffix, quantization, caplog):
+    layer = fp8_layer(40, 80, torch.rand(3, 3), (16, 32), suffix)
+    with caplog.at_level(logging.INFO, "eagle_ray"):
+        found = opened(tmp_path, layer, quantization).projection(LAYER)
+    assert torch.equal(found, layer.weight)
+    assert "they take the memory of bf16" in caplog.text
+
+
+def test_files_with_an_index_and_dense_tensors(tmp_path):
+    layer = awq_layer(16, 96, 32)
+    dense = torch.randn(4, 8).half()
+    write_layers(tmp_path, {LAYER: layer.tensors, "lm_head": {"weight": dense, "bias": dense[0]}}, num_files=3)
+    checkpoint = QuantizedCheckpoint.open(tmp_path, AWQ)
+    assert torch.equal(checkpoint.projection(LAYER).dequantize(), layer.weight)
+    assert torch.equal(checkpoint.projection("lm_head"), dense)
+    assert torch.equal(checkpoint.tensor("lm_head.bias"), dense[0])
+    assert checkpoint.names() == [LAYER] and "lm_head.bias" in checkpoint.tensor_names()
+
+
+@pytest.mark.parametrize("entry", [LAYER, "re:.*self_attn.*", "Linear"])
+def test_ignore_lists_and_targets_are_read(tmp_path, entry):
+    dense = torch.randn(4, 8).half()
+    assert torch.equal(opened(tmp_path, {"weight": dense}, packed(ignore=[entry])).projection(LAYER), dense)
+    layer = packed_layer(4, 10, IN_ORDER, True)
+    targeted = opened(tmp_path, layer, packed(targets=[entry])).projection(LAYER)
+    assert torch.equal(targeted.dequantize(), layer.weight)
+    with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but no config group targets it"):
+        opened(tmp_path, layer, packed(targets=["re:.*mlp.*"])).projection(LAYER)
+
+
+def test_a_group_has_a_format_of_its_own(tmp_path):
+    layer = integer_layer(6, 40, True)
+    quantization = packed(targets=["re:.*mlp.*"]) | {"format": "mixed-precision"}
+    quantization["config_groups"]["group_0"]["format"] = "pack-quantized"
+    quantization["config_groups"]["b"] = {"targets": ["Linear"], "format": "int-quantized", "weights": channels()}
+    assert torch.equal(opened(tmp_path, layer, quantization).projection(LAYER).dequantize(), layer.weight)
+
+
+def changed(layer: PackedLayer, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in (layer.tensors | tensors).items() if tensor is not None}
+
+
+AWQ_LAYER, GPTQ_LAYER, CT_LAYER = awq_layer(16, 96, 32), gptq_layer(4, 16, MIXED, 1), packed_layer(4, 8, MIXED, False)
+BROKEN = [
+    (changed(AWQ_LAYER, qzeros=None), AWQ, r"q_proj\.qzeros: is missing in .*Download the model again"),
+    (
+        changed(AWQ_LAYER, scales=torch.ones(3, 15)),
+        AWQ,
+        r"q_proj\.scales: has shape \(3, 15\), wanted \(3, 16\)",
+    ),
+    (
+        changed(AWQ_LAYER, scales=torch.full((3, 16), torch.inf)),
+        AWQ,
+        r"q_proj\.scales: holds a number that is not",
+    ),
+    (changed(AWQ_LAYER, qweight=torch.ones(96, 2)), AWQ, r"q_proj\.qweight: is float32, wanted int32"),
+    (changed(AWQ_LAYER), AWQ | {"group_size": 64}, r"q_proj\.qweight: has 96 inputs, which groups of 64 do not divide"),
+    (changed(GPTQ_LAYER, g_idx=None), GPTQ, r"q_proj\.g_idx: is missing"),
+    (
+        changed(GPTQ_LAYER, g_idx=torch.zeros(96).int()),
+        GPTQ,
+        r"q_proj\.g_idx: must put 32 inputs into each of 3",
+    ),
+    (changed(GPTQ_LAYER, qzeros=torch.zeros(3, 3).int()), GPTQ, r"q_proj\.qzeros: has shape \(3, 3\)"),
+    (changed(GPTQ_LAYER), GPTQ | {"bits": 8}, r"q_proj\.qweight: has 48 inputs, which groups of 32 do not divide"),
+    (changed(CT_LAYER, weight_shape=None), packed(symmetric=False), r"q_proj\.weight_shape: is missing"),
+    (changed(CT_LAYER, weight_zero_point=None), packed(symmetric=False), r"q_proj\.weight_zero_point: is missing"),
+    (changed(CT_LAYER, weight_shape=torch.tensor([8, 0])), packed(), r"q_proj\.weight_shape: is \[8, 0\]"),
+    (
+        changed(integer_layer(6, 40, True), weight_scale=torch.ones(5, 1)),
+        compressed("int-quantized", **channels()),
+        r"q_proj\.weight_scale: has shape \(5, 1\), wanted \(6, 1\)",
+    ),
+    (
+        changed(integer_layer(6, 40, True)),
+        compressed("int-quantized", **channels(4)),
+        r"q_proj\.weight: holds integers that do not fit into 4 bits",
+    ),
+    (
+        {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)},
+        {"quant_method": "fp8"},
+        "is float8_e4m3fn, wanted",
+    ),
+    ({"bias": torch.ones(4)}, AWQ, r"q_proj\.qweight: is missing"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "quantization", "says"), BROKEN)
+def test_broken_tensors_are_named(tmp_path, tensors, quantization, says):
+    checkpoint = opened(tmp_path, tensors, quantization)
+    with pytest.raises(EngineError, match=says):
+        checkpoint.projection(LAYER)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "says"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method: is 'bitsandbytes'"),
+        (AWQ | {"version": "gemv"}, r"version: is 'gemv', which is not read\. Use a checkpoint with one of: gemm"),
+        (AWQ | {"bits": 3}, "quantization_config.bits: is 3"),
+        (AWQ | {"group_size": 0}, "group_size: must be a positive integer or -1, got 0"),
+        (GPTQ | {"bits": 2}, "quantization_config.bits: is 2, which is not read.* one of: 4, 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format: is 'marlin'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: must be two .*got \[128\]"),
+        (compressed("nvfp4-pack-quantized", **channels(4, "float")), "format: is 'nvfp4-pack-quantized'"),
+        (packed(3), r"config_groups\.group_0\.weights\.num_bits: is 3"),
+        (packed(strategy="token"), r"weights\.strategy: is 'token'"),
+        (packed() | {"quantization_status": "frozen"}, "quantization_status: is 'frozen'"),
+        (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: is set"),
+        (packed() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config: is set"),
+        (packed() | {"config_groups": {}}, "config_groups: must be a JSON object of groups"),
+        (packed(ignore=["re:("]), "ignore: holds an invalid pattern"),
+    ],
+)
+def test_what_is_not_read_is_named(tmp_path, quantization, says):
+    assert reads(quantization) == (quantization["quant_method"] != "bitsandbytes")
+    with pytest.raises(EngineError, match=says):
+        opened(tmp_path, {"weight": torch.ones(2, 2)}, quantization)
+
+
+def test_broken_files_are_named(tmp_path):
+    with pytest.raises(EngineError, match=r"holds no \*\.safetensors"):
+        QuantizedCheckpoint.open(tmp_path, AWQ)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(EngineError, match=r"model\.safetensors: cannot be read: .*Download the model again"):
+        QuantizedCheckpoint.open(tmp_path, AWQ)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../b"}}))
+    with pytest.raises(EngineError, match=r"index\.json: weight_map must name files of the directory"):
+        QuantizedCheckpoint.open(tmp_path, AWQ)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": "b.safetensors"}}))
+    save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(EngineError, match=r"tensor a\.weight: cannot be read"):
+        QuantizedCheckpoint.open(tmp_path, AWQ).tensor("a.weight")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A GGUF file of every type that the support file quantises, and the directory that it converts to."""
+    directory = tmp_path_factory.mktemp("toy")
+    write_gguf(directory / "toy.gguf", toy_metadata(), toy_tensors(toy_metadata()))
+    file = GGUFFile.open(directory / "toy.gguf")
+    write_checkpoint(file, directory)
+    return file, directory
+
+
+def test_gguf_tensors_are_those_of_the_converted_model(toy):
+    file, directory = toy
+    model = load_causal_lm(directory, torch.float32, "cpu")
+    found = quantized_tensors(file, llama_config(file))
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        own = found[name]
+        values = own.dequantize() if isinstance(own, QuantizedWeight) else own
+        torch.testing.assert_close(values, tensor, atol=0, rtol=2**-11)  # the conversion rounds to fp16
+    assert found["model.layers.0.self_attn.q_proj.weight"].bits == 4
+    assert found["lm_head.weight"].bits == 8
+
+
+def test_gguf_layers_are_read_one_at_a_time(toy):
+    file, _ = toy
+    checkpoint = GGUFCheckpoint(file, llama_config(file))
+    assert "model.layers.0.self_attn.o_proj" not in checkpoint.names()  # it is F16
+    assert checkpoint.projection("model.layers.0.self_attn.o_proj").dtype is torch.float32
+    assert "lm_head" in checkpoint.names() and "lm_head.weight" in checkpoint.tensor_names()
+    embedding = checkpoint.projection("model.embed_tokens").dequantize()
+    assert torch.equal(embedding, checkpoint.tensor("model.embed_tokens.weight"))
+    with pytest.raises(GGUFError, match=r"tensor model\.layers\.9\.mlp\.up_proj\.weight: the file has none"):
+        checkpoint.projection("model.layers.9.mlp.up_proj")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_qwen_rows_keep_the_files_order(tmp_path, architecture):
+    llama = toy_metadata()
+    metadata = {key.replace("llama.", f"{architecture}."): value for key, value in llama.items()}
+    metadata |= {"general.architecture": architecture, "tokenizer.ggml.pre": "qwen2"}
+    tensors = toy_tensors(llama)
+    rng = np.random.default_rng(0)
+    own = {"qwen2": [f"attn_{part}.bias" for part in "qkv"], "qwen3": [f"attn_{part}_norm.weight" for part in "qk"]}
+    for layer in range(2):
+        for name in own[architecture]:
+            size = 16 if "norm" in name else 64 if "_q." in name else 32
+            tensors[f"blk.{layer}.{name}"] = F32, rng.normal(0, 1, size).astype(np.float32)
+    write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    file = GGUFFile.open(tmp_path / "x.gguf")
+    config = llama_config(file)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = quantized_tensors(file, config)
+    state = {name: own.dequantize() if isinstance(own, QuantizedWeight) else own for name, own in found.items()}
+    stored = torch.tensor(file.tensor("blk.1.attn_q.weight"))
+    assert torch.equal(state["model.layers.1.self_attn.q_proj.weight"], stored)
+    contents = {name: tensor.clone() for name, tensor in state.items()}
+    save_file(contents, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_causal_lm(tmp_path, torch.float32, "cpu")  # which refuses missing and misshapen tensors
+    assert model.config.model_type == architecture

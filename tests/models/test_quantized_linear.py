@@ -1,0 +1,151 @@
+"""Quantised layers on a CPU: the products' values, their bits in any company, and layers made of layers."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from eagle_ray.core.errors import EngineError
+from eagle_ray.kernels import cpu_ops
+from eagle_ray.models.packed_linear import OutputSlice, merge_linears, pack_linears, slice_rows
+from eagle_ray.models.quantized_linear import QuantizedLinear, QuantizedWeight, pack, quantized_matmul, unpack
+
+NUM_PATHS = 4  # portable, AVX2, AVX512-VNNI, AMX
+needs_library = pytest.mark.skipif(cpu_ops.best_library() is None, reason="no compiled library for this processor")
+
+
+def weight_of(outputs, inputs, group_size, bits, dtype=torch.float32, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8, generator=random)
+    scale, offset = (torch.randn(outputs, inputs // group_size, generator=random).to(dtype) for _ in range(2))
+    return QuantizedWeight(codes, scale, offset, bits)
+
+
+def slow_product(rows, weight):
+    """The definition, in exact arithmetic but for the rounding of inputs."""
+    values = torch.zeros_like(rows, dtype=torch.float64)
+    for r, row in enumerate(rows.float()):
+        for begin in range(0, len(row), 32):
+            block = row[begin : begin + 32]
+            largest = block.abs().max()
+            factor = torch.tensor(127.0) / largest if largest > 0 else torch.tensor(0.0)
+            values[r, begin : begin + 32] = (block * factor).round().double() * (largest / 127).double()
+    return values @ weight.dequantize().double().T
+
+
+@needs_library
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [16, 32, 96, 192])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_products_are_those_of_the_definition(bits, group_size, dtype):
+    weight = weight_of(40, 192, group_size, bits, dtype)
+    rows, bias = torch.randn(19, 192), torch.randn(40)
+    found = cpu_ops.quantized_matmul(rows, pack(weight), bias)
+    expected = slow_product(rows, weight) + bias
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=float(expected.abs().max()) * 1e-6)
+    torch.testing.assert_close(quantized_matmul(rows, pack(weight), bias), found, rtol=1e-4, atol=1e-3)
+    halves = cpu_ops.quantized_matmul(rows.bfloat16(), pack(weight), bias.bfloat16())
+    wide = cpu_ops.quantized_matmul(rows.bfloat16().float(), pack(weight), bias.bfloat16().float())
+    assert torch.equal(halves, wide.bfloat16())
+
+
+def products(library, packed, path, rows):
+    """A product by the instructions of a path. Paths are by number: those that a processor lacks are not run."""
+    weight = dataclasses.replace(packed)
+    weight._weight.path = path
+    out = torch.empty(len(rows), packed.num_outputs)
+    function = library.quantized_matmul_float32
+    function.argtypes, function.restype = cpu_ops.SIGNATURES["quantized_matmul"], None
+    function(out.data_ptr(), rows.data_ptr(), None, weight._weight, len(rows), 2)
+    return out
+
+
+@needs_library
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [16, 32, 64])
+def test_every_processor_makes_the_same_bits(bits, group_size):
+    packed = pack(weight_of(48, 128, group_size, bits, torch.float16))
+    rows = torch.randn(45, 128) * torch.logspace(-3, 3, 128)
+    found = []
+    for library in filter(None, map(cpu_ops.library_of, cpu_ops.levels())):
+        best = library.quantized_matmul_path()
+        found += [products(library, packed, path, rows) for path in range(best + 1)]
+    assert len(found) >= 2 and all(torch.equal(other, found[0]) for other in found)
+
+
+@needs_library
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads():
+    packed, rows = pack(weight_of(96, 256, 32, 4)), torch.randn(300, 256)
+    together = cpu_ops.quantized_matmul(rows, packed, None)
+    alone = torch.cat([cpu_ops.quantized_matmul(rows[i : i + 1], packed, None) for i in range(300)])
+    torch.set_num_threads(2)
+    try:
+        threads = cpu_ops.quantized_matmul(rows, packed, None)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone, together) and torch.equal(threads, together)
+
+
+@needs_library
+def test_largest_codes_and_inputs_do_not_overflow():
+    codes = torch.full((16, 64), 255, dtype=torch.uint8)
+    weight = QuantizedWeight(codes, torch.ones(16, 2), torch.zeros(16, 2), 8)
+    for path in range(cpu_ops.quantized_path() + 1):
+        for sign in (1.0, -1.0):
+            out = products(cpu_ops.best_library(), pack(weight), path, torch.full((20, 64), sign * 127.0))
+            assert torch.equal(out, torch.full((20, 16), sign * 64 * 255 * 127.0))
+
+
+@needs_library
+def test_numbers_that_are_not_finite_make_their_row_nan_and_zeros_make_zeros():
+    packed, rows = pack(weight_of(16, 64, 32, 4)), torch.randn(4, 64)
+    rows[0, 3], rows[1, 40], rows[2] = torch.nan, torch.inf, 0.0
+    out = cpu_ops.quantized_matmul(rows, packed, None)
+    assert out[:2].isnan().all() and torch.equal(out[2], torch.zeros(16)) and out[3].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_loses_nothing(bits):
+    weight = weight_of(40, 96, 32, bits, torch.float16)
+    found = unpack(pack(weight))
+    assert torch.equal(found.codes, weight.codes) and torch.equal(found.scale, weight.scale)
+    assert torch.equal(found.offset, weight.offset) and found.bits == bits
+
+
+def test_layers_merge_and_slice_without_a_change_of_bits():
+    parts = [QuantizedLinear(weight_of(n, 64, 32, 4, seed=n), torch.randn(n)) for n in (32, 16, 8)]
+    rows, whole = torch.randn(2, 3, 64), QuantizedLinear.merged(parts)
+    assert QuantizedLinear.can_merge(parts) and torch.equal(whole(rows), torch.cat([part(rows) for part in parts], -1))
+    index = torch.tensor([55, 0, 17, 17])
+    assert torch.equal(slice_rows(whole, index)(rows), whole(rows)[..., index])
+    assert not QuantizedLinear.can_merge([parts[2], parts[0]])  # whose outputs end within a tile
+    assert torch.equal(merge_linears(parts[::-1])(rows), torch.cat([part(rows) for part in parts[::-1]], -1))
+
+
+def test_inputs_in_another_order_are_read_in_it():
+    weight, order = weight_of(16, 64, 32, 4), torch.randperm(64)
+    layer = QuantizedLinear(dataclasses.replace(weight, order=order))
+    rows = torch.randn(5, 64)
+    assert torch.equal(layer(rows), QuantizedLinear(weight)(rows[:, order]))
+    assert torch.equal(layer.quantized_weight().dequantize(), layer.quantized_weight().dequantize())
+
+
+def test_projections_of_a_layer_are_merged_and_stay_in_the_module_tree():
+    class LlamaMLP(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj = (QuantizedLinear(weight_of(32, 64, 32, 4, seed=n)) for n in (1, 2))
+            self.down_proj = QuantizedLinear(weight_of(64, 32, 32, 4))
+
+    model, rows = LlamaMLP(), torch.randn(3, 64)
+    before = model.gate_proj(rows), model.up_proj(rows)
+    pack_linears(model)
+    assert isinstance(model.up_proj, OutputSlice) and model.up_proj.whole is model.gate_proj.whole
+    assert torch.equal(model.gate_proj(rows), before[0]) and torch.equal(model.up_proj(rows), before[1])
+    assert merge_linears([model.gate_proj, model.up_proj]) is model.gate_proj.whole
+
+
+@pytest.mark.parametrize(("inputs", "group_size"), [(48, 16), (96, 24)])
+def test_sizes_that_the_kernel_does_not_take_are_named(inputs, group_size):
+    with pytest.raises(EngineError, match=rf"{inputs} inputs in groups of {group_size}"):
+        QuantizedLinear(weight_of(16, inputs, group_size, 4))
