@@ -1,6 +1,6 @@
 """Frozen linear layers whose weights stay quantised on a GPU.
 
-    layer = gpu_linear(weight, bias, torch.bfloat16)          # of a QuantizedWeight or an Fp8Weight of a checkpoint
+    layer = gpu_linear(weight, bias, torch.bfloat16, device)  # of a QuantizedWeight or an Fp8Weight of a checkpoint
     quantize_linears(model.base_model.layers)                 # dense layers, rounded to FP8
     outputs = layer(rows)
 
@@ -119,7 +119,7 @@ class Int4Linear(GpuLinear):
         if (reason := why_not_int4(weight)) is not None:
             raise ValueError(reason)
         super().__init__(*weight.codes.shape, None if bias is None else bias.to(torch.bfloat16))
-        self.register_buffer("packed", _pack(weight.codes), persistent=False)
+        self.register_buffer("packed", tile_packed(weight.codes), persistent=False)
         self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
         self.register_buffer("order", weight.order, persistent=False)
 
@@ -155,7 +155,7 @@ class Int4Linear(GpuLinear):
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         rows = inputs.reshape(-1, self.in_features)
         rows = rows.contiguous() if self.order is None else rows[:, self.order]
-        if len(rows) > INT4_ROWS and knows_layout(rows.device):
+        if len(rows) > INT4_ROWS:
             return F.linear(rows, self.dequantize(), self.bias).view(*inputs.shape[:-1], -1)
         outputs = int4_product(rows, self.packed, self.group_size, self.scales.contiguous())
         outputs = outputs if self.bias is None else outputs + self.bias
@@ -169,23 +169,20 @@ class Int4Linear(GpuLinear):
 
 
 def gpu_linear(
-    weight: QuantizedWeight | Fp8Weight, bias: Float[Tensor, " O"] | None, dtype: torch.dtype
+    weight: QuantizedWeight | Fp8Weight, bias: Float[Tensor, " O"] | None, dtype: torch.dtype, device: torch.device
 ) -> GpuLinear | nn.Linear:
-    """Return a layer over a checkpoint's weight, on its device: quantised if a kernel takes it, else dense in `dtype`.
+    """Return a layer over a checkpoint's weight: quantised if a kernel of the device takes it, else dense in `dtype`.
 
-    A reason why it is dense is logged once.
+    The layer is where the weight is; it may move to the device later. A reason why it is dense is logged once.
     """
-    if isinstance(weight, Fp8Weight):
-        reason = _why_not_fp8(weight, dtype)
-        layer: GpuLinear | None = None if reason else Fp8Linear(weight, bias)
-    else:
-        reason = why_not_int4(weight) or (None if dtype is torch.bfloat16 else f"rows are {dtype}, not bfloat16")
-        layer = None if reason else Int4Linear(weight, bias)
-    if layer is not None:
-        return layer
-    _log_dense(str(reason))
+    is_fp8 = isinstance(weight, Fp8Weight)
+    reason = _why_not_fp8(weight) if isinstance(weight, Fp8Weight) else why_not_int4(weight)
+    reason = reason or _why_not_here(dtype, device, is_fp8)
+    if reason is None:
+        return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else Int4Linear(weight, bias)
+    _log_dense(reason)
     with torch.device("meta"):
-        dense = nn.Linear(*weight.dequantize().shape[::-1], bias=bias is not None)
+        dense = nn.Linear(*weight.shape[::-1], bias=bias is not None)
     dense.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
     dense.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
     return dense
@@ -203,19 +200,25 @@ def why_not_int4(weight: QuantizedWeight) -> str | None:
     return None
 
 
-def _why_not_fp8(weight: Fp8Weight, dtype: torch.dtype) -> str | None:
+def _why_not_here(dtype: torch.dtype, device: torch.device, is_fp8: bool) -> str | None:
+    if dtype is not torch.bfloat16:
+        return f"rows are {str(dtype).removeprefix('torch.')}, and the kernels take bfloat16"
+    if is_fp8:
+        return why_no_fp8(device)
+    return None if knows_layout(device) else "this torch packs weights of 4 bits in a layout that is not known here"
+
+
+def _why_not_fp8(weight: Fp8Weight) -> str | None:
     num_out, num_in = weight.values.shape
     if num_out % FP8_MULTIPLE or num_in % FP8_MULTIPLE:
         return f"it is {num_out} x {num_in}, and products in FP8 take multiples of {FP8_MULTIPLE}"
-    if dtype is not torch.bfloat16:
-        return f"rows are {dtype}, and products in FP8 return bfloat16"
-    return why_no_fp8(weight.values.device)
+    return None
 
 
 def why_no_fp8(device: torch.device) -> str | None:
     """Return why a device does not compute in FP8, or None."""
     if device.type != "cuda":
-        return f"{device} is no GPU"
+        return f"{device.type} is no GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability >= FP8_CAPABILITY:
         return None
@@ -269,22 +272,13 @@ def int4_product(
 
 @cache
 def knows_layout(device: torch.device) -> bool:
-    """Return whether this torch packs weights as `tile_packed` does, which `dequantize` relies on; log if not."""
+    """Return whether torch packs weights on this device as `tile_packed` does; its own packing is for CUDA alone."""
     if device.type != "cuda":
         return True
     codes = torch.arange(64 * 128, device=device).mul(7).remainder(16).to(torch.uint8).view(64, 128)
-    knows = torch.equal(_pack(codes), tile_packed(codes))
-    if not knows:
-        log.warning("prompts are slower: torch %s packs weights of 4 bits in another layout", torch.__version__)
-    return knows
-
-
-def _pack(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
-    """Return codes in the layout of torch's kernel, packed by torch where it can."""
-    if codes.device.type != "cuda":
-        return tile_packed(codes)
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
-    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _run_inputs(codes.shape[1]) // 16)
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _run_inputs(codes.shape[1]) // 16)
+    return torch.equal(packed, tile_packed(codes))
 
 
 def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:

@@ -94,6 +94,7 @@ class TargetModel:
         kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets each be full.
         feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
             which the lm_head reads.
+        stored_kv: the dtype in which the cache stores numbers; None is that of the weights.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class TargetModel:
         capacity: int,
         kv_tokens: int | None = None,
         feature_layers: tuple[int, ...] | None = None,
+        stored_kv: torch.dtype | None = None,
     ):
         config = model.config
         check_config(config)
@@ -129,6 +131,7 @@ class TargetModel:
             weight.dtype,
             weight.device,
             kv_spec.value_dim,
+            stored_kv,
         )
 
     def prefill(self, prompts: PromptBatch) -> TargetOutput:

@@ -150,10 +150,11 @@ def test_merged_layers_of_four_bits_equal_their_parts(fused, monkeypatch):
 
 def test_what_no_kernel_takes_is_restored_and_said_once(messages):
     weights = weight_of(12, 64, 32), replace(weight_of(16, 64, 32), bits=8), weight_of(16, 64, 16)
+    cpu = torch.device("cpu")
     for weight in (*weights, *weights, fp8_weight(linear(64, 32).weight)):
-        layer = gpu_linear(weight, None, torch.bfloat16)
+        layer = gpu_linear(weight, None, torch.bfloat16, cpu)
         assert type(layer) is nn.Linear and torch.equal(layer.weight, weight.dequantize().bfloat16())
     reasons = [line for line in messages if "restored to 16 bits" in line]
     assert len(reasons) == len(set(reasons)) == 4
     assert "it is 12 x 64, and the kernel takes multiples of 8 x 32" in reasons[0]
-    assert isinstance(gpu_linear(weight_of(16, 64, 32), None, torch.bfloat16), Int4Linear)
+    assert isinstance(gpu_linear(weight_of(16, 64, 32), None, torch.bfloat16, cpu), Int4Linear)
