@@ -212,7 +212,7 @@ class EngineSizes:
         method, vocab_size = speculative.method, shape.vocab_size
         kv_numbers_of_layer = kv_elements_per_token(shape)
         kv_itemsize = itemsize if stored_kv is None else stored_kv.itemsize
-        gathered = itemsize if stored_kv is None else itemsize + kv_itemsize  # it is gathered, then converted
+        gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize  # it is gathered, then converted
         hidden_size, num_layers = shape.hidden_size, shape.num_hidden_layers
         feature = hidden_size * len(layers_read(parts, num_layers) or [0])
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))

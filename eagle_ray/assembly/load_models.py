@@ -27,7 +27,7 @@ from eagle_ray.kernels.availability import why_not
 from eagle_ray.methods.combine.drafter import load_drafts
 from eagle_ray.methods.method import reads_draft
 from eagle_ray.models.decoder import CAUSAL_LMS, is_llama_shaped
-from eagle_ray.models.gpu_linears import quantize_linears, why_no_fp8
+from eagle_ray.models.gpu_linears import quantize_fp8, why_no_fp8
 from eagle_ray.models.loader import (
     CausalLM,
     auto_dtype,
@@ -45,6 +45,7 @@ from eagle_ray.models.packed_linear import (
     run_linears,
     warm_up_kernels,
 )
+from eagle_ray.models.quantized_linear import holds_quantized, quantize_linears
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.runtime import tune_malloc, tune_num_threads, use_huge_pages
 from eagle_ray.models.target import TargetModel
@@ -112,6 +113,8 @@ def load_draft(
     with (start or StartLog()).part("draft", f"reading the draft's weights from {model.draft_name}"):
         weights = load_drafts(speculative.method, draft_paths(model, speculative), config)
         weights.to(causal_lm.device, causal_lm.dtype)
+        if holds_quantized(causal_lm):
+            quantize_linears(weights)
         pack_linears(weights)
     return weights
 
@@ -145,7 +148,7 @@ def quantize_target(causal_lm: CausalLM, device: str) -> None:
             f"{type(causal_lm).__name__} as its checkpoint quantises it or of another family. Set it to none."
         )
     for layer in decoder_layers(causal_lm):
-        quantize_linears(layer, device)
+        quantize_fp8(layer, device)
     causal_lm.to(device)  # type: ignore[arg-type]  # transformers' wrapper of Module.to loses its self
 
 

@@ -30,7 +30,7 @@ from eagle_ray.models.loader import CausalLM, input_embedding
 from eagle_ray.models.packed_linear import MIN_WEIGHTS, layer_bytes, linear_layers
 from eagle_ray.models.quantized_model import quantization_of
 from eagle_ray.models.supported_models import kv_elements_per_token
-from eagle_ray.models.target import PromptBatch, TargetModel
+from eagle_ray.models.target import PromptBatch, TargetModel, cache_dtype
 
 log = logging.getLogger("eagle_ray")
 
@@ -55,7 +55,8 @@ def plan_memory(
     if isinstance(args.kv_tokens, int):
         _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
     itemsize, on_gpu = input_embedding(causal_lm).weight.itemsize, device.type == "cuda"
-    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device), args.stored_kv)
+    kv_dtype = args.stored_kv or cache_dtype(causal_lm)
+    sizes = EngineSizes.of(shape, parts, speculative, itemsize, on_gpu, not use_triton(device), kv_dtype)
     target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
     of_pass = memory = None
     if on_gpu:
@@ -159,11 +160,11 @@ def process_bytes(device: str) -> int:
 
 
 def profile_pass(
-    model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int, stored_kv: torch.dtype | None = None
+    model: CausalLM, feature_layers: tuple[int, ...] | None, num_tokens: int, kv_dtype: torch.dtype | None = None
 ) -> int:
     """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
     each = max(num_tokens // PROFILE_PROMPTS, 1)
-    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, stored_kv=stored_kv)
+    target = TargetModel(model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, kv_dtype=kv_dtype)
     slots = list(range(PROFILE_PROMPTS))
     for slot in slots:
         target.cache.blocks.reserve(slot, each)

@@ -3,8 +3,8 @@
 A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the accepted path. What is not
 committed is overwritten by the next pass, so a rejected tree leaves no trace.
 
-A cache in FP8 holds half as many bytes as one in bf16. Numbers are rounded when they are written and read in the dtype
-of the rows. There is no scale: keys and values of language models lie far within FP8's range.
+A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they are written and read
+in the rows' dtype. FP8 has no scale here: keys and values of language models lie far within its range.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KVCache:
     Args:
         dtype: of the rows that are written and read.
         value_dim: head size of the values; None is head_dim.
-        stored: the dtype in memory, FP8 or `dtype`; None is `dtype`.
+        stored: the dtype in memory; None is `dtype`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVCache:
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether what is read may differ from what was written: numbers are stored in FP8."""
+        """Return whether what is read may differ from what was written."""
         return self.keys.dtype is not self.dtype
 
     def layer(
@@ -137,11 +137,11 @@ class KVCache:
 
     def _rounded(self, rows: Float[Tensor, "..."]) -> Tensor:
         """Return rows as `_flat` stores them."""
-        return movable(to_fp8(rows)) if self.is_rounded else rows
+        return movable(to_fp8(rows)) if self.keys.dtype is FP8 else rows.to(self.keys.dtype)
 
     def _loaded(self, stored: Tensor) -> Float[Tensor, "..."]:
         """Return what `_flat` stores in the dtype of rows."""
-        return stored.view(FP8).to(self.dtype) if self.is_rounded else stored
+        return stored.view(self.keys.dtype).to(self.dtype)
 
     def commit(self, batch: DecodeSlots, result: VerifyResult) -> None:
         """Move the accepted path of each tree to the positions right after its committed tokens, in every layer.

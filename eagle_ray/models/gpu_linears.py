@@ -1,7 +1,7 @@
 """Frozen linear layers whose weights stay quantised on a GPU.
 
     layer = gpu_linear(weight, bias, torch.bfloat16, device)  # of a QuantizedWeight or an Fp8Weight of a checkpoint
-    quantize_linears(model.base_model.layers)                 # dense layers, rounded to FP8
+    quantize_fp8(model.base_model.layers)                 # dense layers, rounded to FP8
     outputs = layer(rows)
 
 Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with a scale for each
@@ -237,7 +237,7 @@ def fp8_weight(weight: Float[Tensor, "O I"]) -> Fp8Weight:
     return Fp8Weight(to_fp8(weight.float() / scale), scale)
 
 
-def quantize_linears(module: nn.Module, device: torch.device | str | None = None) -> None:
+def quantize_fp8(module: nn.Module, device: torch.device | str | None = None) -> None:
     """Replace every linear layer of a module by one in FP8, in place and one by one.
 
     Args:

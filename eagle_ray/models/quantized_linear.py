@@ -189,6 +189,28 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={weight.bits}"
 
 
+def quantize(weight: Float[Tensor, "O I"]) -> QuantizedWeight:
+    """Round a dense weight to 8 bits in groups of BLOCK inputs, as GGUF's Q8_0 does."""
+    groups = weight.detach().float().unflatten(1, (-1, BLOCK))
+    scale = (groups.abs().amax(-1) / 127).half()
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
+    codes = (groups * inverse[..., None]).round().clamp(-128, 127) + 128
+    return QuantizedWeight(codes.flatten(1).to(torch.uint8), scale, -128 * scale, 8)
+
+
+def quantize_linears(model: nn.Module) -> None:
+    """Round the linear layers of a model to 8 bits in place: of a head, say, whose drafts need not be exact."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module.in_features % BLOCK == 0:
+            layer = QuantizedLinear(quantize(module.weight), module.bias, module.weight.dtype)
+            model.set_submodule(name, layer)
+
+
+def holds_quantized(model: nn.Module) -> bool:
+    """Return whether some of the model's layers are quantised ones of this engine on a CPU."""
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
 def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
     """Return what weights must have in common that one product computes."""
     return weight.codes.shape[1:], weight.scales.shape[1:], weight.scales.dtype

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.gguf.llama_checkpoint import GGUFFile
+from eagle_ray.kernels import cpu_ops
 from eagle_ray.models.gpu_linears import GpuLinear, gpu_linear
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import BLOCK, Fp8Weight, QuantizedLinear, QuantizedWeight
@@ -115,6 +116,9 @@ def _layer(
 
 
 def _fits_kernel(weight: QuantizedWeight) -> bool:
+    """Return whether this processor has instructions for the weight's product. Without them a dense layer is faster."""
+    if cpu_ops.quantized_path() == 0:
+        return False
     return weight.codes.shape[1] % BLOCK == 0 and (weight.group_size % BLOCK == 0 or weight.group_size == BLOCK // 2)
 
 

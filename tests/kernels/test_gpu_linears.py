@@ -10,7 +10,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.kernels import layer_ops
 from eagle_ray.models import gpu_linears
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.gpu_linears import INT4_ROWS, Fp8Linear, Int4Linear, fp8_weight, gpu_linear, quantize_linears
+from eagle_ray.models.gpu_linears import INT4_ROWS, Fp8Linear, Int4Linear, fp8_weight, gpu_linear, quantize_fp8
 from eagle_ray.models.packed_linear import merge_linears
 from eagle_ray.models.quantized_linear import QuantizedWeight
 from eagle_ray.models.target import TargetModel
@@ -65,7 +65,7 @@ def test_merged_layers_share_the_memory_of_their_parts():
 
 def test_a_size_that_no_product_takes_is_named():
     with pytest.raises(EngineError, match=r"model\.quantization: 1 is 40 x 16, and FP8 needs multiples of 16"):
-        quantize_linears(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 40)))
+        quantize_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 40)))
 
 
 @pytest.mark.parametrize("name", ["llama3 rope", "qwen2", "qwen3"])
@@ -73,7 +73,7 @@ def test_a_size_that_no_product_takes_is_named():
 def test_a_model_in_fp8_equals_transformers_forward_of_its_layers(name, fused):
     """Prompts in chunks, then trees. Sums in another order round some numbers to FP8's neighbour, a sixteenth away."""
     model = random_model((COVERED | FAMILIES)[name])
-    quantize_linears(model.base_model.layers)
+    quantize_fp8(model.base_model.layers)
     assert is_llama_shaped(model)
     assert_trees_equal(plain_copy(model), target_of(model), CHUNKS, atol=0.2)
 
@@ -87,7 +87,7 @@ def test_a_layer_in_fp8_is_one_launch_more_than_in_bf16(plain, fused):
         for num_layers in (2, 4):
             model = llama(num_hidden_layers=num_layers)
             if quantise:
-                quantize_linears(model.base_model.layers)
+                quantize_fp8(model.base_model.layers)
             target = TargetModel(model, 4, 64)
             counts[quantise, num_layers] = device_operations(lambda target=target: tree_pass(target, plain))
     dense, quantised = (counts[quantise, 4] - counts[quantise, 2] for quantise in (False, True))
