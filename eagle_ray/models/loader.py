@@ -43,19 +43,24 @@ def load_config(path: Path) -> PretrainedConfig:
     return config
 
 
-def load_causal_lm(path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False) -> PreTrainedModel:
+def load_causal_lm(
+    path: Path, dtype: torch.dtype | str, device: str, dequantize: bool = False, runs_on: str | None = None
+) -> PreTrainedModel:
     """Return a causal LM from a local directory. Raises EngineError if its files cannot be read or do not match its
     config.
 
     Args:
         dtype: "auto" is the checkpoint's own.
         dequantize: whether weights that this engine can run as they are become dense ones.
+        runs_on: the type of device for which quantised weights are laid out, if they move later; None is `device`.
     """
     config = load_config(path)
     checkpoint = quantized_checkpoint(path, config)
     if checkpoint is not None:
-        own = checkpoint_dtype(config) if isinstance(dtype, str) else dtype
-        model = build_model(config, checkpoint, own, device, dequantize)
+        runs_on = runs_on or device
+        auto = checkpoint_dtype(config) if runs_on == "cpu" else auto_dtype(config, path, runs_on)[0]
+        own = auto if isinstance(dtype, str) else dtype
+        model = build_model(config, checkpoint, own, device, dequantize, runs_on)
         model.generation_config = _generation_config(path, model)
         return model
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
@@ -209,6 +214,8 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
     """
     own = checkpoint_dtype(config)
     if device != "cpu":
+        if keeps_quantized(path, config):
+            return torch.bfloat16, "for activations, in which products with quantised weights are computed"
         return own, "the checkpoint's own"
     if keeps_quantized(path, config):
         return torch.float32, "of activations; quantised weights stay as they are stored"

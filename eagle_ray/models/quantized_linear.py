@@ -62,6 +62,11 @@ class QuantizedWeight:
         weight = (groups * self.scale.float()[..., None] + self.offset.float()[..., None]).flatten(1)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """Return the weight on a device."""
+        order = None if self.order is None else self.order.to(device)
+        return QuantizedWeight(self.codes.to(device), self.scale.to(device), self.offset.to(device), self.bits, order)
+
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
         """Return some of the outputs, in the given order."""
         return QuantizedWeight(self.codes[index], self.scale[index], self.offset[index], self.bits, self.order)
@@ -100,6 +105,10 @@ class Fp8Weight:
     def shape(self) -> torch.Size:
         """Return [O, I]."""
         return self.values.shape
+
+    def to(self, device: torch.device | str) -> Fp8Weight:
+        """Return the weight on a device."""
+        return Fp8Weight(self.values.to(device), self.scale.to(device))
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""

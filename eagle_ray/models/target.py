@@ -96,7 +96,7 @@ class TargetModel:
         kv_tokens: positions that all slots together may use, rounded down to whole blocks; None lets each be full.
         feature_layers: layers whose concatenated inputs are a row's feature; None is the last layer's normed output,
             which the lm_head reads.
-        kv_dtype: of keys and values; None is cache_dtype's.
+        kv_dtype: in which the cache stores keys and values; None is cache_dtype's.
     """
 
     def __init__(
@@ -130,9 +130,10 @@ class TargetModel:
             kv_spec.num_layers,
             kv_spec.num_kv_heads,
             kv_spec.key_dim,
-            kv_dtype or cache_dtype(model),
+            weight.dtype,
             weight.device,
             kv_spec.value_dim,
+            kv_dtype or cache_dtype(model),
         )
 
     def prefill(self, prompts: PromptBatch) -> TargetOutput:
