@@ -114,14 +114,14 @@ class Bench:
         except WorkerError as error:
             self.failures[engine] = str(error)
             self.workers.pop(engine).kill()
-            self.report(f"{engine.label}: {error}")
+            self.report(f"{engine.label}, {engine.dtype}: {error}")
             return None
         elsewhere = busy_seconds() - busy - answer["all_cpu_seconds"]
         answer["cores_elsewhere"] = max(0.0, elsewhere / (time.perf_counter() - started))
         answer["outputs"] = [self._without_eos(ids) for ids in answer["outputs"]]
         answer["num_tokens"] = self._num_tokens(answer["outputs"])
         answer["tokens_per_s"] = answer["num_tokens"] / answer["seconds"]
-        self.report(f"batch {batch}: {engine.label} {answer['tokens_per_s']:.1f} tokens/s")
+        self.report(f"batch {batch}: {engine.label}, {engine.dtype} {answer['tokens_per_s']:.1f} tokens/s")
         return answer
 
     def _record(self, batch: int, answers: Mapping[Engine, Row], loads: Mapping[Engine, float]) -> None:

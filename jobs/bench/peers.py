@@ -244,10 +244,10 @@ def start(launcher: Launcher, engine: Engine, bench: Bench, workers: ExitStack) 
         worker, bench.versions[engine] = launcher.start(engine)
     except WorkerError as error:
         bench.failures[engine] = str(error)
-        say(f"{engine.label}: {error}")
+        say(f"{engine.label}, {engine.dtype}: {error}")
         return
     bench.workers[engine] = workers.enter_context(worker)
-    say(f"{engine.label}: ready")
+    say(f"{engine.label}, {engine.dtype}: ready")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
