@@ -54,7 +54,7 @@ ADJACENT_PAIRS = ("llama", "mistral")  # model types whose q_proj and k_proj hav
 # keys of models that compute something else
 UNSUPPORTED = ("rope.scaling.type", "expert_count", "attention.sliding_window", "logit_scale", "attention.scale")
 DEFAULT_THETA = 10000.0  # of files that do not say it
-LLAMA3_ROPES = [  # of Llama 3.1 and 3.3, and of Llama 3.2
+LLAMA3_ROPES: list[dict[str, Any]] = [  # of Llama 3.1 and 3.3, and of Llama 3.2
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     for factor in (8.0, 32.0)
 ]
@@ -92,7 +92,7 @@ class GGUFFile:
         try:
             reader = _BoundedReader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, GGUFError) as error:
             raise GGUFError(f"{path}: not a readable GGUF file: {error}") from error
         return cls(metadata, {tensor.name: tensor for tensor in reader.tensors})
 

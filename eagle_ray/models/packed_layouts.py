@@ -310,7 +310,7 @@ def _grouped(
     order: Int[Tensor, " I"] | None = None,
 ) -> QuantizedWeight:
     """Return scale * (codes - zero), with codes in the given order of the inputs."""
-    codes = codes.contiguous() if order is None else codes[:, order]
+    codes = codes.contiguous() if order is None else codes.index_select(1, order)
     offset = -(zero.float() * scale.float())
     half = offset.half()
     dtype = torch.float16 if scale.dtype is torch.float16 and torch.equal(half.float(), offset) else torch.float32

@@ -306,8 +306,8 @@ class GGUFCheckpoint:
         if self.file.is_dense(source):
             return self.tensor(f"{name}.weight")
         blocks = self.file.blocks(source)
-        arrays = (torch.from_numpy(array) for array in (blocks.codes, blocks.scale, blocks.offset))
-        weight = QuantizedWeight(*arrays, blocks.bits)
+        codes, scale, offset = (torch.from_numpy(array) for array in (blocks.codes, blocks.scale, blocks.offset))
+        weight = QuantizedWeight(codes, scale, offset, blocks.bits)
         order = row_order(source, len(blocks.codes), self.config)
         return weight if order is None else weight.rows(torch.from_numpy(order))
 
@@ -316,7 +316,7 @@ class GGUFCheckpoint:
         source = self._source(name)
         values = self.file.tensor(source)
         order = row_order(source, len(values), self.config)
-        return torch.from_numpy(np.array(values) if order is None else values[order])
+        return torch.from_numpy(np.require(values, requirements="W") if order is None else values[order])
 
     def tensor_names(self) -> set[str]:
         """Return the names of all tensors."""

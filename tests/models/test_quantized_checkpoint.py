@@ -64,6 +64,7 @@ def test_an_order_says_which_input_each_code_belongs_to():
     inputs = torch.arange(8.0)
     found = weight(order)
     torch.testing.assert_close(found.dequantize() @ inputs, weight().dequantize() @ inputs[order])
+    assert found.shape == (3, 8)
     assert torch.equal(found.rows(torch.tensor([2, 0])).dequantize(), found.dequantize()[[2, 0]])
     assert torch.equal(QuantizedWeight.cat([found, found]).dequantize(), torch.cat([found.dequantize()] * 2))
 
