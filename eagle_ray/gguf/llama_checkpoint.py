@@ -50,6 +50,7 @@ QKV_BIASES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 ROPE_FACTORS = "rope_freqs.weight"
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE_OF = {"mistral": "llama"} | {name: name for name in CLASSES}  # by model_type
 ADJACENT_PAIRS = ("llama", "mistral")  # model types whose q_proj and k_proj have other rows than in transformers
 # keys of models that compute something else
 UNSUPPORTED = ("rope.scaling.type", "expert_count", "attention.sliding_window", "logit_scale", "attention.scale")
@@ -226,7 +227,20 @@ def llama3_factors(
 
 
 def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one."""
+    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one.
+
+    config: the content of config.json.
+    """
+    kind, architecture = config["model_type"], file.metadata.get("general.architecture")
+    if kind not in ARCHITECTURE_OF:
+        raise GGUFError(f"model_type {kind!r} is not read from GGUF files. Use one of {', '.join(ARCHITECTURE_OF)}")
+    if architecture != ARCHITECTURE_OF[kind]:
+        raise GGUFError(
+            f"general.architecture is {architecture!r}, but model_type in config.json is {kind!r}. "
+            "Use the config.json of the file's own model"
+        )
+    if (num_parts := file.metadata.get("split.count", 1)) > 1:
+        raise GGUFError(f"the file is one of {num_parts} parts. Join them by `llama-gguf-split --merge`")
     expected = {source for source, _ in tensor_names(config)}
     if missing := sorted(expected - file.tensors.keys()):
         raise GGUFError(f"the file lacks tensor {missing[0]}. Download it again")
@@ -234,7 +248,7 @@ def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
     allowed = {ROPE_FACTORS} if rope_type == "llama3" else set()
     tied = {LM_HEAD} if config["tie_word_embeddings"] else set()
     if others := sorted(file.tensors.keys() - expected - allowed - tied):
-        raise GGUFError(f"tensor {others[0]} is part of no {config['model_type']} that is supported. Use another model")
+        raise GGUFError(f"tensor {others[0]} is part of no {kind} that is supported. Use another model")
 
 
 def _shortest(value: float) -> float:

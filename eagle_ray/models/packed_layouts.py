@@ -264,7 +264,7 @@ def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) ->
     scale = layer.scale(suffix, shape).float()
     scale = scale.repeat_interleave(block[0], 0)[: values.shape[0]]
     scale = scale.repeat_interleave(block[1], 1)[:, : values.shape[1]]
-    return values.float() * scale
+    return values.float().mul_(scale)
 
 
 def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:

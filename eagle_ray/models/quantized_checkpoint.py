@@ -105,7 +105,7 @@ class QuantizedCheckpoint:
         if reader is not None and not (layer.has("weight") and not _is_quantized(layer)):
             return reader(layer)
         if _is_quantized(layer):
-            raise layer.fault("weight", "is quantised, but no config group targets it", f"Mend {KEY}.config_groups")
+            raise layer.fault("weight", "is quantised, but config_groups ignore it", f"Mend {KEY} in config.json")
         return layer.tensor("weight", FLOAT_DTYPES)
 
     def tensor(self, name: str) -> Tensor:

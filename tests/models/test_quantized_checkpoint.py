@@ -25,12 +25,13 @@ from tests.support.quantised_files import (
     packed_layer,
     write_layers,
 )
+from tests.support.toy_models import llama
 
 LAYER = "model.layers.0.self_attn.q_proj"
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 32, "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 IN_ORDER = [i // 32 for i in range(96)]
-MIXED = torch.randperm(96, generator=torch.Generator().manual_seed(0)).div(32, rounding_mode="floor").tolist()
+MIXED = (torch.randperm(96, generator=torch.Generator().manual_seed(0)) // 32).tolist()
 
 
 def compressed(layout: str, ignore: Sequence[str] = (), targets: Sequence[str] = ("Linear",), **weights: Any) -> dict:
@@ -187,8 +188,9 @@ def test_ignore_lists_and_targets_are_read(tmp_path, entry):
     layer = packed_layer(4, 10, IN_ORDER, True)
     targeted = opened(tmp_path, layer, packed(targets=[entry])).projection(LAYER)
     assert torch.equal(targeted.dequantize(), layer.weight)
-    with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but no config group targets it"):
-        opened(tmp_path, layer, packed(targets=["re:.*mlp.*"])).projection(LAYER)
+    for quantization in (packed(targets=["re:.*mlp.*"]), packed(ignore=[entry])):
+        with pytest.raises(EngineError, match=rf"{LAYER}\.weight: is quantised, but config_groups"):
+            opened(tmp_path, layer, quantization).projection(LAYER)
 
 
 def test_a_group_has_a_format_of_its_own(tmp_path):
@@ -296,6 +298,40 @@ def test_broken_files_are_named(tmp_path):
         QuantizedCheckpoint.open(tmp_path, AWQ).tensor("a.weight")
 
 
+def mixed_groups(num_inputs: int) -> list[int]:
+    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
+    return (order // 32).tolist()
+
+
+DYNAMIC_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MODELS = {
+    "awq": (lambda shape: awq_layer(*shape, 32), AWQ),
+    "gptq": (lambda shape: gptq_layer(4, shape[0], mixed_groups(shape[1]), 1), GPTQ),
+    "compressed-tensors": (lambda shape: packed_layer(4, shape[0], [i // 32 for i in range(shape[1])], True), packed()),
+    "fp8": (lambda shape: fp8_layer(*shape, torch.rand(shape[0], 1), (1, shape[1]), "weight_scale"), DYNAMIC_FP8),
+}
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_a_model_is_the_one_of_the_dequantised_weights(tmp_path, method):
+    make, quantization = MODELS[method]
+    model = llama(hidden_size=64, intermediate_size=96, head_dim=16, num_hidden_layers=1)
+    state = model.state_dict()
+    tensors = {name: tensor for name, tensor in state.items() if "_proj" not in name}
+    for name in sorted(state.keys() - tensors.keys()):
+        layer = make(tuple(state[name].shape))
+        state[name] = layer.weight
+        tensors |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    model.load_state_dict(state)
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = load_causal_lm(tmp_path, torch.float32, "cpu", dequantize=True)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A GGUF file of every type that the support file quantises, and the directory that it converts to."""
@@ -329,6 +365,27 @@ def test_gguf_layers_are_read_one_at_a_time(toy):
     assert torch.equal(embedding, checkpoint.tensor("model.embed_tokens.weight"))
     with pytest.raises(GGUFError, match=r"tensor model\.layers\.9\.mlp\.up_proj\.weight: the file has none"):
         checkpoint.projection("model.layers.9.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("gemma2", "model_type 'gemma2' is not read from GGUF"),
+        ("qwen3", "architecture is 'llama', but model_type"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(toy, model_type, says):
+    file, _ = toy
+    with pytest.raises(GGUFError, match=says):
+        GGUFCheckpoint(file, llama_config(file) | {"model_type": model_type})
+
+
+def test_a_config_of_mistral_reads_a_llama_file(toy):
+    file, _ = toy
+    name = "model.layers.0.self_attn.q_proj"
+    config = llama_config(file)
+    mistral = GGUFCheckpoint(file, config | {"model_type": "mistral"}).projection(name)
+    assert torch.equal(mistral.codes, GGUFCheckpoint(file, config).projection(name).codes)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
